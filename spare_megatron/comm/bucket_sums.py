@@ -1,4 +1,4 @@
-"""The staging buffers of one rank: for the buckets of its reductions, and in between for the rounds of its gathers."""
+"""Strategies for summing a rank's gradient buckets over groups, and the staging buffers they use."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,12 +15,9 @@ from spare_megatron.stacking.state_partitions import Ownership, recipients
 
 
 class Staging:
-    """A few flat tensors of one size, made when they are first needed and used again.
+    """A pool of uninitialized flat tensors of one size, for bucket sums and gather rounds.
 
-    What takes part in a transfer that is given up is not to be given back, for it may still be written.
-
-    Args:
-        make: Makes one, uninitialized.
+    Do not give back the tensors of an abandoned transfer: it may still write them.
     """
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
@@ -29,49 +26,48 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of each."""
+        """Bytes of one tensor."""
         if not self._free:
             self._free.append(self._make())
         return self._free[-1].nbytes
 
     def take(self) -> Tensor:
-        """A tensor that nobody else uses."""
         return self._free.pop() if self._free else self._make()
 
     def give_back(self, tensor: Tensor) -> None:
-        """Nobody reads or writes it any more."""
+        """Returns a tensor that nothing reads or writes any more."""
         self._free.append(tensor)
 
 
 class BucketSums(Protocol):
-    """The sums of the buckets of one rank.
+    """How the buckets of one rank are summed over groups, and which sums this rank receives.
 
     Attributes:
-        is_concluded: Whether all is here that takes more than the sums of the buckets.
-        squares: As in `GroupTrainer.update`.
+        is_concluded: Whether everything beyond the bucket sums has been exchanged.
+        squares: Sum of squared gradients for the norm, as `GroupTrainer.update` takes it; None if all sums are local.
     """
 
     is_concluded: bool
     squares: float | None
 
     def begin(self, action: AttemptReduce, /) -> None:
-        """An attempt begins. What was posted before is settled."""
+        """Starts an attempt. Everything posted in earlier attempts is complete or abandoned."""
 
     def post(self, bucket: int, staged: torch.Tensor, /) -> bool:
         """Starts to sum a staged bucket, as `CrossGroupCommunicator.post` does."""
 
     def arrived(self, bucket: int, staged: torch.Tensor, /) -> None:
-        """The bucket is complete here."""
+        """Called when a bucket's sum is complete on this rank."""
 
     def places(self, bucket: int, /) -> Sequence[slice]:
-        """Where in the bucket sums come to this rank."""
+        """The ranges of the bucket whose sums this rank receives."""
 
     def conclude(self, is_decided: Callable[[], bool], /) -> None:
-        """Exchanges what takes more than the sums of the buckets. All of these are complete here."""
+        """Exchanges what the bucket sums do not carry, once all buckets are complete on this rank."""
 
 
 class AllReducedBuckets:
-    """Everybody gets everything."""
+    """Sums every bucket on every group by all-reduce."""
 
     is_concluded = True
     squares: float | None = None
@@ -80,31 +76,23 @@ class AllReducedBuckets:
         self._communicator = communicator
 
     def begin(self, _action: AttemptReduce) -> None:
-        """Nothing depends on who takes part."""
+        pass
 
     def post(self, _bucket: int, staged: torch.Tensor) -> bool:
-        """All of it is summed as one."""
         return self._communicator.post(staged)
 
     def arrived(self, _bucket: int, _staged: torch.Tensor) -> None:
-        """It is here as a whole."""
+        pass
 
     def places(self, _bucket: int) -> Sequence[slice]:
-        """Everywhere."""
         return (slice(None),)
 
     def conclude(self, _is_decided: Callable[[], bool]) -> None:
-        """Nothing is missing."""
+        pass
 
 
 class ScatteredBuckets:
-    """Every slice's gradients go to those who update it.
-
-    Args:
-        group: This rank's group.
-        trainer: The rank's part of the model, with stacked state.
-        communicator: The rank's cross-group communicator.
-    """
+    """Sums the gradients of each state partition only for the groups that host or copy it; needs stacked state."""
 
     def __init__(self, group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
         assert trainer.stacked is not None, "only slices have recipients"
@@ -121,20 +109,18 @@ class ScatteredBuckets:
         self.squares: float | None = None
 
     def begin(self, action: AttemptReduce) -> None:
-        """Sums go to the recipients of this attempt."""
         assert action.ownership is not None, "only slices have recipients"
         if action.ownership is not self._ownership:
             self._ownership, self._recipients = action.ownership, recipients(action.ownership)
         self.is_concluded, self.squares = False, None
 
     def post(self, bucket: int, staged: torch.Tensor) -> bool:
-        """Each part is summed for itself."""
         parts = self._parts[bucket]
         shares = [(staged[p.place], () if p.number is None else self._recipients[p.number]) for p in parts]
         return self._communicator.post_shares(shares, staged[-NUM_EXTRAS:])
 
     def arrived(self, bucket: int, staged: torch.Tensor) -> None:
-        """Whoever has the sum keeps its squares: who owns the slice in the end, is not known yet."""
+        """Stores the squares of every partition received here; the final owner is not known yet."""
         self._squares[bucket] = [
             (part.number, self._sums.squares(staged[place]))
             for part in self._parts[bucket]
@@ -143,7 +129,6 @@ class ScatteredBuckets:
         ]
 
     def places(self, bucket: int) -> Sequence[slice]:
-        """What this group gets."""
         return [
             part.place
             for part in self._parts[bucket]
@@ -151,7 +136,7 @@ class ScatteredBuckets:
         ]
 
     def conclude(self, is_decided: Callable[[], bool]) -> None:
-        """Lets all know the squares of every slice, from its owner: added to zeros alone, whoever that is.
+        """Sums the squared gradients of all partitions, each contributed by its owner, whichever group that is.
 
         Collective over: rank j of every member group.
         """
@@ -166,9 +151,9 @@ class ScatteredBuckets:
 
 
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
-    """Scattered over NCCL, where the state is stacked.
+    """Chooses how to sum: scattered for stacked optimizer state over NCCL, all-reduce otherwise.
 
-    gloo's sums for one member take as long as those for all, though they send fewer bytes (benchmarks/RESULTS.md).
+    gloo's reduce to one member takes as long as its all-reduce, though it sends fewer bytes (benchmarks/RESULTS.md).
     """
     if trainer.stacked is None or trainer.stacked.device.type == "cpu":
         return AllReducedBuckets(communicator)

@@ -1,13 +1,9 @@
-"""The cross-group communicator of one rank: built aside, used out of place, abandoned without waiting.
+"""The cross-group communicator of a rank, rebuilt in place when the surviving groups change.
 
-Rank j of every group belongs to the j-th cross-group communicator. It is a bare c10d backend on a store prefix
-that is never used twice, registered in no world, so that a dead group breaks nothing else.
-
-What gloo makes necessary (found by measuring):
-    its constructor blocks until every member is there, so it runs in a thread with a store connection of its own;
-    abort() ends no work in flight and the destructor waits for it, so what is abandoned is kept until it has ended;
-    abandoned work may still write its tensor, so that is kept with it and never used again.
-What NCCL makes necessary is in `comm.nccl`.
+A bare c10d backend (gloo or NCCL) on a store prefix that is never reused, registered in no world, so that a lost group
+breaks nothing else. gloo's constructor blocks until all members arrive, so it runs in a thread with its own store
+connection. gloo's `abort()` ends no work, its destructor waits for that work, and the work may still write its tensors:
+all of it is kept until it has ended. For NCCL see `comm.nccl`.
 """
 
 import threading
@@ -29,16 +25,14 @@ from spare_megatron.store.interface import ControlStore
 
 _POLL_S = 0.0005
 _PAUSE_S = 0.050
-"""Longest wait without a sign of life, where what is waited for wakes the rank up."""
+"""Longest sleep between two progress reports while waiting for something that wakes the rank (a gloo work, a build)."""
 _NUM_TAGS = 1 << 30
 _MOST_MET = 2
-"""Rendezvous at which others may still be: what this rank has left at earlier ones is removed."""
+"""Number of latest rendezvous where other members may still be; what this rank left at earlier ones is removed."""
 
 
 @dataclass(slots=True)
 class _Build:
-    """A communicator on its way, in a thread."""
-
     thread: threading.Thread
     result: list[Any] = field(default_factory=list)
     """The backend, or the exception that its constructor raised."""
@@ -46,16 +40,14 @@ class _Build:
 
 
 class CrossGroupCommunicator:
-    """The j-th cross-group communicator as one rank sees it, over its rebuilds.
+    """The cross-group communicator of rank j of every group, as one rank sees it across rebuilds.
 
     Args:
-        group: This rank's group.
         position: j, this rank's index inside its group.
-        device: Where the tensors are; decides between gloo and NCCL.
-        store: The control store, for the rendezvous.
+        device: Device of the tensors; selects gloo or NCCL.
         timeout_s: Longest wait for a build or a reduction.
-        ask_interval_s: How often it looks at the log while it waits (`store.decision_log.ask_interval_s`).
-        probe: Told when the reduction is in flight, and that the rank is there while it waits.
+        ask_interval_s: Seconds between two looks at the log while waiting (`store.decision_log.ask_interval_s`).
+        probe: Receives progress reports while the rank waits.
     """
 
     def __init__(
@@ -81,17 +73,17 @@ class CrossGroupCommunicator:
         self._members: tuple[GroupId, ...] = (group,)
         self._num_shares = 0  # posted to this communicator
         self._in_flight: deque[Transfer] = deque()
-        self._ended: Any = None  # the last backend that was
+        self._ended: Any = None  # the last backend that was aborted
         self._abandoned: list[Transfer] = []
         self._abandoned_builds: list[_Build] = []
-        self._met: deque[tuple[str, int]] = deque()  # the last rendezvous, each with this rank's number there
+        self._met: deque[tuple[str, int]] = deque()  # the latest rendezvous, with this rank's index in each
         self.evidence = ""
         """Why the last wait ended without a result."""
         self.ready_at_s: float | None = None
-        """Monotonic time at which the last reduction had its communicator; None if it never had."""
+        """Monotonic time at which the current attempt had its communicator; None before that."""
 
     def begin_build(self, key: int, members: Sequence[GroupId]) -> None:
-        """Lets go of the present communicator and begins to build the next one in the background."""
+        """Drops the current communicator and starts to build the next one in a thread."""
         self._let_go()
         self._members, self._num_shares = tuple(members), 0
         if self._is_alone:
@@ -108,7 +100,7 @@ class CrossGroupCommunicator:
         self._build = build
 
     def begin(self) -> None:
-        """Begins an attempt: what was said of the last one is forgotten."""
+        """Starts an attempt: clears `evidence` and `ready_at_s`, and frees abandoned work that has ended."""
         self._sweep()
         self.evidence, self.ready_at_s = "", None
 
@@ -122,40 +114,33 @@ class CrossGroupCommunicator:
         return is_there
 
     def connect(self, is_decided: Callable[[], bool]) -> bool:
-        """Waits until sums can be posted. False, with evidence, if they never can.
+        """Waits until sums can be posted. Returns False and sets `evidence` if they cannot.
 
-        Where they can already, nobody is asked: of thousands of ranks, in every step, that is more than a store serves,
-        and a sum that comes nevertheless counts.
+        Does not query the log if the communicator exists: thousands of ranks asking in every step would overload the
+        store, and a sum that completes after a loss still counts.
         """
         if not self._is_alone and not self._finish_build(is_decided):
             return self.give_up()
         return self.is_ready()
 
     def post(self, tensor: torch.Tensor) -> bool:
-        """Starts to sum the tensor over all members, in its place.
+        """Starts to sum a tensor over all members, in place. False, with `evidence`, if the connection is broken.
 
         Collective over: rank j of every member group, in the same order of tensors. The tensor belongs to the
-        communicator until `poll` or `wait` has counted it, and for ever if it is given up: a transfer may still
+        communicator until `poll` has counted it; one that is given up must never be reused, as a transfer may still
         write it.
-
-        Returns:
-            False, with evidence, if the connection is broken.
         """
         return self._post([tensor], lambda backend: [backend.allreduce([tensor], dist.AllreduceOptions())])
 
     def post_shares(self, shares: Sequence[tuple[torch.Tensor, Sequence[GroupId]]], extras: torch.Tensor) -> bool:
-        """Starts to sum shares of a buffer over all members, each for some of them, and for everybody some extras.
+        """Starts to sum shares of a buffer for their recipients, and `extras` for all. Returns as `post` does.
 
-        Collective over: rank j of every member group, in the same order, with the same recipients. The tensors belong
-        to the communicator as in `post`.
+        Collective over: rank j of every member group, in the same order, with the same recipients.
 
         Args:
-            shares: Values, and who gets their sum in their place, first who sends it to the others; all if empty. Where
-                it does not come, they hold anything afterwards.
-            extras: When it is complete here, everybody has posted all of this.
-
-        Returns:
-            False, with evidence, if the connection is broken.
+            shares: Values, summed in place, and the groups that receive the sum: first the one that sends it to the
+                others; empty means all. On any other member the values are undefined afterwards.
+            extras: Its completion here proves that every member has posted the whole buffer.
         """
         index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
@@ -168,12 +153,9 @@ class CrossGroupCommunicator:
         return self._start([*(values for values, _ in shares), extras], start)
 
     def post_gather(self, received: torch.Tensor, mine: torch.Tensor) -> bool:
-        """Starts to send a tensor to all members and to fill a row of another from each, in the order of the members.
+        """Starts an all-gather: row i of `received` becomes `mine` of the i-th member. Returns as `post` does.
 
         Collective over: rank j of every member group. Both tensors belong to the communicator as in `post`.
-
-        Returns:
-            False, with evidence, if the connection is broken.
         """
         return self._post([received, mine], lambda backend: [backend._allgather_base(received.view(-1), mine)])
 
@@ -186,11 +168,11 @@ class CrossGroupCommunicator:
     def _start(self, tensors: Sequence[torch.Tensor], start: Callable[[Transfer], None]) -> bool:
         transfer = Transfer(backend=self._backend, tensors=tensors)
         if self._is_alone or self._backend is not None:
-            self._in_flight.append(transfer)  # before it is posted: what a lost member holds up can be ended
+            self._in_flight.append(transfer)  # before posting, which a lost member may block: `end` must find it
         if self._is_alone:
             return True
         if self._backend is None:
-            return False  # it has broken meanwhile
+            return False  # an earlier sum has broken it
         try:
             start(transfer)
         except RuntimeError as error:
@@ -198,9 +180,9 @@ class CrossGroupCommunicator:
         return True
 
     def poll(self) -> int:
-        """How many of the posted sums are complete since the last call, in their order. Never waits.
+        """Number of posted sums, in posting order, that have completed since the last call. Never waits.
 
-        All others are given up, with evidence, once a connection is broken.
+        If a connection is broken, all other sums are given up and `evidence` is set.
         """
         num_complete = 0
         try:
@@ -214,30 +196,24 @@ class CrossGroupCommunicator:
         return num_complete
 
     def _advance(self, transfer: Transfer) -> bool:
-        """Posts what follows, if it is time. Returns whether all has ended well.
-
-        Raises:
-            RuntimeError: It has not ended well.
-        """
+        """`Transfer.advance`, but raises RuntimeError if the communicator was aborted."""
         is_over = transfer.advance()
-        # Not before: it looks complete from then on, and another thread may end it at any moment.
+        # Checked afterwards: an aborted sum looks complete, and another thread may abort it at any moment.
         if transfer.backend is not None and transfer.backend is self._ended:
             raise RuntimeError("ended, for nobody needed it any more")
         return is_over
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
-        """Waits until the first of the sums in flight has ended, in whatever way; `poll` says which.
+        """Waits until the first sum in flight has ended; `poll` then reports whether it succeeded.
 
-        Returns:
-            False, with evidence, if `is_decided` said that the log has moved on, so that nobody needs them any more, or
-            if none is in flight, all having been given up.
+        Returns False, with `evidence`, if the log has a newer entry, the timeout expires or no sum is in flight.
         """
         if not self._in_flight:
             return False
         return self._wait(self._has_ended, self._pause, is_decided) or self.give_up()
 
     def _has_ended(self) -> bool:
-        """Whether the first transfer in flight has, in whatever way."""
+        """Whether the first sum in flight has ended, with or without success."""
         try:
             return all([self._advance(transfer) for transfer in self._in_flight][:1])
         except RuntimeError as error:
@@ -245,26 +221,21 @@ class CrossGroupCommunicator:
             return True
 
     def _pause(self, longest_s: float) -> None:
-        """Waits a little for the end of the first transfer in flight."""
         if self._device.type == "cuda" or not self._in_flight:
-            time.sleep(_POLL_S)  # NCCL tells nobody
+            time.sleep(_POLL_S)  # NCCL has no completion callback
         else:
             self._in_flight[0].pause(longest_s)
 
     def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
-        """Sums one buffer over all members, in place of the buffer.
+        """Sums one buffer in place; returns whether the sum is complete. If not, the buffer must never be reused.
 
-        Collective over: rank j of every member group. The buffer belongs to the communicator when the result is False.
-
-        Returns:
-            True if the sum is complete on this rank; False if a connection broke, or if `is_decided` said that the
-            log has moved on.
+        Collective over: rank j of every member group.
         """
         self.begin()
         return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 
     def give_up(self, error: RuntimeError | None = None) -> Literal[False]:
-        """Gives up all sums in flight: a connection broke, or nobody needs them any more if there is no error."""
+        """Abandons the communicator and all sums in flight, as failed with `error` or as obsolete. Returns False."""
         if error is not None:
             self.evidence = f"connection: {str(error).splitlines()[0]}"
         self.evidence = self.evidence or "the log has moved on"
@@ -272,19 +243,15 @@ class CrossGroupCommunicator:
         return False
 
     def first_in_flight(self) -> object | None:
-        """The first of the posted sums that have not been counted; the same object as long as it is. From any thread.
-
-        On GPUs alone: `end` is of no use elsewhere.
-        """
+        """The oldest sum in flight, for `end`; None on CPUs, where nothing can be ended. Any thread may call this."""
         try:
             return self._in_flight[0] if self._device.type == "cuda" else None
         except IndexError:
             return None
 
     def end(self, in_flight: object) -> None:
-        """Ends what `first_in_flight` has given, and all that goes with it. From any thread; not to wait is up to them.
-
-        None of these sums is counted by `poll` any more.
+        """Aborts a sum's communicator; `poll` counts none of its sums afterwards. Callable from any thread; never
+        waits.
         """
         assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
         self._end(in_flight.backend)
@@ -294,7 +261,7 @@ class CrossGroupCommunicator:
         return len(self._members) == 1
 
     def _construct(self, build: _Build, size: int, name: str, rank: int, former: tuple[str, int] | None) -> Any:
-        """The new backend, or the exception: it is read in the rank's own thread."""
+        """Runs in the build's thread. Returns the backend, or the exception for the main thread to read."""
         try:
             store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
             if self._device.type == "cuda":
@@ -302,13 +269,13 @@ class CrossGroupCommunicator:
                     store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
                 )
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
-        except Exception as error:  # noqa: BLE001  (raised where it can be handled: in the rank's thread)
-            # Without its frames: this one holds the build, which holds the error, so that they and the store would stay
-            # open until cyclic garbage is collected.
+        except Exception as error:  # noqa: BLE001  (handled in the rank's main thread)
+            # Without its frames: they form a cycle with the build, which would keep the store open until it is
+            # garbage-collected.
             return error.with_traceback(None)
 
     def _finish_build(self, is_decided: Callable[[], bool]) -> bool:
-        """Whether there is a communicator to use, after waiting for the one being built."""
+        """Waits for a build under way. Returns whether there is a communicator."""
         if self._build is None:
             return self._backend is not None
         build = self._build
@@ -317,7 +284,6 @@ class CrossGroupCommunicator:
         return self._take_over(build)
 
     def _take_over(self, build: _Build) -> bool:
-        """Whether what was built can be used."""
         self._build = None
         result = build.result[0]
         if isinstance(result, Exception):
@@ -329,14 +295,14 @@ class CrossGroupCommunicator:
     def _wait(
         self, is_done: Callable[[], bool], pause: Callable[[float], object], is_decided: Callable[[], bool]
     ) -> bool:
-        """Waits for is_done, pause by pause; False if the log was decided first, or the time is over."""
+        """Waits for `is_done`; returns False if a newer log entry or the timeout comes first."""
         longest_s = min(self._ask_interval_s, _PAUSE_S)
         ask_log_at_s = time.monotonic() + self._ask_interval_s
         end_s = time.monotonic() + self._timeout.total_seconds()
         while not is_done():
             pause(longest_s)
             self._probe.progress()
-            if time.monotonic() >= end_s:  # gloo keeps time by itself, NCCL does not tell a poller
+            if time.monotonic() >= end_s:  # gloo has its own timeout, NCCL's is not visible to a poller
                 self.evidence = f"no end within reduce.timeout_s={self._timeout.total_seconds():g}"
                 return False
             if time.monotonic() >= ask_log_at_s:
@@ -353,7 +319,7 @@ class CrossGroupCommunicator:
         self._drop_backend()
 
     def _drop_backend(self) -> None:
-        """Keeps what is in flight, whatever becomes of it; where that can be ended, it is."""
+        """Keeps everything in flight until it has ended, and aborts the backend where possible (NCCL)."""
         self._abandoned += self._in_flight
         self._in_flight.clear()
         if self._backend is not None:
@@ -362,13 +328,12 @@ class CrossGroupCommunicator:
             self._backend = None
 
     def _end(self, backend: Any) -> None:
-        """Ends a backend and all of its sums, where that is possible."""
         if self._device.type == "cuda" and backend is not None and backend is not self._ended:
             self._ended = backend
             nccl.end(backend)
 
     def _sweep(self) -> None:
-        """Frees what was abandoned and has ended since."""
+        """Frees abandoned transfers and builds that have ended."""
         self._abandoned = [transfer for transfer in self._abandoned if transfer.may_write]
         for build in self._abandoned_builds:
             is_done = not build.thread.is_alive()

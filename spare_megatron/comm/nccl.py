@@ -1,21 +1,9 @@
-"""NCCL between groups: its settings, and how a communicator is made and ended. Nothing else sets an option of it.
+"""NCCL between groups: all of its settings, and how its communicators are connected and aborted.
 
-What it takes, read in the sources of torch 2.13 and NCCL 2.30:
-    Connecting cannot be ended. `eager_connect_single_device` is back when NCCL is, and until then torch has no
-        communicator that `abort()` would find. NCCL waits for ever for a member that never comes, and finds out by
-        itself only about one whose connection breaks. So members meet at the store first; who is lost in the moments
-        after that leaves others a thread that waits, with nothing but its sockets, until the process ends.
-    NCCL's mode without blocking would let `abort()` in. It stays off, as in torch itself, which takes a hang of NCCL
-        2.26 for its reason: torch asks how far connecting is with the lock of the communicator in its hands, which
-        `abort()` waits for; `abort()` then raises, since NCCL has not ended yet; and every sum starts a thread.
-    From NCCL 2.22 on the first sum of each algorithm connects, in the call that posts it, where a rank that waits for
-        a dead one reads no log. NCCL_RUNTIME_CONNECT=0 has everything connected from the start, for more memory.
-    `abort()` waits for NCCL, which frees memory and so may wait for kernels of other communicators: those that hang
-        need an abort of their own. So each has a thread.
-    A sum that was aborted looks complete afterwards, so that somebody has to remember.
-    A kernel that waits for a lost member may hold up what the GPU is asked for after it (`comm.sum_watch`).
-    `dist.shrink_group` is no way around: it is for groups that are registered in a world, and where a member is dead
-        it destroys the old communicator, which waits for that member from NCCL 2.31 on.
+Connecting cannot be aborted and waits forever for a member that never comes, so members first meet at the store.
+Blocking mode stays on, as torch cannot reliably abort in the other mode. `abort()` may wait for other communicators'
+kernels, so each runs in its own thread. An aborted sum looks complete: `comm.communicators` records what it aborts. A
+kernel that waits for a lost member may block later GPU work (`comm.sum_watch`). See docs/gpu.md.
 """
 
 import contextlib
@@ -32,35 +20,35 @@ import torch.distributed as dist
 from spare_megatron.mcore.versions import check_version
 
 _OF_A_RANK: Mapping[str, str] = {
-    # A broken reduction anywhere would reach the monitors of all groups through the one store, and end them.
+    # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 _OF_A_RANK_UNLESS_SET: Mapping[str, str] = {
-    # Megatron orders the kernels of overlapping transfers by there being one connection.
+    # Megatron relies on a single connection to order the kernels of overlapping transfers.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_RUNTIME_CONNECT": "0",
 }
 _BETWEEN_GROUPS: Mapping[str, str] = {
-    # What a lost group breaks here is the executor's to handle.
+    # The executor handles what a lost group breaks; torch must not end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # After an error torch's watchdog sleeps four times as long, for dumps that nobody makes. Whoever destroys the
-    # communicator waits for it, and so does whoever posts a sum.
+    # After an error torch's watchdog would sleep four times as long, for dumps that are disabled; destroying the
+    # communicator or posting a sum waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Read by each constructor: the group's own world, built before, keeps the defaults that end the process."""
+"""Read by each constructor. The group's own world, built earlier, keeps torch's defaults, which end the process."""
 _HERE, _ALL_HERE = "here", "all-here"
 
 
 class NoLongerWanted(RuntimeError):
-    """Nobody needs the communicator that was being made."""
+    pass
 
 
 def prepare_process() -> None:
-    """Sets what NCCL and torch read when their first communicator is made, and checks NCCL's version.
+    """Sets the environment that NCCL and torch read for their first communicator.
 
     Raises:
-        ImportError: It is another version than those supported.
+        ImportError: The NCCL version is not supported.
     """
     os.environ.update(_OF_A_RANK)
     for name, value in _OF_A_RANK_UNLESS_SET.items():
@@ -69,11 +57,7 @@ def prepare_process() -> None:
 
 
 def check_nccl() -> None:
-    """Nothing when NCCL can be used. Asks no GPU.
-
-    Raises:
-        ImportError: It is another version than those supported.
-    """
+    """Raises ImportError if the NCCL version is not supported. Touches no GPU."""
     check_version("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
 
@@ -86,26 +70,19 @@ def connect(
     timeout: timedelta,
     is_wanted: Callable[[], bool],
 ) -> Any:
-    """A backend of torch's whose connections are all there. It is made current on no thread but the caller's own.
+    """Returns a NCCL backend with all connections established; makes `device` current on the calling thread.
 
-    Collective over: all members.
-
-    Args:
-        store: Where the members meet; nobody else has ever used its names.
-        rank: Of this member.
-        size: Members.
-        device: The GPU.
-        timeout: Longest wait for the other members to come to the store, and for a sum.
-        is_wanted: Asked when the members have met.
+    The members meet at `store`, whose names must never have been used before, within `timeout` (also the limit of each
+    sum); `is_wanted` is checked once they have met. Collective over: all members.
 
     Raises:
-        NoLongerWanted: It is not wanted any more.
-        RuntimeError: A member has not come, or is gone.
+        NoLongerWanted: `is_wanted` returned False.
+        RuntimeError: A member did not come in time, or is gone.
     """
     meet(store, size, timeout)
     if not is_wanted():
         raise NoLongerWanted
-    torch.cuda.set_device(device)  # this thread's own
+    torch.cuda.set_device(device)  # of this thread only
     os.environ.update(_BETWEEN_GROUPS)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -116,24 +93,17 @@ def connect(
 
 
 def meet(store: dist.Store, size: int, timeout: timedelta) -> None:
-    """Returns when so many members have called this.
-
-    Raises:
-        RuntimeError: Some have not come in time.
-    """
+    """Waits until `size` members have called this. Raises RuntimeError at the timeout."""
     if store.add(_HERE, 1) == size:
         store.set(_ALL_HERE, "")
     store.wait([_ALL_HERE], timeout)
 
 
 def coalesced(backend: Any, device: torch.device, post: Callable[[], object]) -> Any:
-    """Posts transfers between two members as one, and returns the work of all.
+    """Posts point-to-point transfers as one NCCL group and returns their common work. Raises RuntimeError if it fails.
 
-    In a thread of its own: torch and NCCL count by thread which groups of calls are open, and one that breaks stays
-    open, so that nothing would leave that thread any more, nor what the rank's own group is to be sent.
-
-    Raises:
-        RuntimeError: The connection is broken.
+    Runs in a thread of its own: torch and NCCL count open groups per thread, and a failed one stays open, which would
+    hold back all later calls of that thread, also those to the rank's own group.
     """
     stream = torch.cuda.current_stream(device)
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -148,13 +118,13 @@ def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object
 
 
 def end(backend: Any) -> threading.Thread:
-    """Begins to abort a backend, in a thread of its own: its kernels end soon, and nobody may look at its sums."""
+    """Starts to abort a backend in a new thread. Its kernels end soon; its sums must not be read."""
     thread = threading.Thread(target=_abort, args=(backend,), name="nccl-abort", daemon=True)
     thread.start()
     return thread
 
 
 def _abort(backend: Any) -> None:
-    # It gives up in its own time and says so; the communicator is of no use either way.
+    # An abort that times out raises; the communicator is unusable either way.
     with contextlib.suppress(RuntimeError):
         backend.abort()

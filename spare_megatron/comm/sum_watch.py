@@ -1,7 +1,7 @@
-"""Ends sums on a GPU that nobody needs any more, where the rank's main thread cannot.
+"""Aborts obsolete sums on a GPU while the rank's main thread is blocked.
 
-A kernel of NCCL that waits for a lost group may keep whatever is asked of the GPU after it from beginning, so that a
-main thread that computes while buckets are on their way waits for the GPU and reads no log. A thread reads it then.
+A NCCL kernel that waits for a lost group may block all later GPU work. A main thread that computes while buckets are in
+flight then waits for the GPU and cannot read the log, so a second thread does.
 """
 
 import threading
@@ -13,17 +13,15 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 
 _INTERVAL_S = 0.25
-"""A main thread that can reads the log many times in as long."""
+"""A main thread that is not blocked reads the log many times within this interval."""
 
 
 class SumWatch:
-    """The thread of one rank with a GPU.
+    """The watch thread of one rank with a GPU.
 
     Args:
-        communicator: The rank's.
-        connect: Opens a connection to the control store, of which nothing is asked while sums come to their end.
-        head: How many entries of the log the main thread has folded. Once the next one is written, nobody needs sums
-            that are in flight.
+        connect: Opens a connection to the control store. It is not queried while sums keep completing.
+        head: Number of log entries that the main thread has folded; the next one makes the sums in flight obsolete.
     """
 
     def __init__(
@@ -34,15 +32,15 @@ class SumWatch:
         self._head = head
         self._log: DecisionLog | None = None
         self._last: object | None = None
-        """The first in flight at the last look."""
+        """The oldest sum in flight at the last check."""
         self._in_vain_at: int | None = None
-        """The head, where the next entry was written at the last look already."""
+        """The head at the last check, if the next entry had been written by then."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="sum-watch", daemon=True).start()
 
     def look(self) -> None:
-        """Ends what is in flight, where that was in flight and in vain at the last look already.
+        """Aborts the sums in flight if the oldest was in flight and obsolete at the previous check too.
 
         Raises:
             StoreLost: The store does not answer.
@@ -68,4 +66,4 @@ class SumWatch:
                 time.sleep(_INTERVAL_S)
                 self.look()
         except StoreLost:
-            return  # the main thread finds out by itself
+            return  # the main thread notices this itself

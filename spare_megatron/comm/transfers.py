@@ -1,4 +1,4 @@
-"""Transfers of a cross-group communicator that are under way, and how a sum comes to some of the members alone."""
+"""Transfers of a cross-group communicator in flight, and sums that only some members receive."""
 
 import contextlib
 import threading
@@ -14,11 +14,11 @@ from spare_megatron.comm import nccl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShare:
-    """Values that are summed over all members, in their place, for some of them.
+    """Values that are summed over all members, in place, for some of them.
 
     Attributes:
-        values: A range of a buffer. Where the sum does not come, it holds anything afterwards.
-        recipients: Indices of the members that get the sum, the one first that sends it to the others; all if empty.
+        values: A range of a buffer; undefined afterwards on members that do not receive the sum.
+        recipients: Indices of the receiving members: first the one that sends the sum to the others; empty means all.
     """
 
     values: torch.Tensor
@@ -27,13 +27,11 @@ class BucketShare:
 
 @dataclass(slots=True)
 class Transfer:
-    """A sum or a gathering under way. All of it must live until the work has ended.
+    """A sum or an all-gather in flight; must live until its works have ended.
 
     Attributes:
-        backend: What carries it.
-        works: What has to end.
-        tensors: What may be written until then.
-        follow: Posts what comes after that.
+        tensors: The tensors that may be written until then.
+        follow: Posts the transfers that follow once `works` have ended.
     """
 
     backend: Any
@@ -44,14 +42,10 @@ class Transfer:
     _awaited: tuple[Any, threading.Event] | None = None
 
     def advance(self) -> bool:
-        """Posts what follows, if it is time. Returns whether all has ended well.
-
-        Raises:
-            RuntimeError: The connection is broken.
-        """
+        """Posts what follows, if due. Returns whether all is complete. Raises RuntimeError on a broken connection."""
         while not self.is_over and all(work.is_completed() for work in self.works):
             for work in self.works:
-                work.wait()  # raises what went wrong
+                work.wait()  # raises the error of a failed work
             self.is_over = self.follow is None
             if self.follow is not None:
                 post, self.follow = self.follow, None
@@ -59,10 +53,7 @@ class Transfer:
         return self.is_over
 
     def pause(self, longest_s: float) -> None:
-        """Waits for the end of the first work that has not ended, so long at most; of gloo's alone.
-
-        Looking again and again instead would cost those their processor who compute what is waited for.
-        """
+        """Waits up to `longest_s` for the first work that has not ended (gloo only), without using the processor."""
         work = next((work for work in self.works if not work.is_completed()), None)
         if work is None:
             return
@@ -71,22 +62,21 @@ class Transfer:
             work.get_future().add_done_callback(lambda _: ends.set())
             self._awaited = work, ends
         if self._awaited[1].wait(longest_s):
-            with contextlib.suppress(RuntimeError):  # `advance` tells
-                work.wait()  # it ends in a moment
+            with contextlib.suppress(RuntimeError):  # `advance` raises it
+                work.wait()  # its future is done slightly before the work itself
 
     @property
     def may_write(self) -> bool:
-        """Whether some transfer has not ended."""
+        """Whether some work has not ended and may still write its tensors."""
         return not all(work.is_completed() for work in self.works)
 
 
 class Exchange:
-    """How shares of one buffer are summed and sent by one member, in the same order on all of them.
+    """Sums and forwards the shares of one buffer, on one member.
 
     Args:
-        backend: Connects the members.
-        rank: Index of this one.
-        is_polled: Whether transfers between two members tell a poller of their end: NCCL's do, gloo's do not.
+        rank: Index of this member.
+        is_polled: Whether point-to-point works report their end to a poller: NCCL's do, gloo's do not.
     """
 
     def __init__(self, backend: Any, rank: int, *, is_polled: bool) -> None:
@@ -95,12 +85,11 @@ class Exchange:
         self._is_polled = is_polled
 
     def post(self, transfer: Transfer, shares: Sequence[BucketShare], extras: torch.Tensor, first_tag: int) -> None:
-        """Starts to sum shares, and for everybody some extras.
+        """Starts to sum the shares for their recipients, and `extras` for all members.
 
-        A tag of its own for each share, the same on all members, tells apart what is sent of several buffers: which of
-        two sums comes first may differ from member to member.
-
-        With NCCL everything is posted at once, for the stream keeps the order. With gloo a sum is sent when it is here.
+        Each share has its own tag, equal on all members: two buffers may complete in different orders on different
+        members. With NCCL everything is posted at once, as the stream keeps the order; with gloo a sum is forwarded
+        once it is here.
         """
         transfer.works = self._sums(shares, extras)
         if self._is_polled:
@@ -117,12 +106,12 @@ class Exchange:
                 works.append(self._backend.reduce([share.values], options))
             else:
                 works.append(self._backend.allreduce([share.values], dist.AllreduceOptions()))
-        # Whoever has it knows that all members have posted this buffer, which a sum for others does not tell.
+        # Its completion proves that all members have posted this buffer; a sum that only others receive does not.
         works.append(self._backend.allreduce([extras], dist.AllreduceOptions()))
         return works
 
     def _copies(self, shares: Sequence[BucketShare], first_tag: int) -> list[Any]:
-        """From who has the sum to who gets it, too."""
+        """Forwards each sum from its first recipient to the others."""
         sent = [
             (share.values, share.recipients[0], other, tag)
             for tag, share in enumerate(shares, first_tag)
@@ -142,13 +131,13 @@ class Exchange:
 
         if not self._is_polled:
             return [_Awaited(post())]
-        # Outside of such a block torch makes a communicator for each pair. Inside it NCCL connects two members, too, in
-        # the call that posts their first transfer: `comm.sum_watch` ends what a lost one holds up there.
+        # Outside a coalescing block torch makes a communicator for each pair. Inside it NCCL still connects a pair in
+        # the call that posts its first transfer; if a lost member blocks that call, `comm.sum_watch` aborts it.
         return [nccl.coalesced(self._backend, sent[0][0].device, post)]
 
 
 class _Awaited:
-    """Works whose end shows only to who waits for them, which a thread does."""
+    """Wraps works that report their end only to `wait()`: a thread waits for them."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -15,11 +15,7 @@ from spare_megatron.mcore.rng import distinct_on_tensor_ranks
 
 
 class TorchCoreAttention(MegatronModule):
-    """The `core_attention` of a local layer spec.
-
-    Megatron's own wants a memory buffer of parallel_state and a mask as large as the sequence squared; torch's
-    kernel is causal by itself.
-    """
+    """The `core_attention` of a local layer spec; Megatron's own needs a global buffer and a sequence-squared mask."""
 
     def __init__(
         self,
@@ -50,7 +46,7 @@ class TorchCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """The attended values, [sequence, batch, hidden of this rank], of [sequence, batch, heads, width] each."""
+        """Returns [sequence, batch, hidden of this rank]; query, key and value are [sequence, batch, heads, width]."""
         assert attention_bias is None, "attention bias needs transformer-engine"
         assert packed_seq_params is None, "packed sequences need transformer-engine"
         dropout = self._dropout if self.training else 0.0

@@ -1,8 +1,8 @@
-"""The state of slices as parts of a distributed checkpoint, by the names and places that replicated state has there.
+"""Distributed checkpoints of a group, with stacked optimizer state in the format of replicated state.
 
-A slice is a range of the flat parameter space, a part of a distributed checkpoint is a box of a tensor. So each
-fragment is cut into boxes: the end of a row, whole rows, the beginning of a row, and so for every dimension. Whoever
-reads the checkpoint need not know of slices: it asks for the boxes that it needs, and finds what these overlap with.
+A state partition is a range of the flat parameter space; a checkpoint entry is a box of a tensor. Each fragment is
+therefore cut into boxes, in every dimension: the end of a row, whole rows, the start of a row. A reader needs no
+knowledge of partitions: it asks for boxes and gets whatever overlaps them.
 """
 
 import copy
@@ -62,7 +62,7 @@ _MAIN = "fp32_param"
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that a range of a flat tensor consists of, in its order, as few as there can be.
+    """The boxes that make up a range of a flat tensor, in order, as few as possible.
 
     >>> list(boxes((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -85,12 +85,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class ShardedSlices:
-    """Where in the whole model the slices of a rank are.
-
-    Args:
-        model: The sharded state of the rank's chunks, with the parameters themselves.
-        optimizer: The rank's slices.
-    """
+    """Maps a rank's state partitions to boxes of the whole model's tensors, given the sharded state of its chunks."""
 
     def __init__(self, model: dict[str, Any], optimizer: StackedOptimizer) -> None:
         self._optimizer = optimizer
@@ -100,7 +95,7 @@ class ShardedSlices:
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
 
     def parts(self, number: SliceId, state: Tensor) -> Iterator[ShardedTensor]:
-        """The state of a slice, as `StackedOptimizer.whole_slices` has it. The parts are views of it."""
+        """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_slices`), as views of it."""
         slices = self._optimizer.slices
         for fragment in slices.fragments(number, slice(0, slices.length(number))):
             for first, home in self._homes[fragment.parameter]:
@@ -113,7 +108,7 @@ class ShardedSlices:
     def _box(
         self, home: ShardedTensor, offsets: Collection[int], sizes: Collection[int], state: Tensor
     ) -> Iterator[ShardedTensor]:
-        """The kinds of numbers that there are of a box of a parameter."""
+        """One entry for each kind of value of a box."""
         num_prepended = home.prepend_axis_num
         origin = home.global_offset
         shape = (*(1 for _ in range(num_prepended)), *sizes)
@@ -135,7 +130,7 @@ class ShardedSlices:
 def _homes(
     parameter: torch.nn.Parameter, sharded: ShardedTensor | ShardedTensorFactory
 ) -> Iterator[tuple[int, ShardedTensor]]:
-    """The tensors that a parameter is stored as, each with the place in the flat parameter where it begins."""
+    """The tensors that a parameter is stored as, each with its offset in the flat parameter."""
     tensors = nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
     for tensor in tensors:
         assert tensor.data.is_contiguous(), f"{tensor.key} is stored as no range of its parameter"
@@ -143,24 +138,24 @@ def _homes(
 
 
 METADATA_FNAME = ".metadata"
-"""What describes the tensors, and where they are."""
+"""Describes the tensors and the files that hold them."""
 
 Written = Mapping[str, tuple[int, str]]
-"""Of files, by name, the bytes and their SHA-256."""
+"""Size in bytes and SHA-256 of each file, by name."""
 
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 _Parts = dict[str, list[ShardedBase]]
-"""By their names; a part of a tensor has the name of the tensor."""
+"""Entries by name; a part of a tensor has the tensor's name."""
 
 
 class IncompleteSlices(Exception):
-    """Something is missing in what was written of slices."""
+    """Some written tensors are incomplete."""
 
 
 class GroupState:
-    """What one rank contributes to a checkpoint: its parts of the parameters and all else, and whole slices."""
+    """One rank's contribution to a checkpoint: parameters and all other state, and whole state partitions."""
 
     def __init__(
         self,
@@ -172,15 +167,10 @@ class GroupState:
         *,
         has_rest: bool = True,
     ) -> None:
-        """Refers to the live tensors: valid until the next update unless `copy` comes before it.
+        """Refers to the live tensors, so it is valid until the next update unless `copy` is called before.
 
-        Args:
-            chunks: The rank's part of the model.
-            optimizer: Its optimizer.
-            groups: The process groups inside the group.
-            copies: Makes copies from where the tensors are.
-            slices: The slices whose state it contributes, of those whose whole state is here.
-            has_rest: Whether it contributes all but slices, too.
+        It contributes the state of the partitions in `slices`, each of which must be whole here, and with `has_rest`
+        everything else.
         """
         model = _model_state(chunks, groups)
         self._slices: dict[SliceId, _Parts] = {}
@@ -205,7 +195,7 @@ class GroupState:
             yield from (part for row in parts.values() for part in row if isinstance(part, ShardedTensor))
 
     def copy(self) -> None:
-        """Copies the tensors to host memory: from here on updates do not change them. Once is enough."""
+        """Copies the tensors to host memory, so that updates no longer change them. Further calls do nothing."""
         if self._is_copied:
             return
         self._is_copied = True
@@ -221,18 +211,12 @@ class GroupState:
         on_write: Callable[[], None],
         slices: Collection[SliceId] | None = None,
     ) -> Written:
-        """Writes the copied tensors below a folder, and on the first rank what describes them.
+        """Writes the copied partitions in `slices`, or everything else if None, into an empty folder.
 
-        Collective over: ranks. Any thread may call it if nobody else uses them meanwhile.
+        The first rank adds the metadata. `on_write` is called at the first bytes of this rank. The contents of the
+        files that it returns are synced to disk, their directory entries may not be.
 
-        Args:
-            folder: Where to; it exists and is empty.
-            ranks: The group's ranks, with gloo.
-            on_write: Called when the first bytes of this rank are on their way.
-            slices: Only these slices; None writes all but slices.
-
-        Returns:
-            The files that this rank has written. They are on the disk, their names perhaps not.
+        Collective over: ranks (gloo). Any thread may call it if no other uses `ranks` meanwhile.
 
         Raises:
             OSError: This rank could not write.
@@ -243,7 +227,7 @@ class GroupState:
         for number in slices or ():
             for key, row in self._slices[number].items():
                 parts[key] = [*parts.get(key, ()), *row]
-        writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # the files do so when they are closed
+        writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # `_HashingFiles` syncs on close
         writer.fs = files
         planner = MCoreSavePlanner if slices is None else _SlicesPlanner
         try:
@@ -254,7 +238,7 @@ class GroupState:
                 process_group=ranks,
             )
         except CheckpointException as error:
-            # A full disk makes torch complain of its archive, which hides why.
+            # On a full disk torch reports a corrupt archive, which hides the cause.
             raise files.error or error from None
         if ranks.rank() == 0 and slices is None:
             with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
@@ -265,17 +249,10 @@ class GroupState:
 
 
 def join_slices(folder: Path, names: Iterable[str]) -> Written:
-    """Makes a checkpoint of one that has all but slices, and of folders below it that have slices.
+    """Joins a checkpoint without partitions and the partitions in its subfolders `names` into one checkpoint.
 
-    Args:
-        folder: What `GroupState.write` has written without slices.
-        names: The folders with slices. What two of them have is read from the first.
-
-    Returns:
-        The file that describes everything. Those that described parts are gone.
-
-    Raises:
-        IncompleteSlices: Some tensor is there only in part.
+    The first subfolder that contains a box counts. Returns the new metadata file; those of the subfolders are deleted.
+    Raises IncompleteSlices if a tensor is incomplete.
     """
     whole = torch_checkpoint.FileSystemReader(folder).read_metadata()
     tensors, places = whole.state_dict_metadata, whole.storage_data
@@ -309,17 +286,10 @@ def load_checkpoint(
     on_read: Callable[[], None],
     slices: Collection[SliceId] = (),
 ) -> None:
-    """Takes the state over from a checkpoint, whatever layout wrote it, with slices or without.
+    """Loads a checkpoint that was written with any layout, with stacked or replicated optimizer state.
 
-    Collective over: all ranks of the group.
-
-    Args:
-        folder: The checkpoint.
-        chunks: The rank's part of the model.
-        optimizer: Its optimizer.
-        groups: The process groups inside the group.
-        on_read: Called when all tensors are read, and not all are in their places.
-        slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
+    With stacked state, the partitions in `slices` are held afterwards. `on_read` is called when all tensors are read
+    and not all are installed. Collective over: all ranks of the group.
 
     Raises:
         CheckpointingException: The checkpoint lacks what this model needs. The state is undefined then.
@@ -329,7 +299,7 @@ def load_checkpoint(
         sharded = ShardedSlices(model, optimizer)
         states = {number: optimizer.empty_state(number) for number in slices}
         parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}
-        # What nobody here asks for is not missing.
+        # This rank asks only for its own partitions, so access to the others must not be required.
         asked = {"model": model, "slices": parts}
         state = dist_checkpointing.load(asked, str(folder), validate_access_integrity=False)
         on_read()
@@ -354,14 +324,14 @@ def _model_state(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> dic
 def _optimizer_state(
     model: dict[str, Any], optimizer: Optimizer | StackedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    """The same of the optimizer's state but for slices, and what is the same on all ranks."""
+    """The optimizer's state with its places in the whole model; if stacked, only what all ranks share."""
     if isinstance(optimizer, StackedOptimizer):
         return optimizer.common_state()
     return optimizer.sharded_state(model, is_loading=is_loading)
 
 
 def _by_key(parts: Iterable[ShardedBase]) -> _Parts:
-    """Those of the parts that this rank writes, by their names."""
+    """The entries that this rank writes, by name."""
     found: _Parts = {}
     for part in parts:
         if is_main_replica(part.replica_id):
@@ -371,7 +341,7 @@ def _by_key(parts: Iterable[ShardedBase]) -> _Parts:
 
 
 class _SlicesPlanner(MCoreSavePlanner):
-    """Plans what is only a part of its tensors, which the planner of whole checkpoints takes for an error."""
+    """Accepts incomplete tensors, which the planner of whole checkpoints rejects."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], torch_checkpoint.Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
@@ -379,11 +349,9 @@ class _SlicesPlanner(MCoreSavePlanner):
 
 
 class _HashingFiles(torch_checkpoint.filesystem.FileSystem):
-    """Files whose SHA-256 is taken from what is written to them, and which are on the disk when they are closed.
+    """Files that are hashed while written and synced to disk when closed.
 
-    Attributes:
-        written: Bytes and SHA-256 of each file, by name.
-        error: Why one could not be written, the first that was so.
+    `written` has the size and SHA-256 of each by name, `error` the first error of the operating system.
     """
 
     def __init__(self, on_write: Callable[[], None]) -> None:
@@ -409,22 +377,16 @@ class _HashingFiles(torch_checkpoint.filesystem.FileSystem):
 
 
 def _cause(error: BaseException | None) -> OSError | None:
-    """What the operating system said, behind all that was made of it."""
+    """The operating system's error behind a chain of exceptions."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 class HashingWriter(io.BufferedWriter):
-    """A file for writing from its beginning to its end, which is on the disk when it is closed.
+    """A file that is written sequentially, hashed, and synced to disk when closed.
 
-    Args:
-        path: The file.
-        on_write: Called when the first bytes are on their way.
-
-    Attributes:
-        num_bytes: Written so far.
-        digest: The SHA-256 of these.
+    `on_write` is called at the first bytes; `num_bytes` and `digest` (SHA-256) are those written so far.
     """
 
     def __init__(self, path: str | os.PathLike[str], on_write: Callable[[], None] = lambda: None) -> None:

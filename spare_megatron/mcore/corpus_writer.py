@@ -1,4 +1,4 @@
-"""Writing text as the indexed dataset that Megatron reads."""
+"""Writes text as the indexed dataset that Megatron reads."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,6 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusCounts:
-    """What was written."""
-
     num_documents: int
     num_tokens: int
 
@@ -24,26 +22,20 @@ def write_corpus(
     vocab_size: int = 256,
     end_of_document: int | None = None,
 ) -> CorpusCounts:
-    """Write PREFIX.bin and PREFIX.idx, and say how much is in them.
+    """Writes PREFIX.bin and PREFIX.idx and returns their counts; skips empty documents.
 
-    Both are written aside and put in place at the end, so a prefix that exists is whole. Documents without
-    tokens are left out.
-
-    Args:
-        documents: Each as its bytes, which are its tokens, or as a sequence of tokens.
-        prefix: Path of the files, without their ending. Its folder is made.
-        vocab_size: Tokens are below this.
-        end_of_document: A token to put after each document.
+    A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. Both files
+    are renamed into place at the end, the index last, so a prefix with an index is whole.
 
     Raises:
-        ValueError: A token is not below `vocab_size`, or there is no document with tokens.
+        ValueError: A token is not below `vocab_size`, or no document has tokens.
     """
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     written = {ending: prefix.with_name(f".{prefix.name}.{os.getpid()}{ending}") for ending in (".bin", ".idx")}
     try:
         counts = _write(documents, written, vocab_size, end_of_document)
-        # The index is what readers open first, so it comes last.
+        # Readers open the index first, so it is renamed last.
         for ending, path in written.items():
             path.replace(f"{prefix}{ending}")
     finally:

@@ -1,4 +1,4 @@
-"""Faults of memory and arithmetic, inflicted on purpose: numbers that change behind the program's back."""
+"""Injected memory and arithmetic faults: changes values of a rank without its knowledge."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,19 +10,15 @@ from spare_megatron.mcore.parameters import named_parameters, optimized
 from spare_megatron.mcore.trainer import GroupTrainer
 
 CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip"})
-"""The kinds of fault that `corrupt` inflicts."""
+"""The fault kinds that `corrupt` injects."""
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
-    """Changes one number of a rank: in its local gradient sums, or a parameter or first moment of the optimizer.
+    """Changes one value of a rank: a local gradient sum, a parameter or a first moment.
 
-    Args:
-        trainer: The rank.
-        kind: One of CORRUPTIONS.
-        bit: The bit that a flip inverts, from 0, the lowest; None for the second highest, which is the top of a
-            float's exponent.
+    `bit` is the one to flip, 0 being the lowest; None is the second highest, the top of a float's exponent.
     """
     match kind:
         case "nan":
@@ -36,18 +32,14 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
 
 
 def _optimized_values(trainer: GroupTrainer) -> Iterator[Tensor]:
-    """Parameters as the optimizer keeps them: of the slices that are hosted here, if there are any."""
+    """Parameters as the optimizer keeps them; with stacked state, those of the partitions held here come first."""
     if trainer.stacked is not None:
         yield from trainer.stacked.kept_values()
     yield from (optimized(named.parameter).detach() for named in named_parameters(trainer.chunks))
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:
-    """Inverts a bit of the largest element of the first tensor in which it is clear, so that the element grows.
-
-    Raises:
-        ValueError: There is no tensor.
-    """
+    """Sets a clear bit in the first tensor's largest element where it is clear. Raises ValueError without a tensor."""
     first = next(iter(tensors), None)
     if first is None:
         raise ValueError("there is nothing to flip a bit of: moments are there after the first update of a group")

@@ -1,7 +1,6 @@
-"""What megatron-core 0.16 needs to run on a CPU. Never installed where ranks compute on GPUs.
+"""Patches that let megatron-core 0.16 run on a CPU. Never installed where ranks compute on GPUs.
 
-Megatron names the CUDA device in a few places that nothing else stands in the way of. Each function here takes
-care of one kind of place and names the lines that need it; `install` does them all, once per process.
+Each function patches one kind of hard-coded CUDA device and names the files that need it.
 """
 
 import sys
@@ -15,7 +14,7 @@ _MARK = "_spare_megatron_cpu"
 
 
 def install() -> None:
-    """Let megatron-core run on CPU tensors in this process."""
+    """Applies all patches, once per process."""
     if hasattr(torch.cuda.current_device, _MARK):
         return
     _current_device_is_the_cpu()
@@ -25,10 +24,10 @@ def install() -> None:
 
 
 def _current_device_is_the_cpu() -> None:
-    """For buffers of `device=torch.cuda.current_device()`.
+    """Handles buffers of `device=torch.cuda.current_device()`.
 
-    Needed by: pipeline_parallel/p2p_communication.py (activations received), distributed/param_and_grad_buffer.py
-    (the gradient buffers), models/common/embeddings/rotary_pos_embedding.py (frequencies).
+    Needed by: pipeline_parallel/p2p_communication.py (received activations), distributed/param_and_grad_buffer.py
+    (gradient buffers), models/common/embeddings/rotary_pos_embedding.py (frequencies).
     """
 
     def current_device() -> torch.device:
@@ -39,10 +38,10 @@ def _current_device_is_the_cpu() -> None:
 
 
 def _cuda_literals_mean_the_cpu() -> None:
-    """For buffers of `device="cuda"`.
+    """Handles buffers of `device="cuda"`.
 
-    Needed by: pipeline_parallel/schedules.py (token counts), optimizer/optimizer.py (loss scales, overflow
-    buffers), optimizer/clip_grads.py (norms).
+    Needed by: pipeline_parallel/schedules.py (token counts), optimizer/optimizer.py (loss scales, overflow buffers),
+    optimizer/clip_grads.py (norms).
     """
 
     def on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -59,9 +58,9 @@ def _cuda_literals_mean_the_cpu() -> None:
 
 
 def _cuda_moves_nothing() -> None:
-    """For `tensor.cuda()`.
+    """Handles `tensor.cuda()`.
 
-    Needed by: models/common/language_module/language_module.py (the tied embeddings of the last stage).
+    Needed by: models/common/language_module/language_module.py (tied embeddings of the last stage).
     """
 
     def cuda(tensor: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
@@ -71,9 +70,9 @@ def _cuda_moves_nothing() -> None:
 
 
 def _optimizer_takes_cpu_tensors() -> None:
-    """For comparisons of `tensor.type()` with 'torch.cuda.FloatTensor'. Only Megatron's optimizer sees that name.
+    """Handles comparisons of `tensor.type()` with 'torch.cuda.FloatTensor'; only Megatron's optimizer sees that name.
 
-    Needed by: optimizer/optimizer.py (sorting the parameters by format), optimizer/clip_grads.py (an assertion).
+    Needed by: optimizer/optimizer.py (sorting parameters by format), optimizer/clip_grads.py (an assertion).
     """
     true_type = torch.Tensor.type
 

@@ -1,4 +1,4 @@
-"""Training samples addressed by (step, shard, index): whoever computes a microbatch reads the same tokens."""
+"""Training samples addressed by (step, shard, index): every group that computes a microbatch reads the same tokens."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from spare_megatron.stacking.plans import Microbatch
 
 
 class _Vocabulary:
-    """All that Megatron's dataset asks a tokenizer for, where the corpus is tokens already."""
+    """The tokenizer interface of Megatron's dataset, for a corpus that is already tokens."""
 
     pad = -1
     eod = -2
@@ -34,13 +34,12 @@ class _Vocabulary:
 
 
 def prepare_index(config: RunConfig) -> Path:
-    """Build what ranks need to find their samples, and say in which folder; at once when it is there already.
+    """Builds the sample index unless it exists, and returns its folder; removes indices unused for long.
 
-    To be called in one process, before the ranks start: they only load, and wait for nobody. Indices beside it that
-    have not been used for long are removed.
+    Call it in one process before the ranks start: they only load the index.
 
     Raises:
-        ValueError: The corpus is missing or too short for one sample, or the index cannot be written or is too large.
+        ValueError: The corpus is missing or too short, or the index cannot be written or is too large.
     """
     folder = index_folder(config)
     if not folder.is_dir():
@@ -62,7 +61,7 @@ def _build_index(config: RunConfig, folder: Path) -> None:
             f"lower it: where train.max_minutes ends the run, as many steps as it can come to are enough"
         ) from error
     except OSError as error:
-        # Another process may have put its own there meanwhile; the two are equal.
+        # Another process may have renamed an equal index into place meanwhile.
         if not folder.is_dir():
             raise ValueError(
                 f"the sample index of data.corpus={config.data.corpus} cannot be written into {folder.parent}: "
@@ -76,11 +75,7 @@ class Corpus:
     """The training samples of a run, in the order that its seed gives them."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Open the corpus through the index that `prepare_index` built.
-
-        Raises:
-            ValueError: The corpus or its index is missing.
-        """
+        """Opens the corpus through the index of `prepare_index`. Raises ValueError if either is missing."""
         folder = index_folder(config)
         if not folder.is_dir():
             raise ValueError(f"the sample index {folder} is missing; call prepare_index once before the ranks start")
@@ -101,10 +96,9 @@ class Corpus:
         return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
 
     def digest(self) -> str:
-        """SHA-256 in hex over the first microbatch of every shard in the first step and the last in the last step.
+        """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
 
-        Raises:
-            ValueError: One of them cannot be read.
+        Raises ValueError if one of them cannot be read.
         """
         digest = sha256()
         for step, index in ((0, 0), (self._num_steps - 1, self._microbatches_per_shard - 1)):
@@ -128,9 +122,9 @@ class Corpus:
 
 
 def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
-    """Megatron's dataset over the corpus; builds the index when the folder has none.
+    """Megatron's dataset over the corpus; builds the index if the folder has none.
 
-    Made by hand and not by BlendedMegatronDatasetBuilder, whose `build` makes the ranks wait for each other.
+    Avoids BlendedMegatronDatasetBuilder, whose `build` makes the ranks wait for each other.
     """
     prefix = Path(config.data.corpus).absolute()
     dataset_config = GPTDatasetConfig(

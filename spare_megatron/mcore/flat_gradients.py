@@ -1,7 +1,7 @@
 """The flat gradient space of a rank: Megatron's gradient buffers one after the other, last chunk first.
 
-Megatron lays out the parameters of a buffer from the last to the first. So the space is roughly in the order in which a
-backward pass finishes its gradients.
+Megatron lays out a buffer from the last parameter to the first, so the space roughly follows the order in which a
+backward pass finishes its gradients. Buckets are ranges of this space.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,7 @@ from spare_megatron.stacking.layout import SliceId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One of Megatron's gradient buffers.
-
-    Attributes:
-        gradients: The buffer, flat.
-        start: Where it begins in the flat space.
-        stop: Where it ends.
-    """
+    """One of Megatron's gradient buffers, with its range in the flat space."""
 
     gradients: Tensor
     start: int
@@ -37,14 +31,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameter:
-    """A parameter and its place.
-
-    Attributes:
-        parameter: The parameter.
-        gradients: Its part of Megatron's gradient buffer, flat.
-        start: Where it begins in the flat space.
-        stop: Where it ends.
-    """
+    """A parameter, its part of Megatron's gradient buffer (flat), and its range in the flat space."""
 
     parameter: torch.nn.Parameter
     gradients: Tensor
@@ -56,7 +43,6 @@ class FlatParameter:
 
 
 def segments(chunks: Sequence[Chunk]) -> Iterator[Segment]:
-    """The buffers in the order of the flat space."""
     stop = 0
     for chunk in reversed(chunks):
         for buffer in chunk.module.buffers:
@@ -65,7 +51,6 @@ def segments(chunks: Sequence[Chunk]) -> Iterator[Segment]:
 
 
 def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
-    """The parameters in the order of the flat space."""
     buffers = [buffer for chunk in reversed(chunks) for buffer in chunk.module.buffers]
     for buffer, segment in zip(buffers, segments(chunks), strict=True):
         for parameter, (start, stop, _) in buffer.param_index_map.items():
@@ -78,18 +63,17 @@ def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
 
 
 def size_of(of: Sequence[Segment]) -> int:
-    """Elements of the flat space."""
     return of[-1].stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A range of a bucket without gaps.
+    """A contiguous range of a bucket.
 
     Attributes:
-        number: The slice whose gradients they are; None where every group needs them.
-        place: Where in the bucket.
-        counted: What of it Megatron counts for the norm, as places in the bucket; none where every group needs them.
+        number: The state partition of these gradients; None if every group needs them.
+        place: The range in the bucket.
+        counted: The ranges within it that Megatron counts for the norm; empty if every group needs them.
     """
 
     number: SliceId | None
@@ -100,7 +84,7 @@ class GradientPart:
 def gradient_parts(
     chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: Slices, buckets: Sequence[range]
 ) -> tuple[tuple[GradientPart, ...], ...]:
-    """The parts of each bucket, ascending, as few as there can be."""
+    """As few parts of each bucket as possible, ascending."""
     ranges = sorted(_ranges(chunks, groups, slices), key=lambda part: part.place.start)
     parts: list[list[GradientPart]] = [[] for _ in buckets]
     index = 0
@@ -111,18 +95,18 @@ def gradient_parts(
                 part = _joined(of_bucket.pop(), part)
             of_bucket.append(part)
             if ranges[index].place.stop > bucket.stop:
-                break  # the rest is in the next one
+                break  # the rest is in the next bucket
             index += 1
     return tuple(map(tuple, parts))
 
 
 def counts_for_norm(parameter: torch.nn.Parameter, groups: ProcessGroupCollection) -> bool:
-    """Whether Megatron counts its gradient on this rank: not if another rank of the group has the same, too."""
+    """Whether Megatron counts the gradient on this rank for the norm; it skips duplicates within the group."""
     return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, groups.tp))
 
 
 def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> frozenset[torch.nn.Parameter]:
-    """The parameters whose gradients every group needs."""
+    """The parameters whose gradients every group needs: those that may be summed inside a group."""
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
     if groups.cp.size() > 1:
         return frozenset(parameters)
@@ -138,7 +122,7 @@ def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -
 
 
 def _ranges(chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: Slices) -> Iterator[GradientPart]:
-    """What each fragment of each slice is of the flat gradient space."""
+    """The range of every partition fragment in the flat gradient space."""
     starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
     everywhere = needed_everywhere(chunks, groups)
     for number in map(SliceId, range(slices.num_slices)):
@@ -153,7 +137,7 @@ def _ranges(chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: Sli
 
 
 def _within(part: GradientPart, bucket: range) -> GradientPart:
-    """What of it is in the bucket, by places there."""
+    """The part that lies in the bucket, relative to the bucket."""
 
     def cut(place: slice) -> slice:
         return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
@@ -170,16 +154,11 @@ def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
 
 
 Tell = Callable[[int], None]
-"""Told how many buckets, from the first on, have all of their gradients. Whatever it raises ends the backward pass."""
+"""Called with the number of leading buckets whose gradients are complete. An exception ends the backward pass."""
 
 
 class ReadyBuckets:
-    """Counts the backward passes of every parameter.
-
-    Args:
-        chunks: The rank's part of the model.
-        buckets: The ranges of its flat gradient space.
-    """
+    """Counts the backward passes of every parameter to find buckets that are complete."""
 
     def __init__(self, chunks: Sequence[Chunk], buckets: Sequence[range]) -> None:
         self._buckets_of = {
@@ -194,13 +173,13 @@ class ReadyBuckets:
         self._num_awaited: list[int] = []
         self._num_ready = 0
         for chunk in chunks:
-            # The nodes at which Megatron adds gradients to its buffers; its hooks were there first, so they run first.
+            # Megatron's hooks on these nodes add gradients to its buffers; registered earlier, they run earlier.
             for node in chunk.module.grad_accs:
                 node.register_hook(lambda *_, parameter=node.variable: self._passed(parameter))
 
     @contextmanager
     def telling(self, num_passes: int, tell: Tell | None) -> Iterator[None]:
-        """Inside the block, a parameter has its gradient after this many backward passes, and `tell` hears of it."""
+        """In this context, reports buckets whose parameters have all had `num_passes` backward passes."""
         self._tell = tell
         self._passes_left = dict.fromkeys(self._buckets_of, num_passes)
         self._num_awaited = [0] * self._num_buckets

@@ -1,12 +1,9 @@
-"""The sums of one step: gradients, loss, and how many microbatches, bucket by bucket of a flat gradient space.
+"""Gradient, loss and microbatch sums of one step, bucket by bucket of a rank's flat gradient space.
 
-They begin as local sums over the microbatches that this group computed, and stay sums over tokens, unscaled, until the
-step is committed. A bucket is reduced in a staging buffer of its own, so that its local sum survives an attempt that
-fails; when all groups hold the sum over groups, that takes the place of the local sum. So nothing here is as large as
-all gradients but what accumulates them.
-
-The last two elements of a staged bucket are its number of microbatches and, in the last bucket, the loss: a group that
-reduced and then died has no other way to tell them.
+They start as local sums over this group's microbatches and stay unscaled sums over tokens until the commit. Each bucket
+is reduced in a staging buffer, so that its local sum survives a failed attempt; once all groups hold the sum over
+groups, it replaces the local sum. The last two elements of a staged bucket are its number of microbatches and, in the
+last bucket, the loss, because a group that is lost after the reduction cannot report them otherwise.
 """
 
 import math
@@ -24,93 +21,82 @@ from spare_megatron.mcore.flat_gradients import FlatParameter, Segment, flat_par
 from spare_megatron.mcore.model import Chunk
 
 NUM_EXTRAS = 2
-"""Elements of a staged bucket that are no gradients, the last ones."""
+"""Elements at the end of a staged bucket that are not gradients."""
 _COUNT, _LOSS = -2, -1
 _WHOLE = (slice(None),)
 
 _PIECE = 1 << 20
-"""Elements that are converted at a time."""
 
 _LARGEST_PER_TOKEN_BITS = 12
-"""Fixed point holds mean gradients per token of a microbatch up to 2^12 in every element, and such a loss."""
+"""Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What the sums tell beside the gradients.
-
-    Attributes:
-        num_microbatches: Microbatches summed in each bucket.
-        loss_sum: Their cross entropy, summed over tokens; 0 except on the last stage.
-    """
+    """Microbatches summed in each bucket, and their cross entropy summed over tokens (0 except on the last stage)."""
 
     num_microbatches: tuple[int, ...]
     loss_sum: float
 
 
 class GradientSums(Protocol):
-    """The sums of one step on one rank.
-
-    Attributes:
-        buckets: The ranges of the flat gradient space that are reduced as one, in the order of the backward pass.
-    """
+    """The sums of one step on one rank; each range in `buckets` is reduced as a unit, in backward order."""
 
     buckets: tuple[range, ...]
 
     def reset(self) -> None:
-        """Start a step from zero."""
+        pass
 
     def adding(self) -> AbstractContextManager[None]:
-        """Inside the block backward passes add to the local sums of the buckets that are not kept, and to no others."""
+        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others."""
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add the cross entropy of a microbatch, summed over its tokens."""
+        """Adds the cross entropy of a microbatch, summed over its tokens."""
 
     def add_count(self, num_microbatches: int) -> None:
-        """Note microbatches that are summed, or will be before any bucket is staged."""
+        """Counts microbatches that are summed, or will be before any bucket is staged."""
 
     def keep(self, num_kept: int) -> None:
-        """The first buckets hold sums over groups from here on."""
+        """Marks the first buckets as holding sums over groups."""
 
     def new_staging(self) -> Tensor:
-        """A flat tensor, uninitialized, that any bucket fits in."""
+        """An uninitialized flat tensor that fits any bucket."""
 
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
-        """Copy the local sums of a bucket. Returns the part of the staging buffer that is to be summed."""
+        """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
 
     def norm(self, bucket: int) -> float:
         """L2 norm of a bucket's local gradient sums. Waits for the device.
 
-        Not finite where an element or the loss is not, or does not fit the numbers that are reduced.
+        Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
         """
 
     def arrived(self, bucket: int, staging: Tensor) -> None:
-        """The sum over groups of a staged bucket is complete: remember what it tells beside the gradients."""
+        """Stores the count and loss of a staged bucket whose sum over groups is complete."""
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        """Write a sum over groups in the place of the local sum, at these places of the bucket."""
+        """Overwrites the local sum of a bucket with the sum over groups, at the given places of the bucket."""
 
     def squares(self, values: Tensor) -> Tensor:
-        """The sum of the squares of some gradients of a staged bucket, in fp64: the same bits for the same numbers."""
+        """Sum of squares of some gradients of a staged bucket, in fp64 and bitwise deterministic."""
 
     def totals(self) -> Totals:
-        """What the sums over groups tell beside the gradients, of those that have arrived. Waits for the device."""
+        """Counts and loss of the sums over groups that have arrived. Waits for the device."""
 
     def finish(self, factor: float = 1.0) -> None:
-        """Write all sums, times a factor, over `main_grad` of every parameter."""
+        """Writes all sums, times a factor, to `main_grad` of every parameter."""
 
     def local_totals(self) -> Totals:
-        """What has been computed here since `reset`. Waits for the device."""
+        """Counts and loss of what was computed here since `reset`. Waits for the device."""
 
     def local_sums(self) -> Sequence[Tensor]:
-        """The local gradient sums of buckets still to be staged, flat. Whoever changes them changes what is staged."""
+        """Flat views of the local gradient sums of buckets still to be staged."""
 
     def poison(self) -> None:
-        """Add a gradient that is not a number."""
+        pass
 
 
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
-    """The kind of sums that `reduce.mode` asks for."""
     bucket_bytes = round(config.reduce.bucket_mib * 2**20)
     if config.reduce.mode == "fast":
         return FloatSums(chunks, device, bucket_bytes)
@@ -120,8 +106,6 @@ def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch
 
 
 class _Staged:
-    """What both kinds of sums have in common: buckets, their staging and what they tell beside the gradients."""
-
     def __init__(
         self, num_elements: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
     ) -> None:
@@ -129,13 +113,12 @@ class _Staged:
         self._dtype = dtype
         self._device = device
         self._num_kept = 0
-        self._next = 0  # bucket to be staged; the last when all are
+        self._next = 0  # next bucket to stage; the last bucket once all are staged
         self._totals = torch.zeros((len(self.buckets), NUM_EXTRAS), dtype=dtype, device=device)
         self._scale = scale
 
     @property
     def _kept_end(self) -> int:
-        """Where the buckets end that are kept."""
         return self.buckets[self._num_kept - 1].stop if self._num_kept else 0
 
     def keep(self, num_kept: int) -> None:
@@ -149,12 +132,11 @@ class _Staged:
         self._totals[bucket] = self._part(bucket, staging)[-NUM_EXTRAS:]
 
     def squares(self, values: Tensor) -> Tensor:
-        # Piece by piece, floats of which stay in the cache.
+        # In pieces, whose fp64 copies stay in the cache.
         squares = [piece.double().square_().sum() for piece in values.split(_PIECE)]
         return torch.stack(squares).sum() / self._scale**2
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
-        """What a bucket needs of a staging buffer."""
         return staging[: len(self.buckets[bucket]) + NUM_EXTRAS]
 
     def _is_last(self, bucket: int) -> bool:
@@ -162,7 +144,7 @@ class _Staged:
 
 
 class FloatSums(_Staged):
-    """Sums in fp32, where Megatron's buffers accumulate them."""
+    """Sums in fp32, accumulated in Megatron's gradient buffers."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int) -> None:
         self._chunks = chunks
@@ -194,13 +176,13 @@ class FloatSums(_Staged):
         self._next = min(bucket + 1, len(self.buckets) - 1)
         for gradients, place in self._pieces[bucket]:
             staged[place].copy_(gradients)
-        # Whole numbers are exact in fp32 up to 2^24 microbatches.
+        # fp32 is exact up to 2^24 microbatches.
         staged[_COUNT] = self._count
         staged[_LOSS] = self._loss if self._is_last(bucket) else 0.0
         return staged
 
     def norm(self, bucket: int) -> float:
-        # One pass without a copy, at the speed of memory. A norm beyond fp32 counts as not finite.
+        # One pass without a copy, at memory bandwidth. A norm beyond fp32 counts as not finite.
         norms = [torch.linalg.vector_norm(gradients).double() for gradients, _ in self._pieces[bucket]]
         *of_pieces, loss = torch.stack([*norms, self._loss]).tolist()
         norm = math.hypot(*of_pieces)
@@ -234,12 +216,7 @@ class FloatSums(_Staged):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPoint:
-    """How values become whole numbers.
-
-    Attributes:
-        scale: What a value is multiplied by before it is rounded.
-        largest: The largest product that may be summed.
-    """
+    """How values become integers: the factor before rounding, and the largest scaled value of one microbatch."""
 
     scale: float
     largest: float
@@ -261,10 +238,10 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
 
 
 class FixedPointSums(_Staged):
-    """Sums of whole numbers, each gradient of each microbatch rounded once.
+    """Integer sums, each gradient of each microbatch rounded once; bitwise independent of where and when it is
+    computed.
 
-    Integer addition does not depend on its order, so the sums, here and over groups, are the same bits whoever
-    computed which microbatch when. The gradient of a microbatch is caught before Megatron adds it to its buffer.
+    A hook catches each microbatch's gradient before Megatron adds it to its buffer.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, fixed: FixedPoint) -> None:
@@ -274,7 +251,7 @@ class FixedPointSums(_Staged):
         self._fixed = fixed
         self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
-        # Of single microbatches. Kept on the device, so that looking for an overflow waits for it once per bucket.
+        # Over single microbatches. Kept on the device, so that the overflow check synchronizes once per bucket.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         for parameter in flat_parameters(chunks):
             self._watch(parameter)
@@ -307,10 +284,10 @@ class FixedPointSums(_Staged):
         return staged
 
     def norm(self, bucket: int) -> float:
-        if not float(self._largest) <= self._fixed.largest:  # in this form it catches NaN too
+        if not float(self._largest) <= self._fixed.largest:  # this form also catches NaN
             return math.inf
         elements = self.buckets[bucket]
-        # Whole numbers have no norm in torch; piece by piece, floats of them stay in the cache.
+        # torch has no norm of integers; in pieces, so that the float copies stay in the cache.
         pieces = self._sums[elements.start : elements.stop].split(_PIECE)
         squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
         return math.sqrt(torch.stack(squares).sum().item()) / self._fixed.scale
@@ -351,14 +328,14 @@ class FixedPointSums(_Staged):
 
     def _add(self, sums: Tensor, values: Tensor) -> None:
         scaled = values.detach().float() * self._fixed.scale
-        # One pass for both ends, both of which keep a NaN; the largest norm would take twenty times as long.
+        # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
         lowest, highest = torch.aminmax(scaled)
         torch.maximum(self._largest, torch.maximum(-lowest, highest), out=self._largest)
         sums += scaled.round_().to(torch.int64)
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
-    """The parts of Megatron's buffers that a bucket consists of, each with its place in the staged bucket."""
+    """The parts of Megatron's buffers that make up a bucket, each with its place in the staged bucket."""
     pieces = []
     for segment in of:
         start, stop = max(segment.start, bucket.start), min(segment.stop, bucket.stop)
@@ -370,9 +347,9 @@ def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
 
 @contextmanager
 def _diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
-    """Inside the block, what backward passes add to gradients before this place of the flat space comes to nothing.
+    """In this context, gradients added before `kept_end` of the flat space are discarded.
 
-    Whole parameters accumulate into scratch memory. Of one that is kept in part, that part is put back afterwards.
+    Whole parameters accumulate into scratch memory; of a partly kept parameter the kept part is restored afterwards.
     """
     kept = [flat for flat in parameters if flat.stop <= kept_end]
     scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)

@@ -1,4 +1,4 @@
-"""Tensors as one range of bytes, read and written in place, a piece at a time."""
+"""Copies tensors to host memory, and presents tensors as one range of bytes that is read and written in pieces."""
 
 import threading
 from bisect import bisect_right
@@ -13,31 +13,25 @@ from spare_megatron.core.pieces import Piece
 
 
 class TensorBytes:
-    """The bytes of tensors, one after the other.
-
-    Args:
-        tensors: On any device, contiguous. They are neither copied nor kept from changing.
-    """
+    """The concatenated bytes of contiguous tensors on any device, neither copied nor protected from changes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # view, not reshape: what is not contiguous would be copied, and the copy written.
+        # view, not reshape, which would silently copy a tensor that is not contiguous and then write to the copy.
         self._parts = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         self._ends = list(accumulate(part.numel() for part in self._parts))
         self.num_bytes = self._ends[-1] if self._ends else 0
 
     def read(self, piece: Piece) -> bytes:
-        """The bytes of the piece."""
         return b"".join(some.cpu().numpy().tobytes() for some in self._within(piece))
 
     def write(self, piece: Piece, data: memoryview) -> None:
-        """Writes these bytes in the place of the piece."""
         start = 0
         for some in self._within(piece):
             some.copy_(torch.frombuffer(data, dtype=torch.uint8, count=some.numel(), offset=start))
             start += some.numel()
 
     def beside(self, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of each tensor, and their places in as many bytes as all have, in their order."""
+        """Pairs the bytes of each tensor with its range in `out`, which has `num_bytes` bytes."""
         ends = [0, *self._ends]
         for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
             yield part, out[start:stop]
@@ -51,45 +45,36 @@ class TensorBytes:
 
 
 BUFFER_BYTES = 32 * 2**20
-"""Of each pinned buffer: many times what a transfer takes to begin, and nothing beside a rank's memory."""
+"""Size of a pinned buffer: large against the latency of a transfer, small against a rank's memory."""
 
 _NUM_BUFFERS = 2
 
 
 Batch = Sequence[tuple[Tensor, Tensor]]
-"""Flat bytes on the device, and as many in host memory."""
+"""Pairs of flat bytes on the device and equally many in host memory."""
 
 
 class PinnedBuffer:
-    """Host memory that a GPU fills while nobody waits, on the current stream.
-
-    Args:
-        num_bytes: Its size.
-    """
+    """Pinned host memory that a GPU fills asynchronously on the current stream."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self._is_full = torch.cuda.Event()
 
     def fill(self, batch: Batch) -> None:
-        """Begins to copy from the device."""
         for (source, _), place in zip(batch, _places(batch, self._memory), strict=True):
             place.copy_(source, non_blocking=True)
         self._is_full.record()
 
     def empty(self, batch: Batch) -> None:
-        """Waits for what `fill` was given and copies it to where it belongs."""
+        """Waits for the batch given to `fill` and copies it to its targets."""
         self._is_full.synchronize()
         for (_, target), place in zip(batch, _places(batch, self._memory), strict=True):
             target.copy_(place)
 
 
 class HostCopies:
-    """Copies from one device. From a GPU, threads take turns.
-
-    Args:
-        device: Where the tensors are.
-    """
+    """Copies from one device to host memory. Threads take turns at a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,7 +83,7 @@ class HostCopies:
         self._buffers: Sequence[PinnedBuffer] = ()
 
     def now(self) -> torch.cuda.Event | None:
-        """What the device has been asked for so far by this thread; None where it is done already."""
+        """A marker of the GPU work issued so far by this thread; None on a CPU."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -106,13 +91,9 @@ class HostCopies:
         return event
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
-        """Fills tensors in host memory with the values of others of the same shapes and formats.
+        """Copies tensors into contiguous host tensors, after GPU work issued before the marker `after` of `now`.
 
-        Waits for nothing that the device is asked for after `now` has been.
-
-        Args:
-            pairs: What to copy, and where to; the latter are contiguous.
-            after: What `now` has given.
+        Waits for no GPU work issued later.
         """
         with torch.no_grad():
             if after is None:
@@ -125,14 +106,13 @@ class HostCopies:
     def _copy_from_gpu(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event) -> None:
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):  # what is not contiguous is made so there
+        with torch.cuda.stream(self._stream):  # `contiguous` below must run on this stream
             self._buffers = self._buffers or [PinnedBuffer(BUFFER_BYTES) for _ in range(_NUM_BUFFERS)]
             flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
             copy_through(self._buffers, batches(flat, BUFFER_BYTES))
 
 
 def copy_through(buffers: Sequence[PinnedBuffer], all_batches: Iterable[Batch]) -> None:
-    """Fills one buffer while another is emptied."""
     filling: deque[tuple[PinnedBuffer, Batch]] = deque()
     for buffer, batch in zip(cycle(buffers), all_batches, strict=False):
         if len(filling) == len(buffers):
@@ -145,7 +125,7 @@ def copy_through(buffers: Sequence[PinnedBuffer], all_batches: Iterable[Batch]) 
 
 
 def batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterator[Batch]:
-    """All bytes in their order, as many at a time as a buffer holds."""
+    """All bytes in order, split into batches of `num_bytes`; the last may be smaller."""
     batch: list[tuple[Tensor, Tensor]] = []
     left = num_bytes
     for source, target in pairs:
@@ -163,7 +143,7 @@ def batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterator[
 
 
 def _places(batch: Batch, memory: Tensor) -> Iterator[Tensor]:
-    """The place of each part of a batch when all stand one after the other."""
+    """The range of each part of a batch when they are concatenated."""
     start = 0
     for source, _ in batch:
         yield memory[start : start + source.numel()]

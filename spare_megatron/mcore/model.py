@@ -1,4 +1,4 @@
-"""Which kernels a run's layers and its optimizer have on a device."""
+"""Builds a rank's chunks of the GPT model, with the layer kernels that the run and device select."""
 
 import os
 from dataclasses import dataclass
@@ -27,10 +27,9 @@ from spare_megatron.mcore.versions import check_version
 
 
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """What layers are built from, and whose Adam updates the parameters; plain Megatron has the latter at all times.
+    """Names of the layer and Adam implementations, also of plain Megatron's Adam.
 
-    Raises:
-        ValueError: The configuration wants transformer-engine and it cannot be had.
+    Raises ValueError if the configuration requires transformer-engine and it is not available.
     """
     has_te = uses_transformer_engine(config, device)
     megatrons = "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
@@ -44,13 +43,10 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive layers of the model, held by one rank.
+    """Consecutive layers of the model on one rank, in Megatron's wrapper with one fp32 gradient buffer.
 
-    Attributes:
-        module: The layers in Megatron's wrapper, which keeps their gradients in one buffer of fp32.
-        stage: Index of the chunk among all chunks of the model, in the order of the layers.
-        is_first: It embeds the tokens.
-        is_last: It computes the loss.
+    `stage` is the index among all chunks of the model, in layer order; the first embeds the tokens, the last computes
+    the loss.
     """
 
     module: DistributedDataParallel
@@ -62,11 +58,9 @@ class Chunk:
 def build_chunks(
     config: RunConfig, transformer: TransformerConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> list[Chunk]:
-    """The chunks of this rank, in the order of their layers; one unless the pipeline is virtual.
+    """This rank's chunks in layer order; several if the pipeline is virtual. Equal in every data-parallel group.
 
-    The parameters depend on the seed, the sizes and the layout, so they are the same in every data-parallel group.
-
-    Collective over: all ranks of the group (stages that share embeddings make them equal).
+    Collective over: all ranks of the group (stages that share embeddings synchronize them).
     """
     spec = layer_spec(config, transformer, device)
     return [
@@ -108,7 +102,7 @@ def _build_chunk(
         transformer,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
         model,
-        # Nothing is sent during the backward pass, so small buckets would serve nobody.
+        # Megatron sends nothing during the backward pass, so it needs no buckets.
         disable_bucketing=True,
         pg_collection=groups,
     )
@@ -116,16 +110,14 @@ def _build_chunk(
 
 
 def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
-    """What a layer is built from.
+    """The layer implementation. Raises ImportError for an unsupported version of transformer-engine.
 
-    Raises:
-        ValueError: The configuration wants transformer-engine and it cannot be had, or needs it and rejects it.
-        ImportError: It is there in another version than those supported.
+    Raises ValueError if it is required and not available, or used features need it.
     """
     if uses_transformer_engine(config, device):
-        check_version("transformer-engine", str(get_te_version()))  # images of clusters build it without metadata
+        check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
         if transformer.deterministic_mode:
-            # Megatron refuses deterministic attention unless this tells transformer-engine too.
+            # Megatron refuses deterministic attention unless transformer-engine is configured for it too.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=transformer.qk_layernorm, multi_latent_attention=transformer.multi_latent_attention
@@ -143,11 +135,7 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
 
 
 def uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
-    """Whether layers are those of transformer-engine.
-
-    Raises:
-        ValueError: They are to be, and cannot.
-    """
+    """Whether layers are transformer-engine's. Raises ValueError if they are required and not available."""
     wanted = config.model.transformer_impl
     if wanted == "transformer_engine" and not (HAVE_TE and device.type == "cuda"):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Megatron's Adam and its learning-rate schedule, replicated in every group.
+"""Megatron's Adam and learning-rate schedule, with state replicated in every group.
 
-Megatron takes the fused Adam of transformer-engine or apex where one is installed, and torch's elsewhere.
+Megatron uses the fused Adam of transformer-engine or apex where installed, and torch's otherwise.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,17 @@ from spare_megatron.mcore.model import Chunk
 
 
 class Optimizer:
-    """One update of the parameters per committed step."""
+    """Updates all parameters of a rank, once per committed step."""
 
     def __init__(self, config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
         self.megatron = build_adam(adam_config(config), chunks, groups)
         self.schedule = make_schedule(config, self.megatron)
 
     def zero_grad(self) -> None:
-        """Let go of the gradients that the last update used."""
         self.megatron.zero_grad()
 
     def step(self) -> tuple[float, float]:
-        """Clip and apply the gradients in `main_grad`; return their norm before and the learning rate used.
+        """Clips and applies the gradients. Returns their norm before clipping and the learning rate.
 
         Collective over: all ranks of the group (the norm is over all parameters).
         """
@@ -44,22 +43,22 @@ class Optimizer:
         return float(gradient_norm), float(learning_rate)
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What Adam keeps of a parameter that it updates; nothing before the first update."""
+        """Adam's state of a parameter; empty before the first update."""
         return dict(self.megatron.optimizer.state.get(parameter, {}))
 
     def update_counts(self) -> list[float]:
-        """Of the schedule and, in a fused Adam, of its parameter groups; torch's has them in `state_of`."""
+        """Update counts of the schedule and of a fused Adam's parameter groups; torch's are in `state_of`."""
         groups = [] if USING_PYTORCH_OPTIMIZER else self.megatron.param_groups
         return [float(count) for count in (self.schedule.num_steps, *(group["step"] for group in groups))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, main parameters where there are any, and the place in the schedule."""
+        """Moments, fp32 main parameters if any, and the schedule's position."""
         return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, be it of torch's Adam or of a fused one.
+        """Loads a `state_dict` of torch's Adam or of a fused one.
 
-        The former counts updates in the state of each parameter, the latter in its parameter groups.
+        Torch's counts updates per parameter, a fused Adam per parameter group.
         """
         num_updates = state["schedule"]["num_steps"]
         adam = state["megatron"].get("optimizer", state["megatron"])["state"]
@@ -69,21 +68,16 @@ class Optimizer:
             for each in of_parameters:
                 each.pop("step", None)
         elif not any("step" in each for each in of_parameters):
-            adam.setdefault("common_step", torch.tensor(float(num_updates)))  # Megatron gives it to each
+            adam.setdefault("common_step", torch.tensor(float(num_updates)))  # Megatron copies it to each parameter
         self.megatron.load_state_dict(state["megatron"])
         if not USING_PYTORCH_OPTIMIZER:
             for group in self.megatron.param_groups:
                 group["step"] = num_updates
-        self.schedule.num_steps = 0  # Megatron counts the steps that it loads onto those taken
+        self.schedule.num_steps = 0  # Megatron adds the steps that it loads to those taken
         self.schedule.load_state_dict(state["schedule"])
 
     def sharded_state(self, model: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """The same with each tensor's place in the whole model; `load_state_dict` takes over what it is filled with.
-
-        Args:
-            model: The sharded state of the chunks, by any keys.
-            is_loading: Whether it is to be filled, for which state that has yet to arise is made.
-        """
+        """`state_dict` with each tensor's place in the whole model; `is_loading` allocates missing state."""
         return {
             "megatron": self.megatron.sharded_state_dict(model, is_loading=is_loading),
             "schedule": self.schedule.state_dict(),
@@ -91,7 +85,6 @@ class Optimizer:
 
 
 def adam_config(config: RunConfig) -> OptimizerConfig:
-    """The settings in Megatron's terms."""
     settings = config.optimizer
     is_bf16 = config.model.precision == "bf16"
     return OptimizerConfig(
@@ -123,7 +116,7 @@ def build_adam(config: OptimizerConfig, chunks: Sequence[Chunk], groups: Process
 
 
 def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.Optimizer) -> OptimizerParamScheduler:
-    """The learning rate and weight decay of every step, which it writes into the optimizer's parameter groups."""
+    """The schedule of learning rate and weight decay; it writes both into the optimizer's parameter groups."""
     settings = config.optimizer
     return OptimizerParamScheduler(
         optimizer,

@@ -12,14 +12,12 @@ from spare_megatron.mcore.model import Chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedParameter:
-    """A parameter of this rank.
+    """A parameter of this rank, or its part, with its fp32 gradient as a view of the gradient buffer.
 
     Attributes:
-        name: Its name in the whole model, with layers counted from 0 over all stages. The last stage's copy of
-            tied embeddings goes by `output_layer.weight`.
-        parameter: The parameter, or this rank's part of it.
-        main_grad: Its gradient in fp32, a view of the gradient buffer.
-        partition_dim: The dimension that is divided over tensor-parallel ranks; None when each holds all of it.
+        name: Name in the whole model, with layers counted from 0 over all stages; `output_layer.weight` for the last
+            stage's copy of tied embeddings.
+        partition_dim: The dimension divided over tensor-parallel ranks; None if each holds all of it.
     """
 
     name: str
@@ -29,7 +27,6 @@ class NamedParameter:
 
 
 def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
-    """The parameters of this rank, in the order of its chunks and their layers."""
     for chunk in chunks:
         model = unwrap_model(chunk.module)
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -47,7 +44,7 @@ def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
 
 
 def parameters_sha256(chunks: Sequence[Chunk]) -> str:
-    """The SHA-256 of this rank's parameters, bit for bit: of the fp32 copies where the model computes in bf16."""
+    """SHA-256 of this rank's parameters; in bf16 models, of the fp32 copies."""
     digest = sha256()
     for named in named_parameters(chunks):
         values = optimized(named.parameter).detach().cpu().contiguous()
@@ -57,5 +54,5 @@ def parameters_sha256(chunks: Sequence[Chunk]) -> str:
 
 
 def optimized(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What the optimizer updates: the fp32 copy that Megatron keeps of a bf16 parameter, or the parameter."""
+    """What the optimizer updates: Megatron's fp32 copy of a bf16 parameter, or the parameter."""
     return getattr(parameter, "main_param", parameter)

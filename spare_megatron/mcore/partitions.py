@@ -1,9 +1,8 @@
-"""How the parameters of a rank are cut into slices, pieces and fragments: the same on that rank of every group.
+"""How a rank's parameters are cut into state partitions, pieces and fragments; equal on that rank of every group.
 
-The flat parameter space of a rank is the concatenation of its parameters in the order of its chunks. It is cut into
-slices of equal length, the last ones short or empty where it does not divide. A slice is cut into pieces, the unit in
-which its optimizer state is copied, and a piece into fragments, the ranges of single parameters in it. So every
-element is always updated in the same fragment, whoever hosts its slice and however it came there.
+The parameters, concatenated in chunk order, are cut into partitions of equal length (the last ones may be short or
+empty). A partition is cut into pieces, the unit in which optimizer state is copied, and a piece into fragments, ranges
+of single parameters. An element is thus always updated in the same fragment, whichever group hosts its partition.
 """
 
 from bisect import bisect_right
@@ -23,14 +22,7 @@ PIECE_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """A range of one parameter.
-
-    Attributes:
-        parameter: The parameter, or this rank's part of it.
-        start: First element in the parameter, flat.
-        stop: Element after the last.
-        offset: Place of the first element in the slice.
-    """
+    """A range of one flat parameter; `offset` is the place of its first element in the state partition."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -39,29 +31,22 @@ class Fragment:
 
     @property
     def values(self) -> Tensor:
-        """The elements themselves, as the model computes with them."""
+        """The elements, in the model's precision."""
         return self.parameter.detach().view(-1)[self.start : self.stop]
 
     @property
     def gradient(self) -> Tensor:
-        """Their gradient in fp32, where Megatron keeps it."""
+        """Their fp32 gradient, a view of Megatron's buffer."""
         gradient: Tensor = self.parameter.main_grad
         return gradient.view(-1)[self.start : self.stop]
 
     @property
     def place(self) -> slice:
-        """Where in the slice they are."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
 class Slices:
-    """The cuts.
-
-    Args:
-        chunks: The rank's part of the model.
-        num_slices: Slices to cut it into.
-        piece_elements: Length of a piece.
-    """
+    """The state partitions of a rank: `num_slices` of them, in pieces of `piece_elements`."""
 
     def __init__(self, chunks: Sequence[Chunk], num_slices: int, piece_elements: int = PIECE_ELEMENTS) -> None:
         self._parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
@@ -71,19 +56,19 @@ class Slices:
         self.num_slices = num_slices
 
     def length(self, number: SliceId) -> int:
-        """Elements of a slice."""
+        """Elements of a partition."""
         return max(0, min(self._length, self._size - number * self._length))
 
     def num_pieces(self, number: SliceId) -> int:
-        """Pieces of a slice; none if it is empty."""
+        """Pieces of a partition; 0 if it is empty."""
         return -(-self.length(number) // self._piece)
 
     def place(self, number: SliceId, piece: int) -> slice:
-        """Where in its slice a piece is."""
+        """Range of a piece in its partition."""
         return slice(piece * self._piece, min((piece + 1) * self._piece, self.length(number)))
 
     def fragments(self, number: SliceId, place: slice) -> Iterator[Fragment]:
-        """What a range of a slice consists of, without gaps, in the order of the parameters."""
+        """The fragments of a range of a partition, without gaps, in parameter order."""
         origin = number * self._length
         start, end = origin + place.start, origin + place.stop
         index = bisect_right(self._firsts, start) - 1

@@ -1,4 +1,4 @@
-"""Running microbatches through the stages of a group, by Megatron's schedules."""
+"""Runs microbatches through the pipeline stages of a group, with Megatron's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,28 +19,28 @@ from spare_megatron.stacking.plans import Microbatch
 
 
 class Item(NamedTuple):
-    """A microbatch on its way through the schedule. Padding counts for nothing."""
+    """A microbatch in the schedule; padding contributes nothing."""
 
     microbatch: Microbatch
     is_padding: bool
 
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
-"""Of the loss of each token: the value to differentiate, a number of tokens, and what to log."""
+"""Maps per-token losses to the value to differentiate, a number of tokens, and values to log."""
 
 ForwardStep = Callable[[Chunk, Item], tuple[Tensor, LossFunction]]
 """The forward pass of one microbatch through one chunk."""
 
 
 class ProbedCommunicator(P2PCommunicator):
-    """Megatron's transfers between stages, with a probe told before each."""
+    """Megatron's transfers between stages, reported to a probe before each."""
 
     def __init__(self, group: torch.distributed.ProcessGroup, transformer: TransformerConfig, probe: Probe) -> None:
         super().__init__(group, transformer)
         self._probe = probe
 
     def _communicate(self, **transfer: Any) -> Any:
-        # All nine public transfers come down to this one, which alone knows what is really sent and received.
+        # All nine public transfers call this one, and only this one knows what is really sent and received.
         if transfer["tensor_send_next"] is not None or transfer["tensor_send_prev"] is not None:
             self._probe(FaultPoint.SEND)
         if transfer["recv_prev"] or transfer["recv_next"]:
@@ -50,7 +50,7 @@ class ProbedCommunicator(P2PCommunicator):
 
 
 class Pipeline:
-    """The schedule of one group: one stage, 1F1B, or interleaved, as the layout has it."""
+    """The schedule that the layout selects: one stage, 1F1B, or interleaved."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class Pipeline:
             self._fixed_arguments["p2p_communicator"] = ProbedCommunicator(groups.pp, transformer, probe)
 
     def num_passes(self, work: Sequence[Microbatch]) -> int:
-        """Backward passes of each chunk that `run` comes to, padding included."""
+        """Backward passes of each chunk in `run`, padding included."""
         return len(pad(work, self._multiple)) if work else 0
 
     def run(self, work: Sequence[Microbatch], forward_step: ForwardStep) -> None:
-        """Forward and backward of some microbatches; gradients are added to what the buffers hold.
+        """Runs forward and backward passes; gradients are added to the buffers.
 
-        Collective over: all ranks of the group, which must bring the same work in the same order.
+        Collective over: all ranks of the group, with the same work in the same order.
         """
         if not work:
-            # Megatron's schedule for one stage runs a last microbatch even of none.
+            # Megatron's schedule for one stage would run one microbatch even if there is none.
             return
         items = pad(work, self._multiple)
 
@@ -95,7 +95,7 @@ class Pipeline:
             item = next(iterator)
             with self._probe.forward(item.microbatch):
                 output, loss_function = forward_step(self._chunks[id(module)], item)
-            # The schedule runs the backward pass, which begins with the gradient of what this one gave.
+            # The schedule runs the backward pass, which starts with the gradient of this output.
             output.register_hook(lambda _: self._probe.backward(item.microbatch))
             return output, loss_function
 
@@ -108,7 +108,7 @@ class Pipeline:
 
 
 def pad(work: Sequence[Microbatch], multiple: int) -> list[Item]:
-    """The work, filled up to the multiple that the interleaved schedule needs.
+    """Pads the work to the multiple that the interleaved schedule needs.
 
     >>> [item.is_padding for item in pad([Microbatch(shard=0, index=0)], 2)]
     [False, True]

@@ -1,7 +1,7 @@
-"""Plain Megatron on the same model and data: one world, its own DistributedDataParallel, no redundancy.
+"""Plain Megatron on the same model and data, the baseline of all comparisons: one world, no redundancy.
 
-What every comparison is measured against. It goes through Megatron's global parallel state, its schedules, its
-gradient finalization inside the schedule and its optimizer, as Megatron's own training loop does.
+Uses Megatron's global parallel state, DistributedDataParallel, schedules, gradient finalization inside the schedule and
+optimizer, as Megatron's own training loop does.
 """
 
 from collections.abc import Iterator
@@ -32,19 +32,13 @@ from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
 _ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
-"""Of a gradient."""
+"""Gradient elements."""
 
 
 def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:
-    """Makes this process one rank of plain Megatron, of as many as the run's layout has.
+    """Makes this process `rank` of plain Megatron: tensor parallelism varies fastest, pipeline stages slowest.
 
-    Collective over: all ranks.
-
-    Args:
-        config: The run's configuration.
-        rank: Megatron's: tensor parallelism varies fastest, pipeline stages slowest.
-        store: Where the ranks meet.
-        device: Where this rank computes. A CUDA device must be the current one.
+    A CUDA `device` must be the current one. Collective over: all ranks.
     """
     torch.set_num_threads(config.cluster.threads_per_rank)
     is_gpu = device.type == "cuda"
@@ -65,15 +59,9 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
 
 
 def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
-    """Trains one step after the other in a world that Megatron's parallel state divides.
+    """Trains step by step in Megatron's world; a data-parallel rank computes the shard of its number.
 
-    Args:
-        config: The run's configuration; a data-parallel rank computes the shard of its number.
-        device: Where this rank computes.
-        is_sharded: Megatron's DistributedOptimizer (ZeRO-1) updates the parameters.
-
-    Yields:
-        The rank's part of the model after every step.
+    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1).
     """
     chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
     corpus, schedule = Corpus(config), get_forward_backward_func()
@@ -98,7 +86,6 @@ def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) ->
 def build_rank(
     config: RunConfig, device: torch.device, *, is_sharded: bool
 ) -> tuple[Chunk, MegatronOptimizer, OptimizerParamScheduler]:
-    """What `train_steps` trains: the rank's part of the model, its optimizer and the schedule of the learning rate."""
     transformer = transformer_config(config, device)
     transformer.finalize_model_grads_func = finalize_model_grads
     chunk = _build(config, transformer, device, is_sharded)

@@ -1,4 +1,4 @@
-"""A probe is told what a rank is about: the moments that a fault can be aimed at, and that it gets on."""
+"""The probe interface: a rank reports its fault points, pending operations and progress to it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -9,46 +9,44 @@ from spare_megatron.stacking.plans import Microbatch
 
 
 class Probe(Protocol):
-    """What it does when it is told, dying included, is its own affair."""
+    """Receives a rank's reports. A call that injects a fault may not return."""
 
     @property
     def phases(self) -> frozenset[FaultPoint]:
-        """The moments it wants. Hooks that cost something are installed for these alone."""
+        """The fault points to report; hooks that cost time are installed only for these."""
 
     def __call__(self, phase: FaultPoint, /) -> None:
-        """A moment of `core.fault_points`."""
+        """The rank has reached a fault point."""
 
     def progress(self) -> None:
-        """The rank has got on with the pending operation: a layer is done."""
+        """The pending operation has advanced, for example by a layer."""
 
     def during(self, operation: Operation, /) -> AbstractContextManager[None]:
-        """Inside the block this operation is pending."""
+        """In this context the operation is pending."""
 
     def forward(self, microbatch: Microbatch, /) -> AbstractContextManager[None]:
-        """The block is the forward pass of a microbatch through a chunk."""
+        """In this context a microbatch's forward pass through a chunk runs."""
 
     def backward(self, microbatch: Microbatch, /) -> None:
-        """The backward pass of a microbatch through a chunk begins."""
+        """A microbatch's backward pass through a chunk starts."""
 
 
 class SilentProbe:
-    """A probe that asks for nothing and does nothing."""
+    """A probe that ignores all reports."""
 
     phases: frozenset[FaultPoint] = frozenset()
 
     def __call__(self, phase: FaultPoint, /) -> None:
-        """Nothing."""
+        pass
 
     def progress(self) -> None:
-        """Nothing."""
+        pass
 
     def during(self, operation: Operation, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
-        """Nothing."""
         return nullcontext()
 
     def forward(self, microbatch: Microbatch, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
-        """Nothing."""
         return nullcontext()
 
     def backward(self, microbatch: Microbatch, /) -> None:
-        """Nothing."""
+        pass

@@ -1,4 +1,4 @@
-"""The process groups inside one data-parallel group, in the form Megatron takes them."""
+"""The process groups inside one data-parallel group, as Megatron's ProcessGroupCollection."""
 
 from datetime import timedelta
 
@@ -11,24 +11,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from spare_megatron.stacking.layout import Layout
 
 _AXES = "pct"
-"""Axes of the grid of ranks, slowest first: pipeline, context, tensor."""
+"""Axes of the rank grid, slowest first: pipeline, context, tensor."""
 
 
 def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> ProcessGroupCollection:
-    """The process groups of this rank, for Megatron's model, optimizer and schedules. The world is the group.
+    """The process groups of this rank for Megatron's model, optimizer and schedules. The world is the group.
 
-    Ranks are numbered with the tensor-parallel index running fastest, then context, then pipeline. As far as
-    Megatron can see, the data-parallel size is 1: `dp` is this rank alone and `dp_cp` its context-parallel group.
-
-    Collective over: all ranks of the group.
-
-    Args:
-        layout: Sizes of the parallel dimensions.
-        device: Where this rank computes; decides between NCCL and gloo.
-        timeout: For every process group, since none inherits the world's.
+    The tensor-parallel index of a rank varies fastest, then context, then pipeline. Megatron sees a data-parallel size
+    of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`, as none
+    inherits the world's. Collective over: all ranks of the group.
 
     Raises:
-        ValueError: The world is not as large as the layout says.
+        ValueError: The world's size differs from the layout's.
     """
     if dist.get_world_size() != layout.ranks_per_group:
         raise ValueError(
@@ -51,18 +45,18 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
 
 
 def _publish_groups(groups: ProcessGroupCollection) -> None:
-    """The two globals of Megatron's that are set.
+    """Sets two Megatron globals that it reads even if the model was given its process groups.
 
-    Whatever the model was given, parallel_state is asked for the tensor-parallel group by
-    tensor_parallel/cross_entropy.py, and for the data-parallel rank by models/common/language_module/language_module.py
-    when the tied embeddings of the last stage are described for a checkpoint.
+    tensor_parallel/cross_entropy.py reads the tensor-parallel group, and
+    models/common/language_module/language_module.py the data-parallel rank when it describes the last stage's tied
+    embeddings for a checkpoint.
     """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
     parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
 
 
 class _GroupMaker:
-    """Makes each set of process groups once, in the same order on every rank, as `new_group` demands."""
+    """Makes each set of process groups once, in the same order on every rank, as `new_group` requires."""
 
     def __init__(self, layout: Layout, backend: str, timeout: timedelta) -> None:
         sizes = (layout.pipeline_parallel, layout.context_parallel, layout.tensor_parallel)
@@ -72,7 +66,7 @@ class _GroupMaker:
         self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def along(self, axes: str) -> dist.ProcessGroup:
-        """This rank's group among those that vary along some axes and hold the others fixed."""
+        """This rank's group of the ranks that differ only along the given axes."""
         fixed = [number for number, axis in enumerate(_AXES) if axis not in axes]
         varying = [number for number, axis in enumerate(_AXES) if axis in axes]
         size = int(np.prod([self._grid.shape[number] for number in varying], dtype=int))
@@ -81,7 +75,7 @@ class _GroupMaker:
         return group
 
     def first_and_last_stage(self) -> dist.ProcessGroup | None:
-        """The group over which tied embeddings are kept equal; None on a stage between."""
+        """The group that keeps tied embeddings equal; None on a middle stage."""
         if self._grid.shape[0] == 1:
             return self.along("")
         return self._make(np.stack([self._grid[0], self._grid[-1]], axis=-1).reshape(-1, 2), "embd")

@@ -1,4 +1,4 @@
-"""Imports megatron-core without the compiler and the services that it asks for while it is imported."""
+"""Imports megatron-core faster, by deferring the compiler and services that it imports."""
 
 import sys
 from collections.abc import Callable
@@ -9,13 +9,13 @@ _SERVICES = ("wandb", "torch.utils.tensorboard")
 
 
 def import_megatron() -> None:
-    """Imports it in two thirds of the time, which every process of a run that is not forked waits for.
+    """Imports megatron-core in two thirds of the time; every process that is not forked waits for it.
 
-    Megatron decorates functions with `torch.compile`, which imports Inductor, its inference imports wandb, and its
-    timers TensorBoard. All come when they are first used, if they are; `torch.compile` compiles no earlier either.
+    Megatron decorates functions with `torch.compile`, which imports Inductor; its inference imports wandb, and its
+    timers TensorBoard. These imports are deferred to first use, when `torch.compile` compiles anyway.
     """
     import torch
-    import torch._dynamo  # optimizers need it: once here, not in every process that is forked
+    import torch._dynamo  # optimizers need it; imported once here rather than in every forked process
 
     compile_now = torch.compile
     hidden = [name for name in _SERVICES if name not in sys.modules]
@@ -33,13 +33,7 @@ def import_megatron() -> None:
 def compile_when_called(
     compile_now: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any
 ) -> Any:
-    """What `torch.compile` returns, but for the import of the compiler: that waits for the first call.
-
-    Args:
-        compile_now: `torch.compile` itself.
-        function: What to compile; without it the result is a decorator.
-        options: Of `torch.compile`.
-    """
+    """`torch.compile` (given as `compile_now`), but the compiler is imported at the first call."""
     if function is None:
         return partial(compile_when_called, compile_now, **options)
     compiled: Callable[..., Any] | None = None

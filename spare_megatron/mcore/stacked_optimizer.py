@@ -1,8 +1,8 @@
-"""Adam whose state is stacked: each rank updates the slices that its group hosts, and no others.
+"""Adam with stacked state: each rank updates only the state partitions that its group hosts.
 
-A slice's state is its two moments in fp32 and, where the model computes in bf16, its main parameters in fp32. Gradients
-are clipped by the norm of all of them, as Megatron does, though those of other slices may not be here, so that all
-hosts of a slice come to the same bits. The other parameters are stale after an update until they have been gathered.
+A partition's state is its two moments in fp32 and, in bf16 models, its main parameters in fp32. Gradients are clipped
+by the norm over all partitions, so that all hosts of a partition compute the same bits. Parameters of other partitions
+are stale after an update until they have been gathered.
 """
 
 import math
@@ -30,13 +30,7 @@ _NUM_MOMENTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceState:
-    """The state of a piece of a slice.
-
-    Attributes:
-        num_updates: Updates that it has seen.
-        data: The numbers in fp32, in the order of the slice: main parameters where there are any, first moments,
-            second moments.
-    """
+    """State of a piece after `num_updates` updates: main parameters (bf16 models), first, second moments; fp32."""
 
     num_updates: int
     data: bytes
@@ -44,11 +38,11 @@ class PieceState:
 
 @dataclass(slots=True)
 class _Hosted:
-    """A slice of which this rank holds some pieces or all.
+    """A partition held here in whole or in part.
 
     Attributes:
-        state: In fp32, one row of the slice's length for each kind of number that a `PieceState` has.
-        installed_at: Piece -> updates that its state had seen when it came.
+        state: fp32, one row of the partition's length for each kind of value in `PieceState.data`.
+        installed_at: Piece -> number of updates that its state included when it arrived.
     """
 
     state: Tensor
@@ -57,7 +51,7 @@ class _Hosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Updated:
-    """A fragment as the optimizer updates it: main parameters in bf16 models, else a view of the parameter."""
+    """A fragment that Adam updates; `values` are fp32 main parameters in bf16 models, else a view of the parameter."""
 
     number: SliceId
     fragment: Fragment
@@ -65,16 +59,9 @@ class _Updated:
 
 
 class StackedOptimizer:
-    """One update of the hosted slices per committed step.
+    """Updates the hosted state partitions, once per committed step.
 
-    Reading and installing state may come from another thread than the updates.
-
-    Args:
-        config: The run's configuration.
-        chunks: The rank's part of the model.
-        groups: The process groups inside the group.
-        slices: How the parameters are cut.
-        hosted: The slices whose state begins here, with the parameters as they are now.
+    Partitions in `hosted` start from the present parameters. Another thread may read and install state meanwhile.
     """
 
     def __init__(
@@ -104,21 +91,20 @@ class StackedOptimizer:
 
     @property
     def num_updates(self) -> int:
-        """Updates so far, also of the group that the parameters came from."""
+        """Updates so far, including those before this group took over its parameters."""
         return int(self.schedule.num_steps)
 
     def zero_grad(self) -> None:
-        """Let go of the gradients that the last update used."""
         self._adam.zero_grad()
 
     def step(self, squares: float | None = None) -> tuple[float, float]:
-        """Clip the gradients in `main_grad`, apply them to the hosted slices; return their norm and the learning rate.
+        """Clips the gradients, updates the hosted partitions; returns the norm before clipping and the learning rate.
 
         Collective over: all ranks of the group (the norm is over all parameters).
 
         Args:
-            squares: Where gradients are here that of the slices alone which are updated here, the sum of the squares of
-                all that this rank's position has, but for those that every group needs; None where all are here.
+            squares: Sum of squared gradients of all partitions of this rank position, without those that every group
+                needs; None if all gradients are local.
         """
         learning_rate = get_canonical_lr_for_logging(self._adam.param_groups)
         norm = self._norm(squares)
@@ -146,17 +132,16 @@ class StackedOptimizer:
         return math.sqrt(float(total))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the schedule."""
         return {"schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, before any state is held here."""
+        """Loads the schedule's position. Raises ValueError if partitions are already held."""
         if self._hosted:
             raise ValueError(f"the place in the schedule is that of the slices held here: {sorted(self._hosted)}")
         self.schedule.load_state_dict(state["schedule"])
 
     def common_state(self) -> dict[str, Any]:
-        """What all ranks of all groups have alike, in the form in which replicated state has it in checkpoints."""
+        """State that is equal on all ranks of all groups, in the form that replicated state has in checkpoints."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._adam.param_groups]
         adam = {"state": {"common_step": torch.tensor(float(self.num_updates))}, "param_groups": groups}
         return {"megatron": {"optimizer": adam} if self.has_main else adam, **self.state_dict()}
@@ -164,12 +149,12 @@ class StackedOptimizer:
     # ---------------------------------------------------------------------------------------------------- gather
 
     def read_values(self, number: SliceId, start: int, out: Tensor) -> None:
-        """Copies the model's parameters of a slice, from a place on, into a flat tensor."""
+        """Copies model parameters of a partition, from element `start` on, into a flat tensor."""
         for fragment in self.slices.fragments(number, slice(start, start + out.numel())):
             out[fragment.offset - start :][: fragment.stop - fragment.start].copy_(fragment.values)
 
     def write_values(self, number: SliceId, start: int, values: Tensor) -> None:
-        """Takes over parameters of a slice, from a place on, but for what the last update has computed here itself."""
+        """Writes gathered parameters from element `start` of a partition on, except pieces just updated here."""
         stop = start + values.numel()
         for piece in range(self.slices.num_pieces(number)):
             place = self.slices.place(number, piece)
@@ -179,25 +164,24 @@ class StackedOptimizer:
                     fragment.values.copy_(values[fragment.offset - start :][: fragment.stop - fragment.start])
 
     def _was_updated(self, number: SliceId, piece: int) -> bool:
-        """Whether the last update came after the state."""
+        """Whether the last update here included the piece."""
         installed_at = self._hosted[number].installed_at if number in self._hosted else {}
         return piece in installed_at and installed_at[piece] < self.num_updates
 
-    # -------------------------------------------------------------------------------------------- state of slices
+    # ---------------------------------------------------------------------------------------- state of partitions
 
     @property
     def hosted(self) -> frozenset[SliceId]:
-        """The slices whose whole state is here; an empty one always is."""
+        """The partitions whose whole state is here, including all empty ones."""
         numbers = (SliceId(number) for number in range(self.slices.num_slices))
         return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
 
     def whole_slices(self) -> dict[int, Tensor]:
-        """The state of each slice that is here whole: a row for each kind of number that a `PieceState` has."""
+        """State of the partitions that are whole here, rows as in `PieceState.data`; empty ones may be missing."""
         return {int(number): self._hosted[number].state for number in sorted(self.hosted) if number in self._hosted}
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the state held here."""
         return sum(hosted.state.nbytes for hosted in self._hosted.values())
 
     @property
@@ -206,20 +190,18 @@ class StackedOptimizer:
         return (_NUM_MOMENTS + self.has_main) * torch.float32.itemsize
 
     def kept_values(self) -> Iterator[Tensor]:
-        """The parameters as they are updated here, slice by slice."""
+        """Parameters as updated here (fp32 main parameters in bf16 models), partition by partition."""
         for updated in sorted(self._updated, key=lambda updated: (updated.number, updated.fragment.offset)):
             yield updated.values
 
     def first_moments(self) -> Iterator[Tensor]:
-        """What is held here of them, slice by slice."""
+        """The first moments held here, partition by partition."""
         for number in sorted(self._hosted):
             if self._hosted[number].state.numel():
                 yield self._hosted[number].state[-_NUM_MOMENTS]
 
     def state_sha256(self, number: SliceId) -> str:
-        """The SHA-256 of a slice that is here whole: its parameters as the model and as the optimizer has them, and all
-        other state, bit for bit the same on all hosts.
-        """
+        """SHA-256 of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
         digest = sha256()
         with self._lock:
             for fragment in self.slices.fragments(number, slice(0, self.slices.length(number))):
@@ -229,19 +211,16 @@ class StackedOptimizer:
         return digest.hexdigest()
 
     def read_piece(self, number: SliceId, piece: int) -> PieceState:
-        """The state of a piece that is held here, as of one update."""
+        """The state of a held piece, consistent as of one update."""
         with self._lock:
             state = self._hosted[number].state[:, self.slices.place(number, piece)]
             return PieceState(num_updates=self.num_updates, data=state.cpu().contiguous().numpy().tobytes())
 
     def install_piece(self, number: SliceId, piece: int, state: PieceState) -> bool:
-        """Take over the state of a piece, which is updated here from then on.
+        """Takes over the state of a piece, which is updated here afterwards.
 
-        Returns:
-            False, and nothing is changed, if the state has not seen as many updates as the ones held here.
-
-        Raises:
-            ValueError: It is not the state of such a piece, or the piece is held here already.
+        Returns False, and changes nothing, if its update count differs from the one here. Raises ValueError if its size
+        is wrong or the piece is already held.
         """
         with self._lock:
             if state.num_updates != self.num_updates:
@@ -257,11 +236,7 @@ class StackedOptimizer:
             return True
 
     def begin(self, numbers: Iterable[SliceId]) -> None:
-        """State without updates: moments of 0, main parameters as the model's.
-
-        Raises:
-            ValueError: There have been updates, so that others have other state.
-        """
+        """Starts partitions with zero moments and the model's parameters. Raises ValueError after the first update."""
         if self.num_updates:
             raise ValueError(f"after {self.num_updates} updates no slice's state can begin")
         with self._lock:
@@ -274,24 +249,15 @@ class StackedOptimizer:
                     self._update_from_now_on(number, piece)
 
     def restore(self, state: dict[str, Any], slices: Mapping[SliceId, Tensor]) -> None:
-        """Take over what `state_dict` gave, and whole slices as of then, in the place of all that is held here.
-
-        Args:
-            state: The place in the schedule.
-            slices: The state of each slice, made by `empty_state` and filled.
-        """
+        """Replaces everything held here by a `state_dict` and whole partitions, made by `empty_state` and filled."""
         for number in sorted(self._hosted):
             self.drop(number)
-        self.schedule.num_steps = 0  # Megatron counts the steps that it loads onto those taken
+        self.schedule.num_steps = 0  # Megatron adds the steps that it loads to those taken
         self.load_state_dict(state)
         self.hold(slices)
 
     def hold(self, slices: Mapping[SliceId, Tensor]) -> None:
-        """Take over whole slices that have seen as many updates as there have been here.
-
-        Args:
-            slices: The state of each, which is not held yet, made by `empty_state` and filled.
-        """
+        """Takes over whole partitions of the same update count, not held yet, made by `empty_state` and filled."""
         with self._lock:
             for number, rows in slices.items():
                 self._hosted[number] = _Hosted(state=rows)
@@ -299,7 +265,6 @@ class StackedOptimizer:
                     self._update_from_now_on(number, piece)
 
     def drop(self, number: SliceId) -> None:
-        """Let go of what is held of a slice."""
         with self._lock:
             if self._hosted.pop(number, None) is None:
                 return
@@ -311,13 +276,12 @@ class StackedOptimizer:
                 group["params"] = [values for values in group["params"] if values in self._adam.state]
 
     def _rows_of(self, number: SliceId) -> Tensor:
-        """The state of a slice, to be filled."""
         if number not in self._hosted:
             self._hosted[number] = _Hosted(state=self.empty_state(number))
         return self._hosted[number].state
 
     def empty_state(self, number: SliceId) -> Tensor:
-        """Room for the state of a slice, as `whole_slices` has it: zeros."""
+        """Zeros in the form of a partition's state in `whole_slices`."""
         num_rows = _NUM_MOMENTS + self.has_main
         return torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
 
@@ -343,9 +307,9 @@ def _bytes_of(values: Tensor) -> memoryview:
 def _build_adam(
     config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection
 ) -> tuple[list[torch.nn.Parameter], dict[torch.nn.Parameter, int], torch.optim.AdamW]:
-    """The parameters in Megatron's order, the parameter group of each, and an Adam with these groups and nothing in it.
+    """Returns the parameters in Megatron's order, the parameter group of each, and an Adam with these groups, empty.
 
-    Megatron makes the groups. It is asked for the optimizer of an fp32 model, for the other makes a copy of everything.
+    Megatron makes the groups. It is asked for an fp32 model's optimizer, since the bf16 one would copy all parameters.
     """
     settings = config.optimizer
     as_fp32 = replace(config, model=replace(config.model, precision="fp32"))
@@ -360,7 +324,7 @@ def _build_adam(
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        # Torch's own: those of transformer-engine and apex count updates by group, and pieces come one by one.
+        # torch's: transformer-engine and apex count updates by parameter group, but pieces are installed one by one.
         fused=chunks[0].module.buffers[0].grad_data.is_cuda or None,
     )
     parameters = [parameter for group in whole.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
-"""The whole state of a rank: what a group that comes back takes over from one that trained on, and what is saved.
+"""The whole state of a rank: handed to a group that rejoins, copied to host memory, or saved.
 
-What is taken over goes in two parts: a description, which has all but the tensors, and their bytes, which are read
-where they are and written where they belong, so that no second copy of the state is needed on either side.
+A handed-over state consists of a description (everything but tensors) and the tensors' bytes, which are read and
+written in place, so that neither side needs a second copy.
 """
 
 import json
@@ -24,17 +24,12 @@ from spare_megatron.stacking.layout import SliceId
 
 
 class ForeignState(Exception):
-    """The state is not that of a rank like this one."""
+    """The state belongs to a rank of another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingState:
-    """A rank's state, for others to read until the next update.
-
-    Attributes:
-        description: All but the tensors.
-        tensors: Their bytes.
-    """
+    """State to read until the next update: bytes of its tensors, and JSON of all else (empty for a state partition)."""
 
     description: bytes
     tensors: TensorBytes
@@ -43,12 +38,7 @@ class OutgoingState:
 class StateCopy:
     """A rank's state to be copied to host memory by another thread, before the next update.
 
-    Args:
-        state: The state.
-        copies: Makes copies from where it is.
-
-    Attributes:
-        num_bytes: Of the copy: length of the description (8 bytes, big-endian), the description, the tensors.
+    The copy has the length of the description (8 bytes, big-endian), the description and the tensors.
     """
 
     def __init__(self, state: OutgoingState, copies: HostCopies) -> None:
@@ -59,7 +49,7 @@ class StateCopy:
         self.num_bytes = len(self._head) + self._tensors.num_bytes
 
     def write(self, memory: mmap.mmap) -> None:
-        """Fills memory of so many bytes."""
+        """Fills `memory`, which must have `num_bytes` bytes."""
         out = torch.frombuffer(memory, dtype=torch.uint8)
         start = len(self._head)
         out[:start].copy_(torch.frombuffer(bytearray(self._head), dtype=torch.uint8))
@@ -67,15 +57,10 @@ class StateCopy:
 
 
 class RestOfState:
-    """What a rank's state has beside the parameters that its optimizer updates, for another thread to hash it.
+    """A rank's state beside the parameters that its optimizer updates, for another thread to hash.
 
-    That is all else that comes of updates: the optimizer's state, and in bf16 models the parameters that they compute
-    with. Buffers of the model are left out: a group may have its own.
-
-    Args:
-        chunks: The rank's part of the model.
-        optimizer: Its optimizer.
-        copies: Makes copies from where the state is.
+    That is the optimizer's state and, in bf16 models, the bf16 parameters. Model buffers are left out: groups may
+    differ in them. The state must not change until `sha256` has returned.
     """
 
     def __init__(self, chunks: Sequence[Chunk], optimizer: Optimizer, copies: HostCopies) -> None:
@@ -91,7 +76,7 @@ class RestOfState:
         self._as_of = copies.now()
 
     def sha256(self) -> str:
-        """The SHA-256 of it, bit for bit the same in all groups. It must not change before this has ended."""
+        """SHA-256 of it, bitwise equal in all groups."""
         digest = sha256(repr(self._counts).encode())
         for name, tensor in self._tensors:
             digest.update(name.encode())
@@ -107,16 +92,7 @@ class RestOfState:
 
 
 class IncomingState:
-    """The state of another rank on its way into this one.
-
-    Args:
-        description: What `OutgoingState` has.
-        chunks: The model to take it over.
-        optimizer: Its optimizer.
-
-    Raises:
-        ForeignState: It is the state of another model.
-    """
+    """Receives the state of another group's rank. Raises ForeignState if its `description` is of another model."""
 
     def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> None:
         state = json.loads(description)
@@ -127,17 +103,17 @@ class IncomingState:
         device = places[0].device
         self._content = _decoded(state["optimizer"], device, places)
         self.tensors = TensorBytes(places)
-        """Where the bytes belong. Until all are there the model is of no use."""
+        """Where the bytes belong. The model is unusable until all of them have arrived."""
 
     def install(self) -> None:
-        """Takes the rest over, when all bytes are there."""
+        """Installs the optimizer state, once all bytes have arrived."""
         self._optimizer.load_state_dict(self._content)
 
 
 def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> OutgoingState:
-    """Parameters, buffers, optimizer state and the place in the learning-rate schedule, as they are now.
+    """Parameters, buffers, optimizer state and schedule position, as they are now.
 
-    Of a stacked optimizer only the place in the schedule: its slices are another group's too, and copied by themselves.
+    Of a stacked optimizer only the schedule position: its partitions are copied separately.
     """
     tensors = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
     state = {
@@ -148,18 +124,13 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimi
 
 
 def slice_state(optimizer: StackedOptimizer, number: SliceId) -> OutgoingState:
-    """The state of a slice that is here whole; nothing is told of it but the numbers."""
     assert number in optimizer.hosted, f"slice {number} is not here whole"
     state = optimizer.whole_slices().get(number)
-    return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # none: it is empty
+    return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # None if empty
 
 
 def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> tuple[int, str]:
-    """Writes the same to a file; of a stacked optimizer with the slices whose whole state is here.
-
-    Returns:
-        Its bytes and their SHA-256.
-    """
+    """Writes the rank's state, with the partitions that are whole here. Returns the file's bytes and SHA-256."""
     state: dict[str, Any] = {
         "chunks": [_tensors(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
@@ -177,19 +148,13 @@ def load_state(
     optimizer: Optimizer | StackedOptimizer,
     slices: Collection[SliceId] = (),
 ) -> None:
-    """Takes over what `save_state` has written on a rank like this one.
+    """Loads files that `save_state` wrote for this position. Raises ForeignState for another model.
 
-    Args:
-        paths: The files; several where the optimizer's state is stacked, which have all slices together.
-        chunks: The rank's part of the model.
-        optimizer: Its optimizer, as new.
-        slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
-
-    Raises:
-        ForeignState: It is the state of another model.
+    With stacked state the files together have all partitions, and those in `slices` are held. The optimizer must be
+    new.
     """
     is_stacked = isinstance(optimizer, StackedOptimizer)
-    # What is stacked is copied from files of which a rank needs parts; all else is taken over as it is read.
+    # Memory-mapped if stacked, since a rank needs only parts of the files; otherwise the loaded tensors are used.
     states = [torch.load(path, map_location="cpu", mmap=is_stacked, weights_only=True) for path in paths]
     for chunk, saved in zip(chunks, states[0]["chunks"], strict=True):
         tensors = _tensors(chunk)
@@ -214,7 +179,7 @@ def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:
 
 
 def _shapes(chunks: Sequence[Chunk]) -> list[list[list[Any]]]:
-    """Name, format and shape of every tensor of the model, as JSON gives them back."""
+    """Name, data type and shape of every tensor of the model."""
     return [[[name, *_form(tensor)] for name, tensor in _tensors(chunk).items()] for chunk in chunks]
 
 
@@ -223,7 +188,7 @@ def _form(tensor: torch.Tensor) -> list[Any]:
 
 
 def _encoded(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value for JSON, which knows neither tuples nor keys that are numbers; its tensors go to the list."""
+    """The value in JSON form, which lacks tuples and integer keys; its tensors are appended to the list."""
     match value:
         case torch.Tensor():
             tensors.append(value)
@@ -236,7 +201,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _decoded(value: Any, device: torch.device, places: list[torch.Tensor]) -> Any:
-    """What `_encoded` was given, with new tensors, which go to the list in the same order."""
+    """Inverts `_encoded`; allocates the tensors and appends them to the list in the same order."""
     match value:
         case {"tensor": [dtype, shape, kind]}:
             on = device if kind == device.type else torch.device(kind)

@@ -1,4 +1,4 @@
-"""One rank's part of a group: compute microbatches into local sums, and apply the sums of all groups."""
+"""One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,19 +46,12 @@ from spare_megatron.stacking.plans import Microbatch
 
 
 class IncompleteSum(Exception):
-    """The sums that were to be applied do not count each microbatch of the step exactly once."""
+    """The sums to apply do not count each microbatch of the step exactly once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What one update did.
-
-    Attributes:
-        num_microbatches: Microbatches that the sums counted.
-        loss: Mean cross entropy per token of the step, in nats.
-        grad_norm: Norm of the mean gradient over the whole model, before clipping.
-        learning_rate: Learning rate of this update.
-    """
+    """Outcome of an update, with the step's mean cross entropy per token (nats) and gradient norm before clipping."""
 
     num_microbatches: int
     loss: float
@@ -67,10 +60,10 @@ class UpdateResult:
 
 
 class GroupTrainer:
-    """The model, data and optimizer of one rank of one data-parallel group.
+    """The model, data and optimizer of one rank of one group, which is the default torch.distributed world.
 
-    The default torch.distributed world must be the group. A step goes begin_step, compute once or several times,
-    gradients.stage bucket by bucket; once the sums over all groups are agreed on and put, update.
+    A step calls `begin_step`, `compute` once or more, and `gradients.stage` for each bucket. When the sums over all
+    groups are committed and written back with `gradients.put`, `update` applies them.
     """
 
     def __init__(
@@ -81,18 +74,11 @@ class GroupTrainer:
         *,
         hosted: Sequence[SliceId] = (),
     ) -> None:
-        """Build the rank.
+        """Builds the rank, once `prepare_index` has been called for the configuration.
 
-        Collective over: all ranks of the group.
-
-        Args:
-            config: The run's configuration; `prepare_index` has been called for it.
-            device: Where this rank computes. A CUDA device must be the current one.
-            probe: Told of the moments of a step.
-            hosted: The slices whose optimizer state begins here, where `optimizer.sharding` is stacked.
-
-        Raises:
-            ValueError: The configuration asks for what Megatron or this package does not do.
+        A CUDA `device` must be the current one. With stacked optimizer state, the state partitions in `hosted` start
+        here. Collective over: all ranks of the group. Raises ValueError if Megatron or this package does not support
+        the configuration.
         """
         if device.type == "cpu":
             cpu.install()
@@ -115,7 +101,7 @@ class GroupTrainer:
         self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
         tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
         self._num_tokens = self._num_microbatches * tokens_per_microbatch
-        # Only the schedule's own bookkeeping reads it, and nothing reads that.
+        # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
         self._step = -1
@@ -127,25 +113,18 @@ class GroupTrainer:
     # ------------------------------------------------------------------------------------------------ computing
 
     def begin_step(self, step: int) -> None:
-        """Start a step from zero sums."""
+        """Starts a step with all sums at zero."""
         self._step = step
         self.gradients.reset()
         self._optimizer.zero_grad()
 
     def compute(self, work: Sequence[Microbatch], on_ready: Tell | None = None) -> list[Microbatch]:
-        """Add the gradients and losses of some microbatches to the local sums of the step that are not kept.
+        """Adds the gradients and losses of some microbatches to the local sums of the buckets that are not kept.
 
-        Collective over: all ranks of the group, which must bring the same work in the same order.
-
-        Args:
-            work: The microbatches.
-            on_ready: Told during the backward passes of buckets whose sums are complete with this work.
-
-        Returns:
-            The microbatches that really went through this rank, in their order. They are what is counted.
-
-        Raises:
-            RuntimeError: They are not the work.
+        During the backward passes `on_ready` is called with the number of leading buckets whose local sums are
+        complete. Returns the microbatches that really went through this rank, in order, which are counted; raises
+        RuntimeError if they differ from `work`. Collective over: all ranks of the group, with the same work in the same
+        order.
         """
         self._seen.clear()
         is_counted = False
@@ -160,7 +139,7 @@ class GroupTrainer:
             is_counted = True
 
         def tell(num_ready: int) -> None:
-            count()  # nothing leaves that is not counted
+            count()  # no bucket may be sent before its microbatches are counted
             assert on_ready is not None
             on_ready(num_ready)
 
@@ -173,23 +152,18 @@ class GroupTrainer:
     # ----------------------------------------------------------------------------------------------- committing
 
     def loss_sum(self) -> float | None:
-        """The cross entropy over groups, summed over tokens; None except on the last stage, which alone knows it."""
+        """Cross entropy of the step over all groups, summed over tokens; None except on the last pipeline stage."""
         return self.gradients.totals().loss_sum if self.chunks[-1].is_last else None
 
     def update(self, loss_sum: float, squares: float | None = None) -> UpdateResult:
-        """Apply the sums over all groups, put in the place of the local sums, to the parameters.
+        """Applies the sums over all groups to the parameters; with stacked state, to the state partitions hosted here.
 
-        With stacked state, to those of the slices hosted here.
-
-        Collective over: all ranks of the group, each with the sums of its own part of the model.
-
-        Args:
-            loss_sum: `loss_sum` of the last stage.
-            squares: The sum of the squares of the gradients of slices, where not all of them are here
-                (`StackedOptimizer.step`).
+        `loss_sum` is that of the last stage; `squares` the squared gradients of all state partitions, if not all
+        gradients are here (`StackedOptimizer.step`). Collective over: all ranks of the group, each with the sums of its
+        own chunks.
 
         Raises:
-            IncompleteSum: Some bucket does not count as many microbatches as a step has. Nothing is changed.
+            IncompleteSum: A bucket does not count exactly the microbatches of a step. Nothing is changed.
         """
         counted = self.gradients.totals().num_microbatches
         for bucket, num_counted in enumerate(counted):
@@ -199,8 +173,8 @@ class GroupTrainer:
                     f"the step has {self._num_microbatches}"
                 )
         self.gradients.finish(1.0 / self._num_tokens)
-        # Sums what ranks of this group hold in parts: over context-parallel ranks, over both ends of tied
-        # embeddings, over the norms of sequence parallelism. In place, so it must not come before the commit.
+        # Sums gradients inside the group: over context-parallel ranks, both ends of tied embeddings, and layer
+        # norms under sequence parallelism. In place, so it must not run before the commit.
         finalize_model_grads([chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups)
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / self._num_tokens**2)
@@ -214,76 +188,58 @@ class GroupTrainer:
         )
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
-        """The parts of each bucket, by the slices whose gradients they are."""
+        """The parts of each bucket, by state partition (`flat_gradients.gradient_parts`)."""
         assert self.stacked is not None, "only stacked state has slices"
         return gradient_parts(self.chunks, self.process_groups, self.stacked.slices, self.gradients.buckets)
 
     def save_state(self, path: Path) -> tuple[int, str]:
-        """Writes the rank's whole state between two steps to a file; returns its bytes and their SHA-256."""
+        """Writes the rank's whole state to a file, between two steps. Returns the file's bytes and SHA-256."""
         return save_state(path, self.chunks, self._optimizer)
 
     def load_state(self, paths: Sequence[Path], slices: Collection[SliceId] = ()) -> None:
-        """Takes over what ranks of this position have written, all slices together; this one is as new.
-
-        Raises:
-            ForeignState: It is the state of another model.
-        """
+        """Loads files of this position, together with all state partitions, into a new rank. Raises ForeignState."""
         load_state(paths, self.chunks, self._optimizer, slices)
         self._probe(FaultPoint.LOAD_READ)
 
     def outgoing_state(self) -> OutgoingState:
-        """The rank's whole state for others to read, until the next update."""
+        """The rank's state for others to read, valid until the next update."""
         return outgoing_state(self.chunks, self._optimizer)
 
     def state_copy(self) -> StateCopy:
-        """The same to be copied to host memory, until the next update."""
+        """The rank's state to be copied to host memory, valid until the next update."""
         return StateCopy(self.outgoing_state(), self._copies)
 
     def slice_copy(self, number: SliceId) -> StateCopy:
-        """The state of a slice that is here whole, to be copied to host memory until the next update."""
+        """A state partition that is whole here, to be copied to host memory; valid until the next update."""
         assert self.stacked is not None, "only stacked state has slices"
         return StateCopy(slice_state(self.stacked, number), self._copies)
 
     def incoming_state(self, description: bytes) -> IncomingState:
-        """For taking over the state of the rank of the same position in another group, which has this description.
-
-        Raises:
-            ForeignState: It is the state of another model.
-        """
+        """Prepares to take the state of the same position in another group. Raises ForeignState for another model."""
         return IncomingState(description, self.chunks, self._optimizer)
 
     def checkpoint_state(self, slices: Collection[SliceId] = (), *, has_rest: bool = True) -> GroupState:
-        """This rank's part of a checkpoint, between two updates.
-
-        Args:
-            slices: The slices whose state it has, of those whose whole state is here.
-            has_rest: Whether it has all but slices.
-        """
+        """This rank's part of a checkpoint, between two updates: `slices` and, if `has_rest`, everything else."""
         return GroupState(self.chunks, self._optimizer, self.process_groups, self._copies, slices, has_rest=has_rest)
 
     def load_checkpoint(self, folder: Path, slices: Collection[SliceId] = ()) -> None:
-        """Take the state over from a checkpoint, whatever layout wrote it, with stacked state or without.
+        """Loads a checkpoint of any layout; with stacked state, `slices` are hosted afterwards.
 
         Collective over: all ranks of the group.
-
-        Args:
-            folder: The checkpoint.
-            slices: Where `optimizer.sharding` is stacked, the slices to hold from here on.
         """
         on_read = partial(self._probe, FaultPoint.LOAD_READ)
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, slices)
 
     def params_sha256(self) -> str:
-        """The SHA-256 of this rank's parameters, bit for bit."""
         return parameters_sha256(self.chunks)
 
     def rest_of_state(self) -> RestOfState:
-        """All other state that the rank has in every group, to be hashed by another thread before the next update."""
+        """All other state that is equal in every group, for another thread to hash before the next update."""
         assert not isinstance(self._optimizer, StackedOptimizer), "what is stacked differs from group to group"
         return RestOfState(self.chunks, self._optimizer, self._copies)
 
     def moments(self) -> Iterator[Tensor]:
-        """The first moments of the optimizer that are held here; none before the first update."""
+        """The first moments held here; none before the first update."""
         if isinstance(self._optimizer, StackedOptimizer):
             yield from self._optimizer.first_moments()
             return
@@ -293,7 +249,6 @@ class GroupTrainer:
                 yield state["exp_avg"]
 
     def parameters_named(self) -> Iterator[NamedParameter]:
-        """The parameters of this rank and their gradients, by their names in the whole model."""
         return named_parameters(self.chunks)
 
     # ------------------------------------------------------------------------------------------------- internal
@@ -323,7 +278,7 @@ class GroupTrainer:
         return output, loss_function
 
     def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
-        """What a chunk needs of a microbatch: nothing between the ends of the model."""
+        """What a chunk needs of a microbatch; empty for chunks between the ends of the model."""
         if not (chunk.is_first or chunk.is_last):
             return {}
         with self._probe.during(Operation.STORAGE):
@@ -333,7 +288,7 @@ class GroupTrainer:
         return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
 
     def _over_context(self, loss: Tensor) -> Tensor:
-        """The loss over the whole sequence; each context-parallel rank has that of its part."""
+        """The loss over the whole sequence; each context-parallel rank computes its part."""
         if self.process_groups.cp.size() == 1:
             return loss
         whole = loss.clone()
@@ -341,7 +296,7 @@ class GroupTrainer:
         return whole
 
     def _show_progress(self) -> None:
-        """Tell the probe of every layer that is begun forward, and about done backward."""
+        """Reports progress when a layer starts its forward pass and around the end of its backward pass."""
         for chunk in self.chunks:
             for layer in chunk.module.modules():
                 if isinstance(layer, BaseTransformerLayer):
@@ -349,7 +304,7 @@ class GroupTrainer:
                     next(layer.parameters()).register_hook(lambda _: self._probe.progress())
 
     def _probe_backward(self) -> None:
-        """Probe inside the backward pass: when a parameter in the middle of each chunk has its gradient."""
+        """Reports `FaultPoint.BACKWARD` when a parameter in the middle of each chunk has its gradient."""
         for chunk in self.chunks:
             parameters = list(chunk.module.module.parameters())
             parameters[len(parameters) // 2].register_hook(lambda _: self._probe(FaultPoint.BACKWARD))

@@ -1,4 +1,4 @@
-"""Whether a value fits a field of Megatron's, by the type that Megatron declares: it seldom looks by itself."""
+"""Builds Megatron's TransformerConfig for a run and validates the `[megatron]` fields, which Megatron rarely does."""
 
 import dataclasses
 import traceback
@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.building import nearest
@@ -20,7 +20,7 @@ _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true 
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a declared type. Of kinds that no file can hold nothing is known.
+    """Whether a value has a declared type. Unknown kinds of type accept every value.
 
     >>> from typing import Optional
     >>> fits(1, Optional[float]), fits(True, int), fits([1, "a"], list[int]), fits("x", Literal["x", "y"])
@@ -45,7 +45,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def in_words(kind: Any) -> str:
-    """What is to be given, for people.
+    """Describes a declared type in an error message.
 
     >>> from typing import Optional, Union
     >>> in_words(Optional[Union[int, list[int]]])
@@ -90,45 +90,35 @@ _UNSAFE = {
     "apply_residual_connection_post_layernorm": "megatron-core passes it over",
     "config_logger_dir": "it asks for process groups of Megatron's global state, which are not there",
 }
-"""Fields of Megatron's that would train something else than was asked for without an error, or end every rank, and why.
-"""
+"""Megatron fields that would silently train something else or end every rank, with the reason."""
 
 _OFF = (None, False, 0, "", "none")
 
 
 def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
-    """Megatron's configuration of the model and its schedule for this run.
-
-    Args:
-        config: The run's configuration. The fields of `[megatron]` have the last word, as far as they are safe.
-        device: Where the ranks compute.
+    """Megatron's configuration of a run's model and schedule; safe `[megatron]` fields override ours.
 
     Raises:
-        ValueError: `[megatron]` has a field that Megatron does not know or that cannot be had, or a value of a type
-            that is not the field's, or one that Megatron refuses.
+        ValueError: A `[megatron]` field is unknown, unsupported or of the wrong type, or Megatron rejects it.
     """
     _refuse(config)
     fields = _fields(config, device)
-    with warnings.catch_warnings(action="ignore"):  # of Megatron about Megatron
+    with warnings.catch_warnings(action="ignore"):  # Megatron's own
         try:
             return TransformerConfig(**fields)
-        except Exception as error:  # its checks raise whatever their operations do
+        except Exception as error:  # its checks raise many types
             raise ValueError(_refused_by_megatron(config, error)) from error
 
 
 def _refused_by_megatron(config: RunConfig, error: Exception) -> str:
-    """What was set and what Megatron says to that; of an assertion without a text the line that it stands in."""
+    """The error message: the values set and Megatron's error, or the source line of an assertion without text."""
     said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
     told = ", ".join(f"megatron.{key}={value!r}" for key, value in config.megatron.items()) or "this model and layout"
     return f"megatron-core refuses {told}: {said}; change it"
 
 
 def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Every field of Megatron's that is set.
-
-    Raises:
-        ValueError: `[megatron]` has a value of a type that is not the field's.
-    """
+    """All Megatron fields to set. Raises ValueError if a `[megatron]` value has the wrong type."""
     model, layout = config.model, config.layout
     dtype = torch.bfloat16 if model.precision == "bf16" else torch.float32
     fields: dict[str, Any] = {
@@ -144,9 +134,9 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tensor_parallel,
         "context_parallel_size": layout.context_parallel,
         "pipeline_model_parallel_size": layout.pipeline_parallel,
-        # Gradients stay sums over tokens: each group may compute another number of microbatches.
+        # Gradients stay sums over tokens: groups may compute different numbers of microbatches.
         "calculate_per_token_loss": True,
-        # Works around an old fault of torch by waiting for the GPU at every transfer.
+        # The default synchronizes the GPU at every transfer, to work around an old torch bug.
         "batch_p2p_sync": False,
     }
     if layout.virtual_pipeline > 1:
@@ -161,11 +151,7 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _refuse(config: RunConfig) -> None:
-    """Nothing when `[megatron]` and the schedule can be had.
-
-    Raises:
-        ValueError: They cannot. Says which field, and why.
-    """
+    """Raises ValueError with the field and the reason if `[megatron]` or the schedule is not supported."""
     known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for key, value in config.megatron.items():
         if key not in known:
@@ -194,7 +180,7 @@ def _refuse_combinations(config: RunConfig) -> None:
             "or set layout.virtual_pipeline=1"
         )
     if config.reduce.mode == "reproducible" and config.megatron.get("gradient_accumulation_fusion"):
-        # The fused kernel adds into the sum, so the gradient of one microbatch is never seen by itself.
+        # The fused kernel adds directly to the sum, so no hook sees the gradient of a single microbatch.
         raise ValueError(
             "megatron.gradient_accumulation_fusion=true does not go with reduce.mode=reproducible; remove it, "
             "or set reduce.mode=fast"
@@ -202,11 +188,7 @@ def _refuse_combinations(config: RunConfig) -> None:
 
 
 def _megatron_value(key: str, value: Any) -> Any:
-    """The value as Megatron's field wants it.
-
-    Raises:
-        ValueError: There is no such value.
-    """
+    """Converts a value to the type of Megatron's field. Raises ValueError if it does not fit."""
     (field,) = (field for field in dataclasses.fields(TransformerConfig) if field.name == key)
     meant = _named(key, value, field.default) if isinstance(value, str) else value
     if not fits(meant, field.type):
@@ -215,7 +197,7 @@ def _megatron_value(key: str, value: Any) -> Any:
 
 
 def _is_activation(function: Any) -> bool:
-    """Whether activations can be given to it and come back; there are others of the same module."""
+    """Whether the function maps a tensor to one of the same shape."""
     given = torch.ones(2, 2)
     try:
         return bool(function(given).shape == given.shape)
@@ -224,7 +206,7 @@ def _is_activation(function: Any) -> bool:
 
 
 def _named(key: str, value: str, default: Any) -> Any:
-    """What a name stands for, where Megatron wants what TOML has no word for; else the text itself."""
+    """Resolves a name to a function or enum member where Megatron expects one; otherwise returns the text."""
     if key == "activation_func":
         if not _is_activation(getattr(F, value, None)):
             raise ValueError(

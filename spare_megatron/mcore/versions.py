@@ -1,7 +1,4 @@
-"""The versions of other packages that this one was checked against.
-
-They are pinned where packages are installed, too; an image of a cluster has often been made otherwise.
-"""
+"""Supported versions of other packages. The package pins them too, but cluster images may not follow the pins."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +6,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Versions from one on, and before another if there is one."""
+    """Versions from `first` on, and below `before` if given."""
 
     first: str
     before: str | None = None
@@ -22,25 +19,17 @@ SUPPORTED = {
     "torch": Range("2.13", "2.14"),
     "megatron-core": Range("0.16.1", "0.17"),
     "transformer-engine": Range("2.0"),
-    # Older ones abort a communicator and do not always come back (torchft's experience).
+    # Aborting a communicator may hang in older versions (reported by torchft).
     "NCCL": Range("2.26", "3"),
 }
 _REMEDIES = {
     "NCCL": "it comes with torch; take away what stands in its place (LD_LIBRARY_PATH, LD_PRELOAD), or install it anew"
 }
-"""For what is no package of its own, or has several names."""
+"""For what is not a package itself, or has several names."""
 
 
 def check_version(package: str, installed: str | None) -> None:
-    """Nothing when this version of a package is supported.
-
-    Args:
-        package: One of `SUPPORTED`.
-        installed: Its version, or None when there is none.
-
-    Raises:
-        ImportError: There is none, or it is another version.
-    """
+    """Raises ImportError if `installed` (None if absent) is not a supported version of a package in `SUPPORTED`."""
     wanted = SUPPORTED[package]
     remedy = _REMEDIES.get(package, f"pip install '{package}{wanted}'")
     if installed is None:
@@ -51,7 +40,7 @@ def check_version(package: str, installed: str | None) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """None when it is not installed."""
+    """The installed version, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -21,7 +21,7 @@ from spare_megatron.planner.plan import Plan, availability, candidates, closed_f
 
 if TYPE_CHECKING:
     from spare_megatron.planner.facts import ClusterFacts, HoldingLimits
-    from spare_megatron.planner.partition_redundancy import SlicePlan
+    from spare_megatron.planner.partition_redundancy import PartitionPlan
     from spare_megatron.planner.plan import Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ class Answer:
     facts: "ClusterFacts"
     plan: "Plan"
     frugal: "Plan"
-    slices: "SlicePlan"
+    slices: "PartitionPlan"
     alternatives: tuple["Plan", ...]
     limits: "HoldingLimits | None"
     assumed: frozenset[str]

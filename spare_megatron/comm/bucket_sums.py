@@ -10,7 +10,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.mcore.gradients import NUM_EXTRAS
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, recipients
 
 
@@ -104,7 +104,7 @@ class ScatteredBuckets:
         self._communicator = communicator
         self._ownership: Ownership | None = None
         self._recipients: tuple[tuple[GroupId, ...], ...] = ()
-        self._squares: dict[int, list[tuple[SliceId, torch.Tensor]]] = {}
+        self._squares: dict[int, list[tuple[PartitionId, torch.Tensor]]] = {}
         self.is_concluded = False
         self.squares: float | None = None
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from spare_megatron.core.cadence import Cadence
 from spare_megatron.core.entries import Entry
-from spare_megatron.stacking.layout import GroupId, Member, ShardId, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId, ShardId
 from spare_megatron.stacking.plans import StepPlan
-from spare_megatron.stacking.state_partitions import Hosts, Ownership, Repair, SliceCopy
+from spare_megatron.stacking.state_partitions import Hosts, Ownership, PartitionCopy, Repair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +282,7 @@ class UpdateModel:
 
     step: int
     attempt: int
-    proven: tuple[SliceCopy, ...] = ()
+    proven: tuple[PartitionCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +308,7 @@ class StopWipeOut:
 
     step: int
     shards: tuple[ShardId, ...] = ()
-    slices: tuple[SliceId, ...] = ()
+    slices: tuple[PartitionId, ...] = ()
     cause: str = ""
     """Why the last hosts were fenced, if for wrong state."""
     reason: str = ""

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from spare_megatron.core.entries import Entry, Fence, Halt, Retry
-from spare_megatron.core.votes import Attempted, SliceDigest, Vote
-from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.core.votes import Attempted, PartitionDigest, Vote
+from spare_megatron.stacking.layout import GroupId, PartitionId
 
 LEAST_HOSTS_TO_COMPARE = 3
 """Hosts of a partition of which more than half are right when the state of one of them is wrong."""
 
-_Told = dict[SliceId, dict[GroupId, SliceDigest]]
+_Told = dict[PartitionId, dict[GroupId, PartitionDigest]]
 """Digests of the hosts of each state partition."""
 
 

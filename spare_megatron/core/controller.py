@@ -39,7 +39,7 @@ from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Granularity, Order, initial_order
 from spare_megatron.stacking.placement import Placement, WipeOut
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
-from spare_megatron.stacking.state_partitions import Ownership, Slicing, StateWipeOut, first_ownership
+from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, StateWipeOut, first_ownership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class ControllerSetup:
     """All groups can read all data: survivors may compute shards without a host. Microbatch granularity only."""
     ends_at_s: float | None = None
     """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
-    slices: Slicing | None = None
+    slices: PartitionSetup | None = None
     """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""

@@ -11,8 +11,8 @@ from spare_megatron.core.comparison import by_value, objection
 from spare_megatron.core.entries import Commit, Entry, Finish, Halt, Retry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.votes import Attempted, Vote
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import Ownership, SliceCopy
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
 
 
 def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:
@@ -76,18 +76,18 @@ def _differ(field: str, votes: Iterable[Vote]) -> bool:
     return len({getattr(vote, field) for vote in votes} - {""}) > 1
 
 
-def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:
+def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:
     if len(attempted.members) < len(attempted.voters):
         return ()  # a copy whose donor was lost after the vote starts anew
     incarnations = dict(attempted.voters)
     return tuple(
-        SliceCopy(index, Member(group, incarnations[group]))
+        PartitionCopy(index, Member(group, incarnations[group]))
         for group in attempted.members
         for index in votes[group].restored
     )
 
 
-def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:
+def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:
     """Copies whose digests count from here on: all hosts of the partition, at least two, have reported its state.
 
     They agree, or there would be an objection. A copy compared with its donor alone would form a majority of two with
@@ -95,13 +95,13 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
     """
     digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
     fresh = [(group, digest.slice) for group, digest in digests if not digest.is_proven]
-    told: dict[SliceId, set[GroupId]] = {number: set() for _, number in fresh}
+    told: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
     for group, digest in digests:
         told.get(digest.slice, set()).add(group)
     hosts = {number: {host.group for host in ownership.hosts[number]} for number in told}
     incarnations = dict(attempted.voters)
     return tuple(
-        SliceCopy(number, Member(group, incarnations[group]))
+        PartitionCopy(number, Member(group, incarnations[group]))
         for group, number in fresh
         if len(told[number]) > 1 and told[number] >= hosts[number]
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.state_partitions import SliceCopy
+from spare_megatron.stacking.state_partitions import PartitionCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class Commit:
     save: bool = False
     admit: tuple[Member, ...] = ()
     is_last: bool = False
-    restored: tuple[SliceCopy, ...] = ()
-    released: tuple[SliceCopy, ...] = ()
-    proven: tuple[SliceCopy, ...] = ()
+    restored: tuple[PartitionCopy, ...] = ()
+    released: tuple[PartitionCopy, ...] = ()
+    proven: tuple[PartitionCopy, ...] = ()
     at_s: float = 0.0
     save_ends: tuple[SaveEnd, ...] = ()
 
@@ -172,5 +172,5 @@ def decode_entry(text: str) -> Entry:
     if "kept" in values:
         values["kept"] = tuple(values["kept"])
     for name in values.keys() & {"restored", "released", "proven"}:
-        values[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in values[name])
+        values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)

@@ -8,7 +8,7 @@ from spare_megatron.core.actions import (
     Reading,
 )
 from spare_megatron.core.entries import Entry
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member
 
@@ -29,7 +29,7 @@ class RestartState:
     member: Member
     offers: tuple[CheckpointCandidate, ...]
     held: tuple[Held, ...] = ()
-    slices: tuple[HeldSlice, ...] = ()
+    slices: tuple[HeldPartition, ...] = ()
     failure: str = ""
     readings: tuple[Reading, ...] = ()
     is_reading: bool = False

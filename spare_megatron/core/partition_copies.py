@@ -7,7 +7,7 @@ fenced for wrong state. Every commit updates received pieces, so pieces of diffe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.stacking.state_partitions import Hosts, Repair
 
 
@@ -36,19 +36,21 @@ class WholeCopy:
 class Copying:
     """The copies of one rank of `member`. `num_pieces` gives the pieces of a partition."""
 
-    def __init__(self, member: Member, num_pieces: Callable[[SliceId], int]) -> None:
+    def __init__(self, member: Member, num_pieces: Callable[[PartitionId], int]) -> None:
         self._member = member
         self._num_pieces = num_pieces
-        self._copies: dict[SliceId, _Copy] = {}
+        self._copies: dict[PartitionId, _Copy] = {}
 
-    def assign(self, repairs: Sequence[Repair], hosts: Hosts, now_s: float, first_step: int = 0) -> frozenset[SliceId]:
+    def assign(
+        self, repairs: Sequence[Repair], hosts: Hosts, now_s: float, first_step: int = 0
+    ) -> frozenset[PartitionId]:
         """Replaces all earlier requests; copies that are still requested continue.
 
         `repairs` are those of all groups, the most urgent first; `first_step` is as in `StartRepairs`. Returns the
         partitions whose local state is to be kept; everything else is to be dropped.
         """
         before, self._copies = self._copies, {}
-        kept = {SliceId(number) for number, row in enumerate(hosts) if self._member in row}
+        kept = {PartitionId(number) for number, row in enumerate(hosts) if self._member in row}
         for repair in repairs:
             if repair.receiver != self._member:
                 continue
@@ -86,11 +88,11 @@ class Copying:
         if copy.is_whole:
             copy.whole_at_s = now_s
 
-    def whole(self) -> dict[SliceId, bool]:
+    def whole(self) -> dict[PartitionId, bool]:
         """For each requested partition, in the same order on every rank of the group, whether it is complete here."""
         return {number: self._copies[number].is_whole for number in sorted(self._copies)}
 
-    def made(self, number: SliceId) -> WholeCopy:
+    def made(self, number: PartitionId) -> WholeCopy:
         copy = self._copies[number]
         # The copy of an empty partition is complete when it is requested.
         whole_at_s = copy.since_s if copy.whole_at_s is None else copy.whole_at_s

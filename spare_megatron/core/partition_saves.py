@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +19,14 @@ class WriteShare:
     """The state partitions that a group reports to have written."""
 
     member: Member
-    slices: tuple[SliceId, ...]
+    slices: tuple[PartitionId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteSlices:
+class WritePartitions:
     """Write these state partitions and report it."""
 
-    slices: tuple[SliceId, ...]
+    slices: tuple[PartitionId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Abandon:
 
 def next_move(
     save: SaveCheckpoint, member: Member, shares: Collection[WriteShare], lost: Collection[Member]
-) -> WriteSlices | Publish | Abandon | None:
+) -> WritePartitions | Publish | Abandon | None:
     """What a group, a host of some partition or the saving one, is to do next for a save; None while others act.
 
     `shares` have been reported so far; `lost` are the groups fenced since the save began.
@@ -51,9 +51,9 @@ def next_move(
     >>> ring = ((a, c), (a, b), (b, c))
     >>> save = SaveCheckpoint(step=4, member=a, voters=(a, b, c), epoch=0, hosts=ring, owners=(a, b, c))
     >>> next_move(save, a, [], [])
-    WriteSlices(slices=(0,))
+    WritePartitions(slices=(0,))
     >>> next_move(save, a, [], [b])
-    WriteSlices(slices=(0, 1))
+    WritePartitions(slices=(0, 1))
     >>> next_move(save, c, [WriteShare(member=c, slices=(2,))], [])
     """
     written = {number for share in shares for number in share.slices}
@@ -66,12 +66,12 @@ def next_move(
         return Abandon(reason=f"all hosts of slices {gone} are lost, which nobody had written")
     mine = tuple(number for number in missing if writers[number] == member)
     if mine:
-        return WriteSlices(slices=mine)
+        return WritePartitions(slices=mine)
     return Publish() if member == save.member and not missing else None
 
 
-def _writers(save: SaveCheckpoint, lost: Collection[Member]) -> Iterator[tuple[SliceId, Member | None]]:
+def _writers(save: SaveCheckpoint, lost: Collection[Member]) -> Iterator[tuple[PartitionId, Member | None]]:
     """For each partition, its first writer that is not lost: the owner, then its other hosts."""
     for index, (owner, hosts) in enumerate(zip(save.owners, save.hosts, strict=True)):
         left = [host for host in (owner, *hosts) if host not in lost]
-        yield SliceId(index), left[0] if left else None
+        yield PartitionId(index), left[0] if left else None

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 from spare_megatron.core.actions import TakeSnapshot
-from spare_megatron.stacking.layout import GroupId, Layout, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Hosts, Ownership
 
 _NUM_REMEMBERED = 3
@@ -33,14 +33,14 @@ class Held(NamedTuple):
     sha256: str
 
 
-class HeldSlice(NamedTuple):
+class HeldPartition(NamedTuple):
     """Complete copies of a state partition, of one rank or of all ranks of a group.
 
     `sha256` is that of the copy; of several copies, over theirs in the order of the ranks.
     """
 
     attempt: int
-    slice: SliceId
+    slice: PartitionId
     sha256: str
 
 
@@ -111,7 +111,7 @@ class Snapshots:
     def restarted(self, step: int) -> None:
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
-    def newest_whole(self, held: Iterable[Held], slices: Iterable[HeldSlice] = ()) -> WholeSnapshot | None:
+    def newest_whole(self, held: Iterable[Held], slices: Iterable[HeldPartition] = ()) -> WholeSnapshot | None:
         """The newest with copies of every rank position and partition, all copies of one being equal.
 
         `slices` are copies of partitions on all ranks of some group.
@@ -127,7 +127,7 @@ class Snapshots:
         return None
 
 
-def _alike(copies: Iterable[Held | HeldSlice]) -> dict[int, set[int]]:
+def _alike(copies: Iterable[Held | HeldPartition]) -> dict[int, set[int]]:
     """Attempt -> positions or partitions of which all copies are equal."""
     digests: dict[tuple[int, int], set[str]] = {}
     for attempt, what, sha256 in copies:
@@ -139,21 +139,21 @@ def _alike(copies: Iterable[Held | HeldSlice]) -> dict[int, set[int]]:
     return alike
 
 
-def held_by_group(of_ranks: Sequence[Sequence[HeldSlice]]) -> tuple[HeldSlice, ...]:
+def held_by_group(of_ranks: Sequence[Sequence[HeldPartition]]) -> tuple[HeldPartition, ...]:
     """The copies of partitions that a group has on all of its ranks, given those of each rank.
 
     One digest per partition keeps a group's report as short as a rank's: after a wipe-out all groups read all reports.
 
-    >>> both, one = HeldSlice(5, SliceId(0), "a"), HeldSlice(5, SliceId(1), "b")
+    >>> both, one = HeldPartition(5, PartitionId(0), "a"), HeldPartition(5, PartitionId(1), "b")
     >>> [(held.attempt, held.slice) for held in held_by_group([[both, one], [both]])]
     [(5, 0)]
     """
-    found: dict[tuple[int, SliceId], list[str]] = {}
+    found: dict[tuple[int, PartitionId], list[str]] = {}
     for held in of_ranks:
         for attempt, number, sha256 in held:
             found.setdefault((attempt, number), []).append(sha256)
     return tuple(
-        HeldSlice(*what, hashlib.sha256("".join(digests).encode()).hexdigest())
+        HeldPartition(*what, hashlib.sha256("".join(digests).encode()).hexdigest())
         for what, digests in sorted(found.items())
         if len(digests) == len(of_ranks)
     )

@@ -5,17 +5,17 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from spare_megatron.core.entries import SaveEnd
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership
 
 
-class SliceDigest(NamedTuple):
+class PartitionDigest(NamedTuple):
     """A host's digest, over all its ranks, of a partition's parameters that it has computed and its optimizer state.
 
     Proven copies have been compared with those of all other hosts; an unproven copy only repeats its donor.
     """
 
-    slice: SliceId
+    slice: PartitionId
     sha256: str
     is_proven: bool = True
 
@@ -33,7 +33,7 @@ class Digests:
     """
 
     params: str = ""
-    slices: tuple[SliceDigest, ...] = ()
+    slices: tuple[PartitionDigest, ...] = ()
     state: str = ""
     copied_from: GroupId | None = None
 
@@ -57,9 +57,9 @@ class Vote:
     params_digest: str = ""
     num_complete: tuple[int, ...] = ()
     lacks_params: bool = False
-    restored: tuple[SliceId, ...] = ()
+    restored: tuple[PartitionId, ...] = ()
     save_ends: tuple[SaveEnd, ...] = ()
-    slice_digests: tuple[SliceDigest, ...] = ()
+    slice_digests: tuple[PartitionDigest, ...] = ()
     state_digest: str = ""
     copied_from: GroupId | None = None
 
@@ -80,7 +80,7 @@ def encode_vote(vote: Vote) -> str:
 
 def decode_vote(text: str) -> Vote:
     values = json.loads(text)
-    for name, of in (("save_ends", SaveEnd), ("slice_digests", SliceDigest)):  # JSON knows no tuples
+    for name, of in (("save_ends", SaveEnd), ("slice_digests", PartitionDigest)):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
     for name in ("num_complete", "restored"):

@@ -19,7 +19,7 @@ from spare_megatron.stacking.placement import Placement, make_placement
 
 
 @dataclass(slots=True)
-class SliceMargin:
+class PartitionLossBudget:
     """Counts the losses that state partitions must survive, as an upper bound on lost copies.
 
     The groups lost within `recovery_steps` must be fewer than the hosts of a partition, whichever partitions they host.
@@ -148,7 +148,7 @@ class _Condition:
     recovery_steps: int
     num_rejoins: int
     has_last_resort: bool
-    slices: SliceMargin | None
+    slices: PartitionLossBudget | None
     hit_until: dict[GroupId, float] = field(default_factory=dict)
     lost_until: dict[GroupId, float] = field(default_factory=dict)
     gone_from: dict[GroupId, int] = field(default_factory=dict)
@@ -221,7 +221,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         recovery_steps=faults.recovery_steps,
         num_rejoins=spare.rejoins,
         has_last_resort=config.data.access == "shared",
-        slices=SliceMargin(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
+        slices=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)

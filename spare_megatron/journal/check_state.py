@@ -14,7 +14,7 @@ from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
 from spare_megatron.journal.records import EndRecord, ParamsRecord, RunRecord, VoteRecord
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 _Key = tuple[int, int]
 """(restarts, committed steps before)."""
@@ -163,7 +163,7 @@ def has_lost_state(run: RunRecord, fold: Fold) -> bool:
 
 
 def _fold_slices(run: RunRecord, fold: Fold) -> _Slices:
-    slicing = Slicing(
+    slicing = PartitionSetup(
         num_groups=run.num_groups, redundancy=run.slice_redundancy, groups_per_domain=run.groups_per_domain
     )
     slices = _Slices(_first_hosts(slicing, dict.fromkeys(range(run.num_groups), 0)))
@@ -189,7 +189,7 @@ def _fold_slices(run: RunRecord, fold: Fold) -> _Slices:
     return slices
 
 
-def _first_hosts(slicing: Slicing, members: Mapping[int, int]) -> list[set[Member]]:
+def _first_hosts(slicing: PartitionSetup, members: Mapping[int, int]) -> list[set[Member]]:
     ownership = first_ownership(slicing, [Member(GroupId(group), life) for group, life in members.items()])
     return [set(row) for row in ownership.hosts]
 

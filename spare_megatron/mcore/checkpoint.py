@@ -50,7 +50,7 @@ from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -84,7 +84,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         start = end
 
 
-class ShardedSlices:
+class ShardedPartitions:
     """Maps a rank's state partitions to boxes of the whole model's tensors, given the sharded state of its chunks."""
 
     def __init__(self, model: dict[str, Any], optimizer: StackedOptimizer) -> None:
@@ -94,7 +94,7 @@ class ShardedSlices:
         by_index = get_param_id_to_sharded_param_map(model, parameters)
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
 
-    def parts(self, number: SliceId, state: Tensor) -> Iterator[ShardedTensor]:
+    def parts(self, number: PartitionId, state: Tensor) -> Iterator[ShardedTensor]:
         """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_slices`), as views of it."""
         slices = self._optimizer.slices
         for fragment in slices.fragments(number, slice(0, slices.length(number))):
@@ -150,7 +150,7 @@ _Parts = dict[str, list[ShardedBase]]
 """Entries by name; a part of a tensor has the tensor's name."""
 
 
-class IncompleteSlices(Exception):
+class IncompletePartitions(Exception):
     """Some written tensors are incomplete."""
 
 
@@ -163,7 +163,7 @@ class GroupState:
         optimizer: Optimizer | StackedOptimizer,
         groups: ProcessGroupCollection,
         copies: HostCopies,
-        slices: Collection[SliceId] = (),
+        slices: Collection[PartitionId] = (),
         *,
         has_rest: bool = True,
     ) -> None:
@@ -173,9 +173,9 @@ class GroupState:
         everything else.
         """
         model = _model_state(chunks, groups)
-        self._slices: dict[SliceId, _Parts] = {}
+        self._slices: dict[PartitionId, _Parts] = {}
         if isinstance(optimizer, StackedOptimizer):
-            sharded, states = ShardedSlices(model, optimizer), optimizer.whole_slices()
+            sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_slices()
             for number in slices:
                 has_any = optimizer.slices.length(number) > 0
                 self._slices[number] = _by_key(sharded.parts(number, states[number]) if has_any else ())
@@ -209,7 +209,7 @@ class GroupState:
         folder: Path,
         ranks: dist.ProcessGroup,
         on_write: Callable[[], None],
-        slices: Collection[SliceId] | None = None,
+        slices: Collection[PartitionId] | None = None,
     ) -> Written:
         """Writes the copied partitions in `slices`, or everything else if None, into an empty folder.
 
@@ -252,7 +252,7 @@ def join_slices(folder: Path, names: Iterable[str]) -> Written:
     """Joins a checkpoint without partitions and the partitions in its subfolders `names` into one checkpoint.
 
     The first subfolder that contains a box counts. Returns the new metadata file; those of the subfolders are deleted.
-    Raises IncompleteSlices if a tensor is incomplete.
+    Raises IncompletePartitions if a tensor is incomplete.
     """
     whole = torch_checkpoint.FileSystemReader(folder).read_metadata()
     tensors, places = whole.state_dict_metadata, whole.storage_data
@@ -271,7 +271,7 @@ def join_slices(folder: Path, names: Iterable[str]) -> Written:
         if isinstance(tensor, torch_checkpoint.TensorStorageMetadata):
             num_here = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if num_here != math.prod(tensor.size):
-                raise IncompleteSlices(f"{key}: {num_here} of {math.prod(tensor.size)} elements are there")
+                raise IncompletePartitions(f"{key}: {num_here} of {math.prod(tensor.size)} elements are there")
     files = _HashingFiles(lambda: None)
     with files.create_stream(folder / METADATA_FNAME, "wb") as file:
         pickle.dump(whole, file)
@@ -284,7 +284,7 @@ def load_checkpoint(
     optimizer: Optimizer | StackedOptimizer,
     groups: ProcessGroupCollection,
     on_read: Callable[[], None],
-    slices: Collection[SliceId] = (),
+    slices: Collection[PartitionId] = (),
 ) -> None:
     """Loads a checkpoint that was written with any layout, with stacked or replicated optimizer state.
 
@@ -296,7 +296,7 @@ def load_checkpoint(
     """
     model = _model_state(chunks, groups)
     if isinstance(optimizer, StackedOptimizer):
-        sharded = ShardedSlices(model, optimizer)
+        sharded = ShardedPartitions(model, optimizer)
         states = {number: optimizer.empty_state(number) for number in slices}
         parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}
         # This rank asks only for its own partitions, so access to the others must not be required.

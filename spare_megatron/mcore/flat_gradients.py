@@ -16,8 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.partitions import Slices
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.stacking.layout import PartitionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,13 @@ class GradientPart:
         counted: The ranges within it that Megatron counts for the norm; empty if every group needs them.
     """
 
-    number: SliceId | None
+    number: PartitionId | None
     place: slice
     counted: tuple[slice, ...]
 
 
 def gradient_parts(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: Slices, buckets: Sequence[range]
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: StatePartitions, buckets: Sequence[range]
 ) -> tuple[tuple[GradientPart, ...], ...]:
     """As few parts of each bucket as possible, ascending."""
     ranges = sorted(_ranges(chunks, groups, slices), key=lambda part: part.place.start)
@@ -121,11 +121,11 @@ def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -
     return frozenset(found)
 
 
-def _ranges(chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: Slices) -> Iterator[GradientPart]:
+def _ranges(chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: StatePartitions) -> Iterator[GradientPart]:
     """The range of every partition fragment in the flat gradient space."""
     starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
     everywhere = needed_everywhere(chunks, groups)
-    for number in map(SliceId, range(slices.num_slices)):
+    for number in map(PartitionId, range(slices.num_slices)):
         for fragment in slices.fragments(number, slice(0, slices.length(number))):
             first = starts[fragment.parameter]
             place = slice(first + fragment.start, first + fragment.stop)

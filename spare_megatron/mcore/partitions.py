@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.mcore.model import Chunk
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 
 PIECE_ELEMENTS = 1 << 17
 """Length of a piece: 1 MiB of Adam's two moments."""
@@ -45,7 +45,7 @@ class Fragment:
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
-class Slices:
+class StatePartitions:
     """The state partitions of a rank: `num_slices` of them, in pieces of `piece_elements`."""
 
     def __init__(self, chunks: Sequence[Chunk], num_slices: int, piece_elements: int = PIECE_ELEMENTS) -> None:
@@ -55,19 +55,19 @@ class Slices:
         self._piece = piece_elements
         self.num_slices = num_slices
 
-    def length(self, number: SliceId) -> int:
+    def length(self, number: PartitionId) -> int:
         """Elements of a partition."""
         return max(0, min(self._length, self._size - number * self._length))
 
-    def num_pieces(self, number: SliceId) -> int:
+    def num_pieces(self, number: PartitionId) -> int:
         """Pieces of a partition; 0 if it is empty."""
         return -(-self.length(number) // self._piece)
 
-    def place(self, number: SliceId, piece: int) -> slice:
+    def place(self, number: PartitionId, piece: int) -> slice:
         """Range of a piece in its partition."""
         return slice(piece * self._piece, min((piece + 1) * self._piece, self.length(number)))
 
-    def fragments(self, number: SliceId, place: slice) -> Iterator[Fragment]:
+    def fragments(self, number: PartitionId, place: slice) -> Iterator[Fragment]:
         """The fragments of a range of a partition, without gaps, in parameter order."""
         origin = number * self._length
         start, end = origin + place.start, origin + place.stop

@@ -22,8 +22,8 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.flat_gradients import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
-from spare_megatron.mcore.partitions import Fragment, Slices
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.mcore.partitions import Fragment, StatePartitions
+from spare_megatron.stacking.layout import PartitionId
 
 _NUM_MOMENTS = 2
 
@@ -53,7 +53,7 @@ class _Hosted:
 class _Updated:
     """A fragment that Adam updates; `values` are fp32 main parameters in bf16 models, else a view of the parameter."""
 
-    number: SliceId
+    number: PartitionId
     fragment: Fragment
     values: Tensor
 
@@ -70,8 +70,8 @@ class StackedOptimizer:
         chunks: Sequence[Chunk],
         groups: ProcessGroupCollection,
         *,
-        slices: Slices,
-        hosted: Iterable[SliceId],
+        slices: StatePartitions,
+        hosted: Iterable[PartitionId],
     ) -> None:
         self.slices = slices
         parameter = next(iter(chunks[0].module.parameters()))
@@ -83,7 +83,7 @@ class StackedOptimizer:
         self.parameters, self._group_of, self._adam = _build_adam(config, chunks, groups)
         self.schedule = make_schedule(config, self._adam)
         self._lock = threading.Lock()
-        self._hosted: dict[SliceId, _Hosted] = {}
+        self._hosted: dict[PartitionId, _Hosted] = {}
         self._updated: list[_Updated] = []
         self.begin(hosted)
 
@@ -148,12 +148,12 @@ class StackedOptimizer:
 
     # ---------------------------------------------------------------------------------------------------- gather
 
-    def read_values(self, number: SliceId, start: int, out: Tensor) -> None:
+    def read_values(self, number: PartitionId, start: int, out: Tensor) -> None:
         """Copies model parameters of a partition, from element `start` on, into a flat tensor."""
         for fragment in self.slices.fragments(number, slice(start, start + out.numel())):
             out[fragment.offset - start :][: fragment.stop - fragment.start].copy_(fragment.values)
 
-    def write_values(self, number: SliceId, start: int, values: Tensor) -> None:
+    def write_values(self, number: PartitionId, start: int, values: Tensor) -> None:
         """Writes gathered parameters from element `start` of a partition on, except pieces just updated here."""
         stop = start + values.numel()
         for piece in range(self.slices.num_pieces(number)):
@@ -163,7 +163,7 @@ class StackedOptimizer:
                 for fragment in self.slices.fragments(number, place):
                     fragment.values.copy_(values[fragment.offset - start :][: fragment.stop - fragment.start])
 
-    def _was_updated(self, number: SliceId, piece: int) -> bool:
+    def _was_updated(self, number: PartitionId, piece: int) -> bool:
         """Whether the last update here included the piece."""
         installed_at = self._hosted[number].installed_at if number in self._hosted else {}
         return piece in installed_at and installed_at[piece] < self.num_updates
@@ -171,9 +171,9 @@ class StackedOptimizer:
     # ---------------------------------------------------------------------------------------- state of partitions
 
     @property
-    def hosted(self) -> frozenset[SliceId]:
+    def hosted(self) -> frozenset[PartitionId]:
         """The partitions whose whole state is here, including all empty ones."""
-        numbers = (SliceId(number) for number in range(self.slices.num_slices))
+        numbers = (PartitionId(number) for number in range(self.slices.num_slices))
         return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
 
     def whole_slices(self) -> dict[int, Tensor]:
@@ -200,7 +200,7 @@ class StackedOptimizer:
             if self._hosted[number].state.numel():
                 yield self._hosted[number].state[-_NUM_MOMENTS]
 
-    def state_sha256(self, number: SliceId) -> str:
+    def state_sha256(self, number: PartitionId) -> str:
         """SHA-256 of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
         digest = sha256()
         with self._lock:
@@ -210,13 +210,13 @@ class StackedOptimizer:
                 digest.update(_bytes_of(self._hosted[number].state))
         return digest.hexdigest()
 
-    def read_piece(self, number: SliceId, piece: int) -> PieceState:
+    def read_piece(self, number: PartitionId, piece: int) -> PieceState:
         """The state of a held piece, consistent as of one update."""
         with self._lock:
             state = self._hosted[number].state[:, self.slices.place(number, piece)]
             return PieceState(num_updates=self.num_updates, data=state.cpu().contiguous().numpy().tobytes())
 
-    def install_piece(self, number: SliceId, piece: int, state: PieceState) -> bool:
+    def install_piece(self, number: PartitionId, piece: int, state: PieceState) -> bool:
         """Takes over the state of a piece, which is updated here afterwards.
 
         Returns False, and changes nothing, if its update count differs from the one here. Raises ValueError if its size
@@ -235,7 +235,7 @@ class StackedOptimizer:
             self._update_from_now_on(number, piece)
             return True
 
-    def begin(self, numbers: Iterable[SliceId]) -> None:
+    def begin(self, numbers: Iterable[PartitionId]) -> None:
         """Starts partitions with zero moments and the model's parameters. Raises ValueError after the first update."""
         if self.num_updates:
             raise ValueError(f"after {self.num_updates} updates no slice's state can begin")
@@ -248,7 +248,7 @@ class StackedOptimizer:
                             rows[0, fragment.place].copy_(fragment.values)
                     self._update_from_now_on(number, piece)
 
-    def restore(self, state: dict[str, Any], slices: Mapping[SliceId, Tensor]) -> None:
+    def restore(self, state: dict[str, Any], slices: Mapping[PartitionId, Tensor]) -> None:
         """Replaces everything held here by a `state_dict` and whole partitions, made by `empty_state` and filled."""
         for number in sorted(self._hosted):
             self.drop(number)
@@ -256,7 +256,7 @@ class StackedOptimizer:
         self.load_state_dict(state)
         self.hold(slices)
 
-    def hold(self, slices: Mapping[SliceId, Tensor]) -> None:
+    def hold(self, slices: Mapping[PartitionId, Tensor]) -> None:
         """Takes over whole partitions of the same update count, not held yet, made by `empty_state` and filled."""
         with self._lock:
             for number, rows in slices.items():
@@ -264,7 +264,7 @@ class StackedOptimizer:
                 for piece in range(self.slices.num_pieces(number)):
                     self._update_from_now_on(number, piece)
 
-    def drop(self, number: SliceId) -> None:
+    def drop(self, number: PartitionId) -> None:
         with self._lock:
             if self._hosted.pop(number, None) is None:
                 return
@@ -275,17 +275,17 @@ class StackedOptimizer:
             for group in self._adam.param_groups:
                 group["params"] = [values for values in group["params"] if values in self._adam.state]
 
-    def _rows_of(self, number: SliceId) -> Tensor:
+    def _rows_of(self, number: PartitionId) -> Tensor:
         if number not in self._hosted:
             self._hosted[number] = _Hosted(state=self.empty_state(number))
         return self._hosted[number].state
 
-    def empty_state(self, number: SliceId) -> Tensor:
+    def empty_state(self, number: PartitionId) -> Tensor:
         """Zeros in the form of a partition's state in `whole_slices`."""
         num_rows = _NUM_MOMENTS + self.has_main
         return torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
 
-    def _update_from_now_on(self, number: SliceId, piece: int) -> None:
+    def _update_from_now_on(self, number: PartitionId, piece: int) -> None:
         hosted = self._hosted[number]
         hosted.installed_at[piece] = self.num_updates
         for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
@@ -296,7 +296,7 @@ class StackedOptimizer:
             step = torch.tensor(float(self.num_updates), dtype=torch.float32, device=self.device)
             self._adam.state[values] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
-    def _num_installed(self, number: SliceId) -> int:
+    def _num_installed(self, number: PartitionId) -> int:
         return len(self._hosted[number].installed_at) if number in self._hosted else 0
 
 

@@ -20,7 +20,7 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters, optimized
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 
 
 class ForeignState(Exception):
@@ -123,7 +123,7 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimi
     return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
 
 
-def slice_state(optimizer: StackedOptimizer, number: SliceId) -> OutgoingState:
+def slice_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:
     assert number in optimizer.hosted, f"slice {number} is not here whole"
     state = optimizer.whole_slices().get(number)
     return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # None if empty
@@ -146,7 +146,7 @@ def load_state(
     paths: Sequence[Path],
     chunks: Sequence[Chunk],
     optimizer: Optimizer | StackedOptimizer,
-    slices: Collection[SliceId] = (),
+    slices: Collection[PartitionId] = (),
 ) -> None:
     """Loads files that `save_state` wrote for this position. Raises ForeignState for another model.
 

@@ -25,7 +25,7 @@ from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import NamedParameter, named_parameters, optimized, parameters_sha256
-from spare_megatron.mcore.partitions import Slices
+from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
@@ -41,7 +41,7 @@ from spare_megatron.mcore.state import (
     slice_state,
 )
 from spare_megatron.mcore.transformer import transformer_config
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 
 
@@ -72,7 +72,7 @@ class GroupTrainer:
         device: torch.device,
         probe: Probe | None = None,
         *,
-        hosted: Sequence[SliceId] = (),
+        hosted: Sequence[PartitionId] = (),
     ) -> None:
         """Builds the rank, once `prepare_index` has been called for the configuration.
 
@@ -92,7 +92,7 @@ class GroupTrainer:
         self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
-            slices = Slices(self.chunks, config.layout.num_groups)
+            slices = StatePartitions(self.chunks, config.layout.num_groups)
             self.stacked = StackedOptimizer(config, self.chunks, groups, slices=slices, hosted=hosted)
         self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
         self._copies = HostCopies(device)
@@ -196,7 +196,7 @@ class GroupTrainer:
         """Writes the rank's whole state to a file, between two steps. Returns the file's bytes and SHA-256."""
         return save_state(path, self.chunks, self._optimizer)
 
-    def load_state(self, paths: Sequence[Path], slices: Collection[SliceId] = ()) -> None:
+    def load_state(self, paths: Sequence[Path], slices: Collection[PartitionId] = ()) -> None:
         """Loads files of this position, together with all state partitions, into a new rank. Raises ForeignState."""
         load_state(paths, self.chunks, self._optimizer, slices)
         self._probe(FaultPoint.LOAD_READ)
@@ -209,7 +209,7 @@ class GroupTrainer:
         """The rank's state to be copied to host memory, valid until the next update."""
         return StateCopy(self.outgoing_state(), self._copies)
 
-    def slice_copy(self, number: SliceId) -> StateCopy:
+    def slice_copy(self, number: PartitionId) -> StateCopy:
         """A state partition that is whole here, to be copied to host memory; valid until the next update."""
         assert self.stacked is not None, "only stacked state has slices"
         return StateCopy(slice_state(self.stacked, number), self._copies)
@@ -218,11 +218,11 @@ class GroupTrainer:
         """Prepares to take the state of the same position in another group. Raises ForeignState for another model."""
         return IncomingState(description, self.chunks, self._optimizer)
 
-    def checkpoint_state(self, slices: Collection[SliceId] = (), *, has_rest: bool = True) -> GroupState:
+    def checkpoint_state(self, slices: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
         """This rank's part of a checkpoint, between two updates: `slices` and, if `has_rest`, everything else."""
         return GroupState(self.chunks, self._optimizer, self.process_groups, self._copies, slices, has_rest=has_rest)
 
-    def load_checkpoint(self, folder: Path, slices: Collection[SliceId] = ()) -> None:
+    def load_checkpoint(self, folder: Path, slices: Collection[PartitionId] = ()) -> None:
         """Loads a checkpoint of any layout; with stacked state, `slices` are hosted afterwards.
 
         Collective over: all ranks of the group.

@@ -16,7 +16,7 @@ MAX_CANDIDATE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlicePlan:
+class PartitionPlan:
     """A number of hosts for each state partition, and what to expect of it.
 
     Attributes:
@@ -61,7 +61,7 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     return float((covered * group_interval_s / (num_groups - counts.middle)).sum())
 
 
-def plan_slices(facts: ClusterFacts, plan: Plan, copy_s: float) -> SlicePlan:
+def plan_slices(facts: ClusterFacts, plan: Plan, copy_s: float) -> PartitionPlan:
     """The least r_o whose time to train is within `planner.plan.TOLERANCE` of the plan's, else the largest tried.
 
     Wipe-outs of state and of shards are taken as independent, so their rates add up. R_o is the time of the copy plus
@@ -77,7 +77,7 @@ def plan_slices(facts: ClusterFacts, plan: Plan, copy_s: float) -> SlicePlan:
         )
         lived_s = 1 / (1 / plan.time_to_wipe_out_s + 1 / time_s)
         up = best_availability(facts.checkpoint.save_s, lived_s, facts.checkpoint.restart_s)
-        found = SlicePlan(
+        found = PartitionPlan(
             redundancy=redundancy,
             copy_s=copy_s,
             time_to_wipe_out_s=time_s,

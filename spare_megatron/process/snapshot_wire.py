@@ -6,8 +6,8 @@ The socket has an abstract name instead of a file, so nothing is left behind; th
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
+from spare_megatron.stacking.layout import PartitionId
 
 
 class Part(NamedTuple):
@@ -17,7 +17,7 @@ class Part(NamedTuple):
     """
 
     position: int
-    slice: SliceId | None = None
+    slice: PartitionId | None = None
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class HeldTold:
     """
 
     held: tuple[Held, ...]
-    slices: tuple[HeldSlice, ...]
+    slices: tuple[HeldPartition, ...]
     damaged: tuple[int, ...]
     server: str
 

@@ -35,7 +35,7 @@ from spare_megatron.rank.state_keeping import GroupSaves
 from spare_megatron.rank.step_progress import StepUnderWay
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import StepPlan
-from spare_megatron.stacking.state_partitions import SliceCopy
+from spare_megatron.stacking.state_partitions import PartitionCopy
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_source import StateSource
 from spare_megatron.state.transfer.state_transfer import NO_DIGEST, StateTransfer, confirm
@@ -241,7 +241,7 @@ class GroupExecutor:
 
     # ---------------------------------------------------------------------------------------------------- update
 
-    def copies_proven(self, copies: Sequence[SliceCopy]) -> None:
+    def copies_proven(self, copies: Sequence[PartitionCopy]) -> None:
         """The digests of these copies count in comparisons: a commit has proven them."""
         self._digests.proven(copies)
 

@@ -14,7 +14,7 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import Round, gather_rounds
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupAgreement
@@ -102,7 +102,7 @@ class ParamsGather:
         if not self._communicator.connect(is_over):
             return False
         slices = self._optimizer.slices
-        lengths = [slices.length(SliceId(number)) for number in range(slices.num_slices)]
+        lengths = [slices.length(PartitionId(number)) for number in range(slices.num_slices)]
         # One row per member for received parameters and one for those sent. Received ones are copied out, because
         # abandoned transfers may still write into their buffer.
         num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize

@@ -42,8 +42,8 @@ from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.rank.state_keeping import StateKeeping
 from spare_megatron.rank.train import start, train
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.state.transfer.partition_copier import GroupRepairs, SliceRepairs
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.state.transfer.partition_copier import GroupRepairs, PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_source import StateSource, slice_contents
@@ -220,7 +220,7 @@ class _Rank:
             check_shared_data(trainer.corpus, spec.group, self._store)
         return trainer
 
-    def _hosted(self) -> tuple[SliceId, ...]:
+    def _hosted(self) -> tuple[PartitionId, ...]:
         """The state partitions that the group holds at the start of the run."""
         ownership = self._controller.ownership
         return () if ownership is None else ownership.hosted_by(self._spec.member)
@@ -253,7 +253,7 @@ class _Rank:
         optimizer = self._trainer.stacked
         if optimizer is None:
             return None
-        repairs = SliceRepairs(
+        repairs = PartitionRepairs(
             member=self._spec.member,
             optimizer=optimizer,
             contents=slice_contents(optimizer),

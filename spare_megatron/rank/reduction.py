@@ -26,7 +26,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.voting.agreement import GroupOpinion
@@ -300,7 +300,7 @@ class Reduction:
         digests: Digests,
         *,
         lacks_params: bool = False,
-        restored: tuple[SliceId, ...] = (),
+        restored: tuple[PartitionId, ...] = (),
     ) -> list[Event]:
         all_votes: list[VotesRead | None] = []
         if self._agreement.is_leader:

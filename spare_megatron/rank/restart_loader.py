@@ -20,11 +20,11 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
     checkpoint_path,
@@ -137,7 +137,7 @@ class RestartLoader:
         if offer in self._offered:
             self.reader.read(offer, self._offered[offer], numbers)
 
-    def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...]]:
+    def held(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...]]:
         """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold.
 
         Collective over: all ranks of the group, after `offers`, if that is called.
@@ -152,7 +152,7 @@ class RestartLoader:
         if self._takes_checkpoints:
             require_folder(self._folder)
 
-    def begin(self, slices: Collection[SliceId]) -> None:
+    def begin(self, slices: Collection[PartitionId]) -> None:
         """Loads `checkpoint.load`, if set, with these partitions. Collective over: all ranks of the group."""
         if self._first is not None:
             with self._loading(step_of(self._first)):
@@ -166,7 +166,7 @@ class RestartLoader:
         """
         self.reader.stop()
         began_s = time.monotonic()
-        slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
+        slices = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         with self._loading(action.step + action.rework_steps):
             if action.snapshot is None:
                 self._load_checkpoint(action, slices)
@@ -175,7 +175,7 @@ class RestartLoader:
                 self._snapshots.load(action.snapshot, slices, action.members, head)
         self._load_s = time.monotonic() - began_s
 
-    def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[SliceId]) -> None:
+    def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[PartitionId]) -> None:
         path = checkpoint_path(self._folder, action.step)
         if path.exists():
             self._trainer.load_checkpoint(path, slices)
@@ -184,7 +184,7 @@ class RestartLoader:
         elif action.step > 0:  # a new process already has the state of step 0
             raise JoinFailed(f"the checkpoint {path} is gone")
 
-    def _load_first(self, path: Path, slices: Collection[SliceId]) -> None:
+    def _load_first(self, path: Path, slices: Collection[PartitionId]) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
         if is_last_state(path):
             self._trainer.load_state(files_for(path, assemble(path).files, self._rank), slices)
@@ -247,7 +247,7 @@ class RestartSearch:
         self._heard = {}
         self._search()
 
-    def tell(self, held: tuple[Held, ...], slices: tuple[HeldSlice, ...]) -> None:
+    def tell(self, held: tuple[Held, ...], slices: tuple[HeldPartition, ...]) -> None:
         """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
         self._own = replace(self._own, held=held, slices=slices)
         self._tell()

@@ -34,10 +34,10 @@ from spare_megatron.core.votes import Vote
 from spare_megatron.simulator.compute_fit import stacks_of
 from spare_megatron.simulator.simulated_journal import SimulatedJournal
 from spare_megatron.simulator.world import World
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import NOBODY, StepPlan, Work
-from spare_megatron.stacking.state_partitions import Repair, Slicing
+from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 
 
 class Copies:
@@ -63,9 +63,9 @@ class Copies:
                 under_way[copy] = free_at_s[copy.receiver.group]
         self._whole_at_s = under_way
 
-    def whole(self, now_s: float) -> dict[GroupId, tuple[SliceId, ...]]:
+    def whole(self, now_s: float) -> dict[GroupId, tuple[PartitionId, ...]]:
         """Receiver -> the partitions whose requested copies are complete by now."""
-        found: dict[GroupId, tuple[SliceId, ...]] = {}
+        found: dict[GroupId, tuple[PartitionId, ...]] = {}
         for copy, at_s in self._whole_at_s.items():
             if at_s <= now_s:
                 found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.slice)
@@ -119,11 +119,11 @@ class SpareRun:
         cadence_s = scenario.save_cadence_s()
         return SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s)
 
-    def _slicing(self) -> Slicing | None:
+    def _slicing(self) -> PartitionSetup | None:
         scenario = self._world.scenario
         if not scenario.slice_redundancy:
             return None
-        return Slicing(
+        return PartitionSetup(
             num_groups=scenario.num_groups,
             redundancy=scenario.slice_redundancy,
             groups_per_domain=scenario.placed_groups_per_domain,

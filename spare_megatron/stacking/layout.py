@@ -20,7 +20,7 @@ class Member(NamedTuple):
 ShardId = NewType("ShardId", int)
 """Index of a shard of every global batch. There are as many shards as groups."""
 
-SliceId = NewType("SliceId", int)
+PartitionId = NewType("PartitionId", int)
 """Index of a state partition, a part of a rank position's flat parameter space. There are as many as groups."""
 
 

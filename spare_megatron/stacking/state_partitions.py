@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
 
 Hosts = tuple[tuple[Member, ...], ...]
@@ -26,31 +26,31 @@ Hosts = tuple[tuple[Member, ...], ...]
 class StateWipeOut(Exception):
     """Some state partitions, named in ascending order, have no surviving host: only a checkpoint has their state."""
 
-    def __init__(self, slices: tuple[SliceId, ...]) -> None:
+    def __init__(self, slices: tuple[PartitionId, ...]) -> None:
         super().__init__(f"no surviving host for slices {', '.join(map(str, slices))}")
         self.slices = slices
 
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[SliceId, ...]]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[PartitionId, ...]]]:
         return type(self), (self.slices,)
 
 
-class SliceCopy(NamedTuple):
+class PartitionCopy(NamedTuple):
     """A member's copy of a state partition."""
 
-    slice: SliceId
+    slice: PartitionId
     member: Member
 
 
 class Repair(NamedTuple):
     """A copy to make: the donor is a host, the receiver becomes one once its copy is complete."""
 
-    slice: SliceId
+    slice: PartitionId
     donor: Member
     receiver: Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
+class PartitionSetup:
     """How the optimizer state is partitioned, fixed for a run: N partitions on r_o = `redundancy` groups each.
 
     Domains are `groups_per_domain` groups of consecutive ids that may be lost together.
@@ -79,7 +79,7 @@ class Ownership:
             is a host beside its donor.
     """
 
-    slicing: Slicing
+    slicing: PartitionSetup
     placed: tuple[tuple[GroupId, ...], ...]
     members: tuple[Member, ...]
     hosts: Hosts
@@ -92,16 +92,16 @@ class Ownership:
         present = tuple(sorted(members))
         left = set(present)
         hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
-        wiped_out = tuple(SliceId(index) for index, row in enumerate(hosts) if not row)
+        wiped_out = tuple(PartitionId(index) for index, row in enumerate(hosts) if not row)
         if wiped_out:
             raise StateWipeOut(wiped_out)
         return replace(self, members=present, hosts=hosts)._settled()
 
-    def with_copies(self, copies: Collection[SliceCopy], released: Collection[SliceCopy] = ()) -> "Ownership":
+    def with_copies(self, copies: Collection[PartitionCopy], released: Collection[PartitionCopy] = ()) -> "Ownership":
         """The ownership after copies are completed or released by hosts. Copies that were not asked for are ignored."""
         if not copies and not released:
             return self
-        asked = {SliceCopy(copy.slice, copy.receiver) for copy in (*self.repairs, *self.moves)}
+        asked = {PartitionCopy(copy.slice, copy.receiver) for copy in (*self.repairs, *self.moves)}
         hosts = [set(row) for row in self.hosts]
         for copy in copies:
             if copy in asked:
@@ -111,16 +111,16 @@ class Ownership:
         return replace(self, hosts=tuple(tuple(sorted(row)) for row in hosts))._settled()
 
     @property
-    def superseded(self) -> tuple[SliceCopy, ...]:
+    def superseded(self) -> tuple[PartitionCopy, ...]:
         """The copies that the next commit releases: others have replaced them."""
-        return tuple(SliceCopy(move.slice, move.donor) for move in self.moves if self._is_made(move))
+        return tuple(PartitionCopy(move.slice, move.donor) for move in self.moves if self._is_made(move))
 
     @property
     def num_wanted(self) -> int:
         return min(self.slicing.redundancy, len(self.members))
 
-    def hosted_by(self, member: Member) -> tuple[SliceId, ...]:
-        return tuple(SliceId(index) for index, row in enumerate(self.hosts) if member in row)
+    def hosted_by(self, member: Member) -> tuple[PartitionId, ...]:
+        return tuple(PartitionId(index) for index, row in enumerate(self.hosts) if member in row)
 
     def _is_made(self, move: Repair) -> bool:
         row = self.hosts[move.slice]
@@ -134,12 +134,12 @@ class Ownership:
         return replace(self, owners=owners, repairs=repairs, moves=tuple(moves))
 
 
-def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
+def first_ownership(slicing: PartitionSetup, members: Iterable[Member]) -> Ownership:
     """The ownership when every group can take any partition: at the start of a run and after loading a checkpoint.
 
     The hosts are those of the placement; other members replace those that do not take part.
 
-    >>> ring = first_ownership(Slicing(num_groups=3, redundancy=2), [Member(g) for g in range(3)])
+    >>> ring = first_ownership(PartitionSetup(num_groups=3, redundancy=2), [Member(g) for g in range(3)])
     >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
     ([[0, 2], [0, 1], [1, 2]], [0, 1, 2])
     """
@@ -196,16 +196,16 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
     """
     hosts, left = ownership.hosts, set(ownership.members)
     running: dict[int, list[Member]] = {}
-    donors: dict[SliceCopy, Member] = {}
+    donors: dict[PartitionCopy, Member] = {}
     domains_of = ownership.slicing.domains_of
     moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.slice])]
     for repair in (*ownership.repairs, *moves):
         if repair.receiver in left and repair.receiver not in hosts[repair.slice]:
             running.setdefault(repair.slice, []).append(repair.receiver)
             if repair.donor in left:
-                donors[SliceCopy(repair.slice, repair.receiver)] = repair.donor
+                donors[PartitionCopy(repair.slice, repair.receiver)] = repair.donor
     receivers = _assign_receivers(ownership.slicing, ownership.members, hosts, running)
-    wanted = [SliceCopy(SliceId(index), receiver) for index, row in receivers.items() for receiver in row]
+    wanted = [PartitionCopy(PartitionId(index), receiver) for index, row in receivers.items() for receiver in row]
     given = Counter(donors[copy] for copy in wanted if copy in donors)
     repairs = []
     for copy in sorted(wanted, key=lambda copy: (len(hosts[copy.slice]), copy)):
@@ -218,7 +218,7 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
 
 
 def _assign_receivers(
-    slicing: Slicing, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
+    slicing: PartitionSetup, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
 ) -> dict[int, list[Member]]:
     """Partition -> receivers of the copies that it lacks: those under way, then further members.
 
@@ -257,14 +257,14 @@ class _Evening:
         self._ownership = ownership
         self._moves: list[Repair] = []
         self._held = Counter(dict.fromkeys(ownership.members, 0))
-        self._slices: dict[Member, list[SliceId]] = {member: [] for member in ownership.members}
-        self._crowded: set[SliceId] = set()  # partitions whose hosts share a domain
+        self._slices: dict[Member, list[PartitionId]] = {member: [] for member in ownership.members}
+        self._crowded: set[PartitionId] = set()  # partitions whose hosts share a domain
         for index, row in enumerate(ownership.hosts):
             if len(ownership.slicing.domains_of(row)) < len(row):
-                self._crowded.add(SliceId(index))
+                self._crowded.add(PartitionId(index))
             self._held.update(row)
             for host in row:
-                self._slices[host].append(SliceId(index))
+                self._slices[host].append(PartitionId(index))
         for move in made:
             self._held[move.receiver] -= 1  # counted among the hosts already
             self._plan(move)
@@ -300,7 +300,9 @@ class _Evening:
                     return Repair(chosen[-1], giver, taker)
         return None
 
-    def _allowed(self, numbers: Iterable[SliceId], giver: Member, taker: Member) -> Iterator[tuple[int, int, SliceId]]:
+    def _allowed(
+        self, numbers: Iterable[PartitionId], giver: Member, taker: Member
+    ) -> Iterator[tuple[int, int, PartitionId]]:
         """Partitions that may move, with keys: first if hosts gain a domain, then if it restores the placement."""
         ownership, surplus = self._ownership, self._held[giver] - self._held[taker]
         domains_of = ownership.slicing.domains_of
@@ -325,7 +327,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
 class GatherShare(NamedTuple):
     """A range of elements of an owned partition that one member sends in one round."""
 
-    slice: SliceId
+    slice: PartitionId
     start: int
     stop: int
 
@@ -349,7 +351,7 @@ def gather_rounds(
     queues: dict[GroupId, list[GatherShare]] = {member: [] for member in members}
     for index, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
         queues[owner] += [
-            GatherShare(SliceId(index), start, min(start + most, length)) for start in range(0, length, most)
+            GatherShare(PartitionId(index), start, min(start + most, length)) for start in range(0, length, most)
         ]
     num_rounds = max(map(len, queues.values()))
     columns = [queue + [None] * (num_rounds - len(queue)) for queue in queues.values()]

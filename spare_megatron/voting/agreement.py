@@ -18,7 +18,7 @@ from spare_megatron.core.actions import CheckpointCandidate, Reading
 from spare_megatron.core.entries import Entry, Fence, decode_entry, encode_entry
 from spare_megatron.core.events import RestartState, VotesRead
 from spare_megatron.core.relays import Blocks
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.core.votes import decode_vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
@@ -304,7 +304,7 @@ def _waiting(member: Member, text: str) -> RestartState:
         member=member,
         offers=tuple(CheckpointCandidate(*one) for one in offers),
         held=tuple(Held(*one) for one in held),
-        slices=tuple(HeldSlice(*one) for one in slices),
+        slices=tuple(HeldPartition(*one) for one in slices),
         failure=failure,
         readings=tuple(
             Reading(CheckpointCandidate(*offer), tuple(whole), tuple(damaged), reason, num_bytes)

@@ -13,7 +13,7 @@ from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Slicing
+from spare_megatron.stacking.state_partitions import PartitionSetup
 from spare_megatron.store.decision_log import DecisionLog
 
 Stop = FinishRun | StopWipeOut | StopHalted
@@ -27,7 +27,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
     spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
     slices = None
     if config.optimizer.sharding == "stacked":
-        slices = Slicing(
+        slices = PartitionSetup(
             num_groups=num_groups,
             redundancy=config.optimizer.redundancy,
             groups_per_domain=spare.groups_per_domain,

@@ -9,13 +9,13 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import StartRepairs
 from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore import trainer as trainer_module
-from spare_megatron.mcore.partitions import Slices
+from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import NotOffered
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
-from spare_megatron.state.transfer.partition_copier import SliceRepairs
+from spare_megatron.state.transfer.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer, Source
 from spare_megatron.state.transfer.state_source import StateSource, slice_contents
 from tests.integration.mcore_group import CPU
@@ -32,7 +32,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     Returns:
         How many slices and pieces it took over, and how many steps were made meanwhile.
     """
-    trainer_module.Slices = partial(Slices, piece_elements=piece_elements)
+    trainer_module.StatePartitions = partial(StatePartitions, piece_elements=piece_elements)
     trainers, hosts = build_groups(config), first_hosts(config).hosts
     donor, newcomer = trainers[1], GroupTrainer(config, CPU)
     source = StateSource({content.name: content for content in slice_contents(stacked(donor))})
@@ -42,7 +42,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     _advance(trainers, hosts, config, 0, source)
     hand_over(donor, newcomer)
     me = Member(GroupId(len(trainers)), 1)
-    repairs = SliceRepairs(
+    repairs = PartitionRepairs(
         member=me,
         optimizer=stacked(newcomer),
         contents=slice_contents(stacked(newcomer)),
@@ -79,7 +79,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     return {"slices": len(wanted), "pieces": num_pieces, "steps": step - 1}
 
 
-def _assert_same_slices(donor: GroupTrainer, newcomer: GroupTrainer, numbers: Sequence[SliceId]) -> None:
+def _assert_same_slices(donor: GroupTrainer, newcomer: GroupTrainer, numbers: Sequence[PartitionId]) -> None:
     for number in numbers:
         for piece in range(stacked(donor).slices.num_pieces(number)):
             assert stacked(donor).read_piece(number, piece) == stacked(newcomer).read_piece(number, piece)

@@ -6,7 +6,7 @@ import torch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.flat_gradients import flat_parameters, needed_everywhere
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 from tests.integration.mcore_group import CPU, all_work
 from tests.integration.stacked_groups import stacked
 
@@ -38,7 +38,7 @@ def assert_every_element_is_in_the_part_of_its_slice(trainer: GroupTrainer) -> N
     expected = np.full(trainer.gradients.buckets[-1].stop, nobody)
     slices = stacked(trainer).slices
     starts = {item.parameter: item.start for item in flat}
-    for number in map(SliceId, range(slices.num_slices)):
+    for number in map(PartitionId, range(slices.num_slices)):
         for fragment in slices.fragments(number, slice(0, slices.length(number))):
             start = starts[fragment.parameter]
             owner = everybody if fragment.parameter in everywhere else number

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import TakeSnapshot
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.snapshot_wire import HeldTold
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
@@ -32,26 +32,28 @@ class KeptHere:
     """A keeper of rank 0 without a process."""
 
     def __init__(self) -> None:
-        self.kept: dict[SliceId | None, mmap.mmap] = {}
+        self.kept: dict[PartitionId | None, mmap.mmap] = {}
 
     def copy(
         self,
         attempt: int,
         previous: int,
-        num_bytes: Mapping[SliceId | None, int],
+        num_bytes: Mapping[PartitionId | None, int],
         write: Callable[[Sequence[mmap.mmap]], None],
     ) -> None:
         memories = {number: mmap.mmap(-1, size) for number, size in num_bytes.items()}
         write(list(memories.values()))
         self.kept |= memories
 
-    def memory(self, attempt: int, number: SliceId | None) -> mmap.mmap:
+    def memory(self, attempt: int, number: PartitionId | None) -> mmap.mmap:
         return self.kept[number]
 
     def held(self, host: str) -> HeldTold:
         digests = {number: hashlib.sha256(memory).hexdigest() for number, memory in self.kept.items()}
         rest = digests.pop(None)
-        slices = tuple(HeldSlice(ATTEMPT, number, sha256) for number, sha256 in digests.items() if number is not None)
+        slices = tuple(
+            HeldPartition(ATTEMPT, number, sha256) for number, sha256 in digests.items() if number is not None
+        )
         return HeldTold(held=(Held(ATTEMPT, 0, rest),), slices=slices, damaged=(), server="nowhere")
 
 
@@ -71,7 +73,7 @@ def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[
     for group, trainer in enumerate(again):
         loader = loader_of(keeper, trainer, GroupId(group))
         loader.held()
-        loader.load(ATTEMPT, [SliceId(shard) for shard in hosts.stack(GroupId(group))], (), 0)
+        loader.load(ATTEMPT, [PartitionId(shard) for shard in hosts.stack(GroupId(group))], (), 0)
     answers.append(train(again, config, later))
     groups.assert_alike_on_hosts(again, hosts.hosts)
     return answers, records

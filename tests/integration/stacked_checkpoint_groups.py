@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.checkpoint import join_slices
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.stacking.layout import GroupId, PartitionId
 from tests.integration import stacked_groups as groups
 from tests.integration.checkpoint_group import Curve
 from tests.integration.mcore_group import CPU
@@ -45,7 +45,7 @@ def write_slices(
 ) -> None:
     """Every group writes the slices that it owns, and one of them twice; the first all else."""
     for group, trainer in enumerate(trainers):
-        mine = [SliceId(number) for number, owner in enumerate(owners) if owner == group]
+        mine = [PartitionId(number) for number, owner in enumerate(owners) if owner == group]
         state = trainer.checkpoint_state(sorted(groups.stacked(trainer).hosted), has_rest=group == 0)
         state.copy()
         if group == 0:
@@ -73,14 +73,14 @@ def load_and_train_both_ways(config: RunConfig, folder: Path, before: int, after
         trainers = groups.build_groups(config)
         for group, trainer in enumerate(trainers):
             stack = groups.first_hosts(config).stack(GroupId(group))
-            trainer.load_checkpoint(folder / name, [SliceId(shard) for shard in stack])
+            trainer.load_checkpoint(folder / name, [PartitionId(shard) for shard in stack])
         whole_state = GroupTrainer(groups.replicated(config), CPU)
         whole_state.load_checkpoint(folder / name)
         for number, row in enumerate(hosts):
             states = {
-                groups.stacked(trainers[group]).read_piece(SliceId(number), piece)
+                groups.stacked(trainers[group]).read_piece(PartitionId(number), piece)
                 for group in row
-                for piece in range(groups.stacked(trainers[group]).slices.num_pieces(SliceId(number)))
+                for piece in range(groups.stacked(trainers[group]).slices.num_pieces(PartitionId(number)))
             }
             assert len(states) == 1
         curve = train([*trainers, whole_state], hosts, config, range(before, before + after))

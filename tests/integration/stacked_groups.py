@@ -16,11 +16,11 @@ from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.corruption import flip_bit
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.parameters import named_parameters
-from spare_megatron.mcore.partitions import Slices
+from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.plain_megatron import build_rank, train_steps
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
-from spare_megatron.stacking.layout import GroupId, ShardId, SliceId
+from spare_megatron.stacking.layout import GroupId, PartitionId, ShardId
 from spare_megatron.stacking.placement import Placement, make_placement
 from tests.integration.mcore_group import CPU, Arrays, all_work, put_all, staged
 from tests.integration.mcore_state_group import hand_over
@@ -34,7 +34,7 @@ def first_hosts(config: RunConfig) -> Placement:
 def build_groups(config: RunConfig) -> list[GroupTrainer]:
     hosts = first_hosts(config)
     stacks = [hosts.stack(GroupId(group)) for group in range(config.layout.num_groups)]
-    return [GroupTrainer(config, CPU, hosted=[SliceId(shard) for shard in stack]) for stack in stacks]
+    return [GroupTrainer(config, CPU, hosted=[PartitionId(shard) for shard in stack]) for stack in stacks]
 
 
 def stacked(trainer: GroupTrainer) -> StackedOptimizer:
@@ -45,13 +45,13 @@ def stacked(trainer: GroupTrainer) -> StackedOptimizer:
 def gather(trainers: Sequence[GroupTrainer], owners: Sequence[int]) -> None:
     """Hands every slice's parameters from its owner to all others."""
     for number, owner in enumerate(owners):
-        values = values_of(trainers[owner], SliceId(number))
+        values = values_of(trainers[owner], PartitionId(number))
         for group, trainer in enumerate(trainers):
             if group != owner:
-                stacked(trainer).write_values(SliceId(number), 0, values)
+                stacked(trainer).write_values(PartitionId(number), 0, values)
 
 
-def values_of(trainer: GroupTrainer, number: SliceId) -> torch.Tensor:
+def values_of(trainer: GroupTrainer, number: PartitionId) -> torch.Tensor:
     dtype = next(trainer.chunks[0].module.parameters()).dtype
     out = torch.empty(stacked(trainer).slices.length(number), dtype=dtype)
     stacked(trainer).read_values(number, 0, out)
@@ -102,7 +102,7 @@ def digests_of_changed_state(config: RunConfig) -> list[str]:
     """Of a slice as it is, and after a flipped bit in each kind of number that it consists of, one after the other."""
     trainers, hosts = build_groups(config), first_hosts(config).hosts
     advance(trainers, hosts, config, 0)
-    optimizer, number = stacked(trainers[hosts[1][0]]), SliceId(1)
+    optimizer, number = stacked(trainers[hosts[1][0]]), PartitionId(1)
     digests = [optimizer.state_sha256(number)]
     model = [fragment.values for fragment in optimizer.slices.fragments(number, slice(0, 3))]
     for values in (model[0], *optimizer.whole_slices()[number]):
@@ -113,9 +113,9 @@ def digests_of_changed_state(config: RunConfig) -> list[str]:
 
 def assert_alike_on_hosts(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]]) -> None:
     for number, row in enumerate(hosts):
-        assert len({stacked(trainers[group]).state_sha256(SliceId(number)) for group in row}) == 1
-        for piece in range(stacked(trainers[0]).slices.num_pieces(SliceId(number))):
-            states = {stacked(trainers[group]).read_piece(SliceId(number), piece) for group in row}
+        assert len({stacked(trainers[group]).state_sha256(PartitionId(number)) for group in row}) == 1
+        for piece in range(stacked(trainers[0]).slices.num_pieces(PartitionId(number))):
+            states = {stacked(trainers[group]).read_piece(PartitionId(number), piece) for group in row}
             assert len(states) == 1
             assert any(states.pop().data)
 
@@ -145,9 +145,9 @@ def repair_a_group(config: RunConfig, piece_elements: int) -> int:
     Returns:
         The pieces.
     """
-    trainer_module.Slices = partial(Slices, piece_elements=piece_elements)
+    trainer_module.StatePartitions = partial(StatePartitions, piece_elements=piece_elements)
     trainers, hosts = build_groups(config), first_hosts(config).hosts
-    number, donor = SliceId(0), trainers[hosts[0][1]]
+    number, donor = PartitionId(0), trainers[hosts[0][1]]
     for step in range(2):
         advance(trainers, hosts, config, step)
     newcomer = GroupTrainer(config, CPU)

@@ -12,7 +12,7 @@ from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.rank.gather import ParamsGather
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.store.interface import StoreLost
 
 LENGTHS = (40, 40, 23)
@@ -23,7 +23,7 @@ HEAD = 7
 
 
 class Optimizer:
-    """Slices that are full of numbers of their group."""
+    """StatePartitions that are full of numbers of their group."""
 
     device = torch.device("cpu")
 
@@ -33,10 +33,10 @@ class Optimizer:
         self.values = [100.0 * group + torch.arange(LENGTHS[number], dtype=dtype) for number in numbers]
         self.slices = SimpleNamespace(num_slices=len(LENGTHS), length=LENGTHS.__getitem__)
 
-    def read_values(self, number: SliceId, start: int, out: torch.Tensor) -> None:
+    def read_values(self, number: PartitionId, start: int, out: torch.Tensor) -> None:
         out.copy_(self.values[number][start : start + len(out)])
 
-    def write_values(self, number: SliceId, start: int, values: torch.Tensor) -> None:
+    def write_values(self, number: PartitionId, start: int, values: torch.Tensor) -> None:
         self.values[number][start : start + len(values)] = values
 
 

@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.process.piece_wire import Address, NotOffered
 from spare_megatron.process.snapshot_wire import CopyWanted, Part, SnapshotServerAddress
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.state.snapshot import snapshot_server as keeper_module
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
@@ -148,9 +148,12 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeSna
 
 def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: NodeSnapshotServer) -> None:
     """Two groups on the node: the first keeps slice 0 and all but slices, the second slice 1 and, later, slice 0."""
-    zero, one = SliceId(0), SliceId(1)
+    zero, one = PartitionId(0), PartitionId(1)
     groups = [SnapshotClient(keeper.address, 2) for _ in range(2)]
-    kept: list[dict[SliceId | None, bytes]] = [{zero: os.urandom(700), None: os.urandom(900)}, {one: os.urandom(300)}]
+    kept: list[dict[PartitionId | None, bytes]] = [
+        {zero: os.urandom(700), None: os.urandom(900)},
+        {one: os.urandom(300)},
+    ]
     for attempt in (1, 2, 3):
         for client, contents in zip(groups, kept, strict=True):
             sizes = {number: len(content) for number, content in contents.items()}
@@ -161,7 +164,7 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: No
     assert told.held == tuple(Held(attempt, 2, sha256(kept[0][None])) for attempt in (2, 3))
     both = {**kept[0], **kept[1]}
     assert set(told.slices) == {
-        HeldSlice(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
+        HeldPartition(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
     }
     assert groups[1].memory(3, zero)[:] == kept[0][zero]
     assert SnapshotClient(keeper.address, 1).held(HOST).slices == ()

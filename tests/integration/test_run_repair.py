@@ -1,4 +1,4 @@
-"""Slices that have lost hosts get others while training goes on, so that the next loss finds a copy."""
+"""StatePartitions that have lost hosts get others while training goes on, so that the next loss finds a copy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import ParamsRecord, RedundancyRecord, RepairRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.state_partitions import Ownership, SliceCopy, Slicing, first_ownership
+from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
 
@@ -42,7 +42,7 @@ def stacked_config(
 
 def ownership_of(num_groups: int, redundancy: int) -> Ownership:
     members = [Member(GroupId(group)) for group in range(num_groups)]
-    return first_ownership(Slicing(num_groups=num_groups, redundancy=redundancy), members)
+    return first_ownership(PartitionSetup(num_groups=num_groups, redundancy=redundancy), members)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are
     first, back, repaired_at, admitted, moved_at = Member(GroupId(1)), Member(GroupId(1), 1), 2, 3, 5
     lost_at = STEPS - 1  # so that nobody else comes back
     left = ownership_of(4, 2).for_members([Member(GroupId(group)) for group in (0, 2, 3)])
-    repaired = left.with_copies([SliceCopy(repair.slice, repair.receiver) for repair in left.repairs])
+    repaired = left.with_copies([PartitionCopy(repair.slice, repair.receiver) for repair in left.repairs])
     moves = repaired.for_members([*repaired.members, back]).moves
     others = {move.donor.group for move in moves}
     assert all({host.group for host in repaired.hosts[move.slice]} == others for move in moves)

@@ -8,9 +8,9 @@ import pytest
 
 from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
-from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, SliceSaver
+from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed
 from spare_megatron.store.decision_log import entry_key
 from tests.unit.memory_store import MemoryStore
 from tests.unit.test_slice_saves import HEAD, save_of
@@ -27,7 +27,7 @@ def alone(work: Callable[[], object]) -> list[object]:
     return [work()]
 
 
-def write(folder: Path, slices: Sequence[SliceId]) -> dict[str, StoredFile]:
+def write(folder: Path, slices: Sequence[PartitionId]) -> dict[str, StoredFile]:
     assert folder.is_dir()
     file = StoredFile(num_bytes=len(slices), sha256="")
     return {"__0_0.distcp": file, METADATA_FNAME: file}
@@ -37,8 +37,8 @@ def board_of(store: MemoryStore) -> SaveBoard:
     return SaveBoard(store, HEAD, SAVE.voters)  # type: ignore[arg-type]
 
 
-def saver_of(member: Member, store: MemoryStore, aside: Path, timeout_s: float = TIMEOUT_S) -> SliceSaver:
-    return SliceSaver(
+def saver_of(member: Member, store: MemoryStore, aside: Path, timeout_s: float = TIMEOUT_S) -> PartitionSaver:
+    return PartitionSaver(
         action=SAVE,
         member=member,
         board=board_of(store),
@@ -49,7 +49,7 @@ def saver_of(member: Member, store: MemoryStore, aside: Path, timeout_s: float =
     )
 
 
-def run_all(savers: Sequence[SliceSaver]) -> list[Future[bool]]:
+def run_all(savers: Sequence[PartitionSaver]) -> list[Future[bool]]:
     threads = ThreadPoolExecutor(len(savers))
     return [threads.submit(saver.run) for saver in savers]
 
@@ -81,7 +81,7 @@ def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folde
     assert futures[0].result(TIMEOUT_S)
     written = {number: share.member for share in savers[0].shares for number in share.slices}
     assert sorted(written) == [0, 1, 2, 3]
-    assert written[SliceId(2)] in set(SAVE.hosts[2]) - {lost}
+    assert written[PartitionId(2)] in set(SAVE.hosts[2]) - {lost}
     fence(store, 1, SAVER)
     for other in futures[1:]:
         with pytest.raises(SaveFailed, match="group 0, which saves, is lost"):

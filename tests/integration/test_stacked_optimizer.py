@@ -21,8 +21,8 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.partitions import Slices
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.stacking.layout import PartitionId
 from tests.integration import plain_parity
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks
@@ -176,9 +176,9 @@ def test_fragments_cover_every_parameter_once_in_the_order_of_the_slices(num_sli
     ]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     expected = flat.split(-(-flat.numel() // num_slices))
-    cut = Slices(chunks, num_slices, piece_elements=4)
+    cut = StatePartitions(chunks, num_slices, piece_elements=4)
     for index in range(num_slices):
-        number = SliceId(index)
+        number = PartitionId(index)
         values = expected[index] if index < len(expected) else flat[:0]
         assert cut.length(number) == values.numel()
         assert cut.num_pieces(number) == len(values.split(4)) if values.numel() else cut.num_pieces(number) == 0

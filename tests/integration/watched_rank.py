@@ -37,9 +37,9 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
 from spare_megatron.rank.bootstrap import wait_for_all_groups
 from spare_megatron.rank.executor import GroupExecutor
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
-from spare_megatron.state.transfer.state_source import SliceContent
+from spare_megatron.state.transfer.state_source import PartitionContent
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
@@ -239,7 +239,7 @@ def _wait_for_copies(repairs: GroupRepairs | None) -> None:
         time.sleep(_POLL_S)
 
 
-class _LateContent(SliceContent):
+class _LateContent(PartitionContent):
     """A slice of which nothing is given before so many updates."""
 
     first_update = 0
@@ -250,10 +250,10 @@ class _LateContent(SliceContent):
         return super().read(piece)
 
 
-def _late_contents(watch: Watch, optimizer: StackedOptimizer) -> list[SliceContent]:
-    contents: list[SliceContent] = []
+def _late_contents(watch: Watch, optimizer: StackedOptimizer) -> list[PartitionContent]:
+    contents: list[PartitionContent] = []
     for number in range(optimizer.slices.num_slices):
-        content = _LateContent(optimizer, SliceId(number))
+        content = _LateContent(optimizer, PartitionId(number))
         content.first_update = watch.no_pieces_before
         contents.append(content)
     return contents

@@ -9,7 +9,7 @@ from spare_megatron.config.schema import FaultConfig, FaultKind
 from spare_megatron.core.fault_points import PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_EVERY_STEP
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 NUM_GROUPS = 4
 NUM_STAGES = 2
@@ -101,7 +101,7 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
 def _receivers(lost: int) -> list[int]:
     """The groups that copy slices of one that is lost."""
     everybody = [Member(GroupId(group)) for group in range(NUM_GROUPS)]
-    slicing = Slicing(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
+    slicing = PartitionSetup(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
     left = first_ownership(slicing, everybody).for_members([member for member in everybody if member.group != lost])
     return sorted({int(repair.receiver.group) for repair in left.repairs})
 

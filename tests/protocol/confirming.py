@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from spare_megatron.core.votes import SliceDigest, Vote
+from spare_megatron.core.votes import PartitionDigest, Vote
 
 Life = TypeVar("Life")
 
@@ -18,7 +18,7 @@ def has_majority(digests: Mapping[Life, str], members: Collection[Life]) -> bool
 
 def is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
     """Whether these votes leave open if the state that one of them tells of is right."""
-    told: dict[int, list[SliceDigest]] = {}
+    told: dict[int, list[PartitionDigest]] = {}
     for digest in (digest for vote in votes for digest in vote.slice_digests):
         told.setdefault(digest.slice, []).append(digest)
     for digest in own.slice_digests:

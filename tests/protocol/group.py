@@ -45,7 +45,7 @@ from tests.protocol.links import Fenced, Links
 from tests.protocol.relaying import Relaying
 from tests.protocol.saved import AT_FIRST, Content
 from tests.protocol.saving import Saving
-from tests.protocol.slices import NUM_PIECES, WRONG, SliceStates, marked
+from tests.protocol.slices import NUM_PIECES, WRONG, PartitionStates, marked
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.telling import Telling, majority
@@ -63,7 +63,7 @@ class Group:
         member: Member,
         controller: Controller,
         world: Surroundings,
-        held: SliceStates | None,
+        held: PartitionStates | None,
         *,
         is_replacing: bool,
     ) -> None:

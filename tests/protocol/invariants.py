@@ -31,7 +31,7 @@ from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.saved import Saved
-from tests.protocol.slices import WRONG, SliceObserver
+from tests.protocol.slices import WRONG, PartitionObserver
 from tests.protocol.violation import Violation
 
 Life = tuple[int, int]
@@ -51,7 +51,7 @@ class Invariants:
     """Sees all entries, votes, reductions, updates and ends of one history."""
 
     def __init__(
-        self, placement: Placement, microbatches_per_shard: int, num_steps: int, slices: SliceObserver
+        self, placement: Placement, microbatches_per_shard: int, num_steps: int, slices: PartitionObserver
     ) -> None:
         self.slices = slices
         self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}

@@ -20,13 +20,13 @@ from spare_megatron.core.entries import Commit, Entry, Fence, Retry
 from spare_megatron.core.events import Event, VotesRead, WaitingRead
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.stacking.plans import StepPlan
-from spare_megatron.stacking.state_partitions import Ownership, Repair, SliceCopy
+from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, Repair
 from spare_megatron.state.checkpoint.verification import refusal_in_log
 from spare_megatron.store.decision_log import DecisionLog, Voter
 from spare_megatron.voting.agreement import GroupAgreement
-from tests.protocol.slices import SliceStates
+from tests.protocol.slices import PartitionStates
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -182,7 +182,7 @@ class CountsUnfinishedCopies(Controller):
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         if ownership is not None and ownership.repairs:
-            copies = [SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs]
+            copies = [PartitionCopy(repair.slice, repair.receiver) for repair in ownership.repairs]
             self.ownership = ownership
             return super()._own(ownership.with_copies(copies), first_step)
         return super()._own(ownership, first_step)
@@ -192,7 +192,7 @@ class LetsGoTooSoon(Controller):
     """Has the donors of moves let go while nobody else has the copies."""
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
-        donors = {SliceCopy(move.slice, move.donor) for move in ownership.moves} if ownership else set()
+        donors = {PartitionCopy(move.slice, move.donor) for move in ownership.moves} if ownership else set()
         return tuple(
             replace(action, hosts=tuple(_without(donors, number, row) for number, row in enumerate(action.hosts)))
             for action in super()._own(ownership, first_step)
@@ -200,8 +200,8 @@ class LetsGoTooSoon(Controller):
         )
 
 
-def _without(copies: set[SliceCopy], number: int, row: tuple[Member, ...]) -> tuple[Member, ...]:
-    return tuple(host for host in row if SliceCopy(SliceId(number), host) not in copies)
+def _without(copies: set[PartitionCopy], number: int, row: tuple[Member, ...]) -> tuple[Member, ...]:
+    return tuple(host for host in row if PartitionCopy(PartitionId(number), host) not in copies)
 
 
 class LetsGoWithTheCopy(Controller):
@@ -214,8 +214,8 @@ class LetsGoWithTheCopy(Controller):
         if not (isinstance(action, AppendEntry) and isinstance(action.entry, Commit) and self.ownership):
             return action
         restored = set(action.entry.restored)
-        made = [move for move in self.ownership.moves if SliceCopy(move.slice, move.receiver) in restored]
-        released = tuple(SliceCopy(move.slice, move.donor) for move in made)
+        made = [move for move in self.ownership.moves if PartitionCopy(move.slice, move.receiver) in restored]
+        released = tuple(PartitionCopy(move.slice, move.donor) for move in made)
         return replace(action, entry=replace(action.entry, released=released))
 
 
@@ -238,7 +238,7 @@ class TakesAnybodysWord(Controller):
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         told = tuple(
-            SliceCopy(digest.slice, voter)
+            PartitionCopy(digest.slice, voter)
             for voter in self.voters
             for digest in (event.votes[voter.group].slice_digests if voter.group in event.votes else ())
             if not digest.is_proven
@@ -313,14 +313,14 @@ class KeepsWhatWasGathered(Controller):
         return super()._gather_params()
 
 
-class InstallsOldPieces(SliceStates):
+class InstallsOldPieces(PartitionStates):
     """Takes any piece for one of the present step."""
 
     def install(self, index: int, piece: int, step: int, content: str) -> bool:
         return super().install(index, piece, self.num_updates, content)
 
 
-class CopiesAtOnce(SliceStates):
+class CopiesAtOnce(PartitionStates):
     """Begins a copy in the step whose sums were to go to others."""
 
     def assign(self, action: StartRepairs) -> list[Repair]:
@@ -340,7 +340,7 @@ class Protocol:
 
     controller_type: type[Controller] = Controller
     log_type: type[DecisionLog] = DecisionLog
-    slices_type: type[SliceStates] = SliceStates
+    slices_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
     votes_type: type[BlockVotes] = BlockVotes
     reliance_type: type[Reliance] = Reliance

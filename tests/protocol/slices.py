@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
 from spare_megatron.core.actions import StartRepairs
-from spare_megatron.core.votes import SliceDigest, Vote
-from spare_megatron.stacking.layout import Member, SliceId
-from spare_megatron.stacking.state_partitions import Repair, SliceCopy, Slicing, first_ownership
+from spare_megatron.core.votes import PartitionDigest, Vote
+from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, Repair, first_ownership
 from tests.protocol.violation import Violation
 
 NUM_PIECES = 2
@@ -41,7 +41,7 @@ def _updated(index: int, piece: int, before: str, change: str) -> str:
     return marked([before], f"{index}|{piece}|{before}|{change}")
 
 
-class SliceStates:
+class PartitionStates:
     """What one group holds.
 
     Attributes:
@@ -66,7 +66,7 @@ class SliceStates:
             for piece, before in pieces.items():
                 pieces[piece] = _updated(index, piece, before, change)
 
-    def proven(self, copies: Iterable[SliceCopy]) -> None:
+    def proven(self, copies: Iterable[PartitionCopy]) -> None:
         """These have been compared, as the log has it."""
         self._unproven -= {copy.slice for copy in copies if copy.member == self._member}
 
@@ -78,11 +78,11 @@ class SliceStates:
         self._pieces[index][random.randrange(NUM_PIECES)] = f"{WRONG} in {name}"
         return True
 
-    def tell(self, *, is_compared: bool) -> tuple[SliceDigest, ...]:
+    def tell(self, *, is_compared: bool) -> tuple[PartitionDigest, ...]:
         """What a vote says of the slices that the log has here."""
         whole = {index: self.whole(index) or () for index in sorted(self._hosted) if is_compared}
         return tuple(
-            SliceDigest(SliceId(index), marked(state, repr(state)), index not in self._unproven)
+            PartitionDigest(PartitionId(index), marked(state, repr(state)), index not in self._unproven)
             for index, state in whole.items()
         )
 
@@ -109,7 +109,7 @@ class SliceStates:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Slices of which something is here."""
+        """StatePartitions of which something is here."""
         return tuple(self._pieces)
 
     def whole(self, index: int) -> State | None:
@@ -118,7 +118,7 @@ class SliceStates:
         return tuple(pieces[piece] for piece in range(NUM_PIECES)) if len(pieces) == NUM_PIECES else None
 
     def restored(self) -> tuple[int, ...]:
-        """Slices that it was to copy and has copied."""
+        """StatePartitions that it was to copy and has copied."""
         return tuple(repair.slice for repair in self.repairs if self.whole(repair.slice) is not None)
 
     def install(self, index: int, piece: int, step: int, content: str) -> bool:
@@ -129,7 +129,7 @@ class SliceStates:
         return True
 
 
-class SliceObserver:
+class PartitionObserver:
     """Folds who hosts what, and compares what processes hold.
 
     Args:
@@ -174,7 +174,7 @@ class SliceObserver:
         before, self._generation = self._generation, self._generation + 1
         kept = {key: state for key, state in self._states.items() if key[0] == before and key[2] <= step}
         self._states |= {(self._generation, index, at): state for (_, index, at), state in kept.items()}
-        slicing = Slicing(num_groups=len(self._hosts), redundancy=self.redundancy)
+        slicing = PartitionSetup(num_groups=len(self._hosts), redundancy=self.redundancy)
         ownership = first_ownership(slicing, [Member(group, life) for group, life in members])
         self._hosts = [set(row) for row in ownership.hosts]
 
@@ -182,7 +182,7 @@ class SliceObserver:
         """The states of slices as a checkpoint has them."""
         return {index: self._states[generation, index, step] for index in hosted}
 
-    def released(self, copies: Iterable[SliceCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
+    def released(self, copies: Iterable[PartitionCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
         """Members let go of copies, with the commit that these votes of all members decide.
 
         All hosts have to have compared the slice, one that takes the place included, and enough have to be left.
@@ -197,7 +197,7 @@ class SliceObserver:
                 raise Violation(f"{member} lets go of slice {index}, which then has {row}")
             self.counts["released"] += 1
 
-    def proven(self, copies: Iterable[SliceCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
+    def proven(self, copies: Iterable[PartitionCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
         """Copies have been compared, with the commit that these votes of all members decide: with every other host."""
         for index, member in copies:
             tellers = {life for life, vote in votes.items() if any(one.slice == index for one in vote.slice_digests)}
@@ -205,7 +205,7 @@ class SliceObserver:
                 raise Violation(f"the copy of slice {index} by {member} is proven, and compared by {tellers} alone")
             self.counts["proven"] += 1
 
-    def committed(self, attempt: int, restored: Iterable[SliceCopy], members: Collection[tuple[int, int]]) -> None:
+    def committed(self, attempt: int, restored: Iterable[PartitionCopy], members: Collection[tuple[int, int]]) -> None:
         """An attempt is committed by these members, with copies that count from now on."""
         for index, member in restored:
             if member in members:
@@ -214,7 +214,7 @@ class SliceObserver:
         self._hosted_after[attempt] = [frozenset(row) for row in self._hosts]
 
     def updated(
-        self, process: str, life: tuple[int, int], generation: int, attempt: int, held: SliceStates, change: str
+        self, process: str, life: tuple[int, int], generation: int, attempt: int, held: PartitionStates, change: str
     ) -> None:
         """A process has applied what an attempt brought."""
         for index, row in enumerate(self._hosted_after[attempt]):
@@ -224,12 +224,12 @@ class SliceObserver:
             if life in row:
                 self._holds(process, index, generation, held)
 
-    def voted(self, process: str, generation: int, restored: Iterable[int], held: SliceStates) -> None:
+    def voted(self, process: str, generation: int, restored: Iterable[int], held: PartitionStates) -> None:
         """A process says that it has copied these slices."""
         for index in restored:
             self._holds(process, index, generation, held)
 
-    def _holds(self, process: str, index: int, generation: int, held: SliceStates) -> None:
+    def _holds(self, process: str, index: int, generation: int, held: PartitionStates) -> None:
         state, step = held.whole(index), held.num_updates
         if state is None or self._is_strange(state, generation, index, step):
             raise Violation(f"{process} counts as a host of slice {index}, without its state after {step} steps")
@@ -245,7 +245,7 @@ class SliceObserver:
         generation: int,
         owners: Sequence[Member],
         posted: Mapping[str, Mapping[int, State | None]],
-        held: SliceStates,
+        held: PartitionStates,
     ) -> str:
         """A process has received what all members sent. Returns its parameters, with those that it computed itself."""
         params: list[State] = []

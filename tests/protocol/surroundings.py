@@ -14,7 +14,7 @@ from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
-from tests.protocol.slices import SliceStates
+from tests.protocol.slices import PartitionStates
 from tests.protocol.store import Request
 
 
@@ -66,6 +66,6 @@ class Surroundings(Protocol):
 
     def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool: ...
 
-    def slices_of(self, member: Member) -> SliceStates | None: ...
+    def slices_of(self, member: Member) -> PartitionStates | None: ...
 
     def observe(self, member: Member) -> None: ...

@@ -17,7 +17,7 @@ from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Slicing
+from spare_megatron.stacking.state_partitions import PartitionSetup
 from spare_megatron.store.decision_log import DecisionLog, entry_key
 from spare_megatron.voting.fencing import fence
 from tests.protocol.communicators import Communicators
@@ -27,7 +27,7 @@ from tests.protocol.mutations import Protocol
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
 from tests.protocol.scene import Scene
-from tests.protocol.slices import SliceObserver, SliceStates
+from tests.protocol.slices import PartitionObserver, PartitionStates
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
@@ -78,7 +78,7 @@ class World:
         self.num_buckets = scene.num_buckets
         self.communicators = Communicators()
         r_o = scene.slice_redundancy
-        observer = SliceObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
+        observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
         self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps, observer)
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
@@ -105,7 +105,7 @@ class World:
             num_steps=scene.num_steps,
             granularity=scene.granularity,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
-            slices=Slicing(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
+            slices=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )
         for group in self.groups:
@@ -163,7 +163,7 @@ class World:
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
 
-    def slices_of(self, member: Member) -> SliceStates | None:
+    def slices_of(self, member: Member) -> PartitionStates | None:
         """What a member holds, if it lives."""
         name = f"{member.group}.{member.incarnation}"
         return self._groups[name].held if any(process.name == name for process in self._processes) else None

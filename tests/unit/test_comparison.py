@@ -8,14 +8,14 @@ import pytest
 
 from spare_megatron.core.comparison import objection
 from spare_megatron.core.entries import Fence, Halt, Retry
-from spare_megatron.core.votes import Attempted, SliceDigest, Vote, decode_vote, encode_vote
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.core.votes import Attempted, PartitionDigest, Vote, decode_vote, encode_vote
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 
 def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False, num_hosts: int = 0) -> Attempted:
     """An attempt of some groups. A slice is to have so many hosts; at first as many as there are groups."""
-    slicing = Slicing(num_groups=num_groups, redundancy=num_hosts or num_groups)
+    slicing = PartitionSetup(num_groups=num_groups, redundancy=num_hosts or num_groups)
     everybody = [GroupId(group) for group in range(num_groups)]
     return Attempted(
         step=7,
@@ -39,7 +39,7 @@ def votes(params: str, *slices: str) -> dict[GroupId, Vote]:
             plan_digest="p",
             params_digest=digest,
             slice_digests=tuple(
-                SliceDigest(SliceId(number), row[group].lower(), row[group].islower())
+                PartitionDigest(PartitionId(number), row[group].lower(), row[group].islower())
                 for number, row in enumerate(slices)
                 if row[group] != "-"
             ),

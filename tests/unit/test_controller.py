@@ -23,11 +23,11 @@ from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller,
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.state_partitions import SliceCopy, Slicing
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup
 
 
 def make_controller(
@@ -36,7 +36,7 @@ def make_controller(
     m: int = 4,
     steps: int = 3,
     granularity: Granularity = "microbatch",
-    slices: Slicing | None = None,
+    slices: PartitionSetup | None = None,
     saves: SavePolicy | None = None,
 ) -> Controller:
     setup = ControllerSetup(
@@ -278,7 +278,7 @@ def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
         Fence(group=GroupId(1), incarnation=2, reason="x"),
         Halt(step=0, reason="x"),
         Halt(step=0, reason="x", discard=True),
-        Commit(step=1, attempt=2, proven=(SliceCopy(SliceId(3), Member(GroupId(4), 1)),)),
+        Commit(step=1, attempt=2, proven=(PartitionCopy(PartitionId(3), Member(GroupId(4), 1)),)),
     ],
 )
 def test_an_entry_survives_the_log(entry: Entry) -> None:

@@ -25,9 +25,9 @@ from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import SliceCopy, Slicing
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup
 
 
 def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
@@ -35,7 +35,7 @@ def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
         placement=make_placement("golomb", 4, 3),
         microbatches_per_shard=4,
         num_steps=steps,
-        slices=Slicing(num_groups=4, redundancy=redundancy),
+        slices=PartitionSetup(num_groups=4, redundancy=redundancy),
     )
     controller = Controller(setup)
     controller.handle(RunStarted(), now_s=0.0)
@@ -166,7 +166,7 @@ def test_finished_copies_are_voted_committed_and_folded() -> None:
     assert decode_vote(encode_vote(vote)) == vote
     commit = decided(controller, attempt, **{f"g{first.receiver.group}": vote})
     assert isinstance(commit, Commit)
-    assert commit.restored == (SliceCopy(first.slice, first.receiver),)
+    assert commit.restored == (PartitionCopy(first.slice, first.receiver),)
     assert decode_entry(encode_entry(commit)) == commit
     update, started, gather = fold(controller, commit)[:3]
     assert kinds([update, gather]) == [UpdateModel, GatherParams]
@@ -179,7 +179,7 @@ def test_the_copy_of_a_group_that_is_fenced_by_then_is_none() -> None:
     [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
     repair = repairs.repairs[0]
     assert StopWipeOut not in kinds(fold(controller, fence(repair.receiver.group)))
-    fold(controller, Commit(step=0, attempt=0, restored=(SliceCopy(repair.slice, repair.receiver),)))
+    fold(controller, Commit(step=0, attempt=0, restored=(PartitionCopy(repair.slice, repair.receiver),)))
     assert controller.ownership is not None
     assert repair.receiver not in controller.ownership.hosts[repair.slice]
 
@@ -201,7 +201,7 @@ def test_a_slice_that_loses_all_hosts_is_a_wipe_out_at_once() -> None:
     assert controller.ownership is not None
     one, two = (host.group for host in controller.ownership.hosts[2])
     fold(controller, fence(one))
-    assert fold(controller, fence(two)) == [StopWipeOut(step=0, slices=(SliceId(2),))]
+    assert fold(controller, fence(two)) == [StopWipeOut(step=0, slices=(PartitionId(2),))]
 
 
 def test_a_copy_in_time_averts_the_wipe_out() -> None:
@@ -209,7 +209,7 @@ def test_a_copy_in_time_averts_the_wipe_out() -> None:
     assert controller.ownership is not None
     one, two = (host.group for host in controller.ownership.hosts[2])
     [repairs] = [action for action in fold(controller, fence(one)) if isinstance(action, StartRepairs)]
-    copies = tuple(SliceCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
+    copies = tuple(PartitionCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
     fold(controller, Commit(step=0, attempt=0, restored=copies))
     assert StopWipeOut not in kinds(fold(controller, fence(two)))
 
@@ -266,7 +266,7 @@ def test_who_is_admitted_gets_parameters_from_its_donor_and_copies_by_repair() -
 def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_later() -> None:
     controller = make_controller(steps=9)
     [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
-    copies = tuple(SliceCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
+    copies = tuple(PartitionCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
     back = Member(GroupId(1), 1)
     fold(controller, Commit(step=0, attempt=0, restored=copies))
     actions = fold(controller, Commit(step=1, attempt=1, admit=(back,)))
@@ -279,7 +279,7 @@ def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_late
     vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.slice,))
     commit = decided(controller, attempt, g1=vote)
     assert isinstance(commit, Commit)
-    assert (commit.restored, commit.released) == ((SliceCopy(first.slice, back),), ())
+    assert (commit.restored, commit.released) == ((PartitionCopy(first.slice, back),), ())
     actions = fold(controller, commit)
     [started] = [action for action in actions if isinstance(action, StartRepairs)]
     assert started.is_compared
@@ -288,7 +288,7 @@ def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_late
 
     commit = decided(controller, last_attempt(actions))
     assert isinstance(commit, Commit)
-    assert commit.released == (SliceCopy(first.slice, first.donor),)
+    assert commit.released == (PartitionCopy(first.slice, first.donor),)
     assert decode_entry(encode_entry(commit)) == commit
     [started] = [action for action in fold(controller, commit) if isinstance(action, StartRepairs)]
     assert (started.moves, started.is_compared) == ((second,), False)

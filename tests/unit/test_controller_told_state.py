@@ -11,15 +11,15 @@ from spare_megatron.core.actions import (
     UpdateModel,
 )
 from spare_megatron.core.entries import Commit, Fence, Finish, Retry
-from spare_megatron.core.votes import SliceDigest, Vote
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import SliceCopy
+from spare_megatron.core.votes import PartitionDigest, Vote
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionCopy
 from tests.unit.test_controller_slices import decided, fold, kinds, last_attempt, make_controller
 
 
 def telling(attempt: AttemptReduce | AttemptFinish, slices: dict[int, str], params: str = "a") -> Vote:
     """A vote with these digests of slices, by their numbers."""
-    digests = tuple(SliceDigest(SliceId(number), sha256) for number, sha256 in slices.items())
+    digests = tuple(PartitionDigest(PartitionId(number), sha256) for number, sha256 in slices.items())
     return Vote(is_complete=True, plan_digest=attempt.plan_digest, params_digest=params, slice_digests=digests)
 
 
@@ -77,7 +77,7 @@ def test_a_copy_is_proven_by_the_commit_that_has_compared_it_with_all_other_host
         is_complete=True,
         plan_digest=attempt.plan_digest,
         params_digest="a",
-        slice_digests=(SliceDigest(SliceId(0), "x", is_proven=False),),
+        slice_digests=(PartitionDigest(PartitionId(0), "x", is_proven=False),),
     )
     told = telling(attempt, {0: "x"})
     for cast, is_proven in (
@@ -87,7 +87,7 @@ def test_a_copy_is_proven_by_the_commit_that_has_compared_it_with_all_other_host
     ):
         commit = decided(controller, attempt, **cast)
         assert isinstance(commit, Commit)
-        assert commit.proven == ((SliceCopy(SliceId(0), Member(GroupId(3))),) if is_proven else ())
+        assert commit.proven == ((PartitionCopy(PartitionId(0), Member(GroupId(3))),) if is_proven else ())
     update = fold(controller, commit)[0]
     assert isinstance(update, UpdateModel)
     assert update.proven == commit.proven

@@ -16,10 +16,10 @@ from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import Repair, Slicing, first_ownership
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionSetup, Repair, first_ownership
 from spare_megatron.state.transfer import partition_copier as repair_module
-from spare_megatron.state.transfer.partition_copier import SliceRepairs
+from spare_megatron.state.transfer.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_source import StateSource
 from tests.unit.silent_server import POINTS, Point, SilentServer
@@ -32,7 +32,7 @@ NO_HOSTS: tuple[tuple[Member, ...], ...] = ((FIRST, SECOND), (FIRST,), (ME, SECO
 
 
 def repair(number: int, donor: Member = FIRST, receiver: Member = ME) -> Repair:
-    return Repair(SliceId(number), donor, receiver)
+    return Repair(PartitionId(number), donor, receiver)
 
 
 # ------------------------------------------------------------------------------------------------------ what comes next
@@ -53,7 +53,7 @@ def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
     assert list(fetch_all(copying)) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1)]
     assert copying.whole() == {0: True, 1: True}
     assert copying.donors == frozenset()
-    assert copying.made(SliceId(1)) == WholeCopy(repair=repair(1), repair_s=3.0)
+    assert copying.made(PartitionId(1)) == WholeCopy(repair=repair(1), repair_s=3.0)
 
 
 def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begins_anew() -> None:
@@ -65,7 +65,7 @@ def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begin
     assert kept == {1, 2}, "what has come of slice 0 is let go"
     assert not copying.is_wanted(repair(0)), "a piece of the old donor that comes now"
     assert list(fetch_all(copying)) == [(1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
-    assert [copying.made(SliceId(number)).repair_s for number in (0, 1)] == [1.0, 8.0]
+    assert [copying.made(PartitionId(number)).repair_s for number in (0, 1)] == [1.0, 8.0]
 
 
 def test_what_nobody_asks_for_any_more_is_let_go_and_what_became_a_host_is_kept() -> None:
@@ -82,13 +82,13 @@ def test_an_empty_slice_is_whole_at_once() -> None:
     copying.assign([repair(0)], NO_HOSTS, 0.0)
     assert copying.whole() == {0: True}
     assert copying.next() is None
-    assert copying.made(SliceId(0)).repair_s == 0.0
+    assert copying.made(PartitionId(0)).repair_s == 0.0
 
 
 def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:
     """Whatever the controller asks for, and only that, makes the slices whole again."""
     members = [Member(GroupId(group)) for group in range(7)]
-    slicing = Slicing(num_groups=7, redundancy=3)
+    slicing = PartitionSetup(num_groups=7, redundancy=3)
     ownership = first_ownership(slicing, members).for_members(members[2:])
     assert ownership.repairs
     made = []
@@ -125,7 +125,7 @@ class Donors:
     def hosted(self) -> frozenset[int]:
         return frozenset({2})
 
-    def drop(self, number: SliceId) -> None:
+    def drop(self, number: PartitionId) -> None:
         self.dropped.append(number)
         self.installed.pop(number, None)
 
@@ -178,10 +178,10 @@ class FakeClient:
 
 @pytest.fixture
 def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(donors: Donors, mib_per_s: float) -> SliceRepairs:
+    def make(donors: Donors, mib_per_s: float) -> PartitionRepairs:
         monkeypatch.setattr(repair_module, "PieceClient", type("Client", (FakeClient,), {"donors": donors}))
         monkeypatch.setattr(repair_module, "time", SimpleNamespace(monotonic=lambda: donors.now_s))
-        return SliceRepairs(
+        return PartitionRepairs(
             member=ME,
             optimizer=donors,  # type: ignore[arg-type]
             contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]
@@ -194,12 +194,12 @@ def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def run_until_idle(repairs: SliceRepairs, donors: Donors, until_s: float = 1e9) -> None:
+def run_until_idle(repairs: PartitionRepairs, donors: Donors, until_s: float = 1e9) -> None:
     while donors.now_s < until_s and (pause_s := repairs.work(donors.now_s)) is not None:
         donors.now_s += pause_s
 
 
-def assign(repairs: SliceRepairs, *wanted: Repair) -> None:
+def assign(repairs: PartitionRepairs, *wanted: Repair) -> None:
     repairs.assign(StartRepairs(repairs=wanted, hosts=NO_HOSTS))
 
 
@@ -245,7 +245,7 @@ def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(
     other = PieceServer("127.0.0.1", source, LONG_S)
     other.start()
     with closing(SilentServer(point)) as silent, closing(other):
-        repairs = SliceRepairs(
+        repairs = PartitionRepairs(
             member=ME,
             optimizer=donors,  # type: ignore[arg-type]
             contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]

@@ -9,11 +9,11 @@ from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_validity import CheckpointValidity, why_refused
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
 SAVE = SaveCheckpoint(step=8, member=MEMBERS[0], voters=MEMBERS, epoch=3)
-OWNERSHIP = first_ownership(Slicing(num_groups=4, redundancy=2), MEMBERS)
+OWNERSHIP = first_ownership(PartitionSetup(num_groups=4, redundancy=2), MEMBERS)
 SAVE_OF_SLICES = replace(SAVE, hosts=OWNERSHIP.hosts, owners=OWNERSHIP.owners)
 COMMIT = Commit(step=8, attempt=8)
 ANEW = Retry(step=8, attempt=8, recompute=True)

@@ -21,12 +21,12 @@ from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Slicing
+from spare_megatron.stacking.state_partitions import PartitionSetup
 
 LAST = Commit(step=0, attempt=0, save=True, is_last=True)
 
 
-def make_controller(num_groups: int = 4, *, slices: Slicing | None = None, steps: int = 9) -> Controller:
+def make_controller(num_groups: int = 4, *, slices: PartitionSetup | None = None, steps: int = 9) -> Controller:
     """That of a run which saves its last step, every second one before, and may start again."""
     setup = ControllerSetup(
         placement=make_placement("golomb", num_groups, min(num_groups, 3)),
@@ -147,7 +147,7 @@ def test_what_was_saved_before_a_restart_counts_whatever_is_found_later() -> Non
 @pytest.mark.parametrize("is_last", [False, True])
 def test_where_all_gather_anew_and_nobody_is_put_out_what_was_saved_before_does_not_count(*, is_last: bool) -> None:
     """An owner has sent what it does not hold: its hosts are right, and the group that saves may have the wrong one."""
-    controller = make_controller(slices=Slicing(num_groups=4, redundancy=3))
+    controller = make_controller(slices=PartitionSetup(num_groups=4, redundancy=3))
     [save] = saves_in(fold(controller, Commit(step=0, attempt=0, save=True, is_last=is_last)))
     actions = fold(controller, Retry(step=1, attempt=1, recompute=True, gather=True))
     assert [(one.step, one.member) for one in refusals_in(actions)] == [(1, save.member)]

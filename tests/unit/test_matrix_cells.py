@@ -6,7 +6,7 @@ import pytest
 
 from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 from tests.matrix.cells import (
     CELLS,
     KINDS,
@@ -56,7 +56,7 @@ def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> Non
 
 def test_whoever_is_hit_while_it_copies_has_something_to_copy() -> None:
     cell = next(cell for cell in CELLS if cell.moment.phase is FaultPoint.REPAIR)
-    slicing = Slicing(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
+    slicing = PartitionSetup(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
     whole = first_ownership(slicing, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
     for seed in range(20):
         before, fault = draw_faults(cell, seed)

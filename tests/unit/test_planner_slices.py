@@ -17,18 +17,18 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import SliceCopy, Slicing, StateWipeOut, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, StateWipeOut, first_ownership
 
 INTERVAL_S = 100.0  # of one group
 
 
 def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.random.Generator) -> float:
     """One history: groups come back at once and empty, a copy is there after the same time whoever makes it."""
-    slicing = Slicing(num_groups=num_groups, redundancy=redundancy)
+    slicing = PartitionSetup(num_groups=num_groups, redundancy=redundancy)
     lives = dict.fromkeys(range(num_groups), 0)
     ownership = first_ownership(slicing, [Member(GroupId(group)) for group in lives])
-    whole_at_s: list[tuple[float, SliceCopy]] = []
-    asked: set[SliceCopy] = set()
+    whole_at_s: list[tuple[float, PartitionCopy]] = []
+    asked: set[PartitionCopy] = set()
     now_s = 0.0
     while True:
         now_s += rng.exponential(INTERVAL_S / num_groups)
@@ -42,7 +42,7 @@ def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.
             return now_s
         ownership = ownership.for_members((*ownership.members, Member(lost, lives[lost])))
         for repair in ownership.repairs:
-            copy = SliceCopy(repair.slice, repair.receiver)
+            copy = PartitionCopy(repair.slice, repair.receiver)
             if copy not in asked:
                 asked.add(copy)
                 heapq.heappush(whole_at_s, (now_s + back_s, copy))

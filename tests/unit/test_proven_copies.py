@@ -9,14 +9,14 @@ import pytest
 from spare_megatron.core.decision import decide
 from spare_megatron.core.entries import Commit, Entry, Fence
 from spare_megatron.core.events import VotesRead
-from spare_megatron.core.votes import Attempted, SliceDigest, Vote
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import SliceCopy, Slicing, first_ownership
+from spare_megatron.core.votes import Attempted, PartitionDigest, Vote
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
 
 NUM_GROUPS = 4
 GROUPS = tuple(GroupId(group) for group in range(NUM_GROUPS))
 MEMBERS = tuple(map(Member, GROUPS))
-SLICE = SliceId(0)
+SLICE = PartitionId(0)
 RIGHT, WRONG = "right", "wrong"
 
 Copies = Mapping[GroupId, tuple[str, bool]]
@@ -30,14 +30,14 @@ def told_of(copies: Copies, tellers: tuple[GroupId, ...]) -> dict[GroupId, Vote]
             is_complete=True,
             plan_digest="p",
             params_digest="p" if group in tellers or group not in copies else "",
-            slice_digests=(SliceDigest(SLICE, *copies[group]),) if group in tellers else (),
+            slice_digests=(PartitionDigest(SLICE, *copies[group]),) if group in tellers else (),
         )
         for group in GROUPS
     }
 
 
 def entry_of(copies: Copies, votes: dict[GroupId, Vote], put_out: frozenset[GroupId], redundancy: int) -> Entry:
-    ownership = first_ownership(Slicing(num_groups=NUM_GROUPS, redundancy=redundancy), MEMBERS)
+    ownership = first_ownership(PartitionSetup(num_groups=NUM_GROUPS, redundancy=redundancy), MEMBERS)
     hosts = tuple(Member(group) for group in sorted(copies))
     attempted = Attempted(
         step=1,
@@ -60,7 +60,7 @@ def after_vote(copies: Copies, tellers: tuple[GroupId, ...], redundancy: int) ->
         del left[entry.group]
     proven = entry.proven if isinstance(entry, Commit) else ()
     return {
-        group: (held, is_proven or SliceCopy(SLICE, Member(group)) in proven)
+        group: (held, is_proven or PartitionCopy(SLICE, Member(group)) in proven)
         for group, (held, is_proven) in left.items()
     }
 

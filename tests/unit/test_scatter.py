@@ -5,12 +5,12 @@ from random import Random
 import pytest
 
 from spare_megatron.core.partition_copies import Copying
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import (
     Ownership,
+    PartitionCopy,
+    PartitionSetup,
     Repair,
-    SliceCopy,
-    Slicing,
     StateWipeOut,
     first_ownership,
     recipients,
@@ -22,7 +22,7 @@ def test_every_host_and_receiver_gets_its_sums_through_any_history_and_the_owner
     random = Random(seed)
     num_groups = random.randint(3, 9)
     owned = first_ownership(
-        Slicing(num_groups=num_groups, redundancy=random.randint(2, 3)),
+        PartitionSetup(num_groups=num_groups, redundancy=random.randint(2, 3)),
         [Member(GroupId(group)) for group in range(num_groups)],
     )
     for life in range(1, 20):
@@ -43,7 +43,7 @@ def changed(owned: Ownership, random: Random, life: int) -> Ownership:
         case 1 if absent:
             return owned.for_members([*owned.members, Member(GroupId(random.choice(absent)), life)])
         case _:
-            copies = [SliceCopy(copy.slice, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
+            copies = [PartitionCopy(copy.slice, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
             return owned.with_copies(random.sample(copies, len(copies) // 2), owned.superseded)
 
 
@@ -65,7 +65,7 @@ def test_a_host_of_a_later_attempt_of_a_step_was_a_recipient_of_every_earlier_on
     for seed in range(20):
         random = Random(seed)
         members = [Member(GroupId(group)) for group in range(8)]
-        owned = first_ownership(Slicing(num_groups=8, redundancy=3), members)
+        owned = first_ownership(PartitionSetup(num_groups=8, redundancy=3), members)
         before = recipients(owned)
         for _ in range(4):
             lost = random.choice(owned.members)
@@ -81,10 +81,10 @@ def test_a_copy_asked_for_by_a_fence_begins_with_the_step_after_also_where_its_d
     me, one, other = (Member(GroupId(group)) for group in range(3))
     hosts = ((one, other), (one, other))
     copying = Copying(me, lambda number: 2)
-    old, new = Repair(SliceId(0), one, me), Repair(SliceId(1), one, me)
+    old, new = Repair(PartitionId(0), one, me), Repair(PartitionId(1), one, me)
     copying.assign([old], hosts, 0.0, first_step=0)
     copying.assign([old, new], hosts, 1.0, first_step=8)
     assert (copying.first_step(old), copying.first_step(new)) == (0, 8)
-    moved = [Repair(number, other, me) for number in (SliceId(0), SliceId(1))]
+    moved = [Repair(number, other, me) for number in (PartitionId(0), PartitionId(1))]
     copying.assign(moved, hosts, 2.0, first_step=9)
     assert [copying.first_step(repair) for repair in moved] == [0, 8]

@@ -1,4 +1,4 @@
-"""Slices that move to who holds the fewest: drawn by hand, and in random histories."""
+"""StatePartitions that move to who holds the fewest: drawn by hand, and in random histories."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import (
     Ownership,
+    PartitionCopy,
+    PartitionSetup,
     Repair,
-    SliceCopy,
-    Slicing,
     StateWipeOut,
     first_ownership,
 )
@@ -34,7 +34,7 @@ def without(ownership: Ownership, *groups: int) -> Ownership:
 
 def committed(ownership: Ownership, *made: Repair) -> Ownership:
     """After a commit that has these copies."""
-    return ownership.with_copies([SliceCopy(copy.slice, copy.receiver) for copy in made], ownership.superseded)
+    return ownership.with_copies([PartitionCopy(copy.slice, copy.receiver) for copy in made], ownership.superseded)
 
 
 def settled(ownership: Ownership) -> Ownership:
@@ -53,7 +53,7 @@ def held(ownership: Ownership) -> dict[int, int]:
 
 
 def whole(num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Ownership:
-    slicing = Slicing(num_groups=num_groups, redundancy=redundancy, groups_per_domain=groups_per_domain)
+    slicing = PartitionSetup(num_groups=num_groups, redundancy=redundancy, groups_per_domain=groups_per_domain)
     return first_ownership(slicing, members(*range(num_groups)))
 
 
@@ -84,7 +84,7 @@ def test_a_donor_lets_go_with_the_commit_after_the_one_that_has_the_copy() -> No
     made = committed(after, first)
     assert set(made.hosts[first.slice]) == {*after.hosts[first.slice], first.receiver}
     assert made.moves == (first, second)
-    assert made.superseded == (SliceCopy(first.slice, first.donor),)
+    assert made.superseded == (PartitionCopy(first.slice, first.donor),)
     done = committed(made)
     assert set(done.hosts[first.slice]) == {*after.hosts[first.slice], first.receiver} - {first.donor}
     assert done.moves == (second,)
@@ -129,7 +129,7 @@ def test_a_copy_that_is_made_is_let_go_of_though_copies_of_other_slices_are_miss
     lost = next(member for member in made.members if member not in made.hosts[move.slice] and member.incarnation == 0)
     broken = without(made, lost.group)
     assert broken.repairs
-    assert broken.superseded == (SliceCopy(move.slice, move.donor),)
+    assert broken.superseded == (PartitionCopy(move.slice, move.donor),)
     assert len(committed(broken).hosts[move.slice]) == 2
 
 
@@ -158,7 +158,7 @@ def test_after_the_loss_and_return_of_a_domain_no_two_hosts_of_a_slice_share_one
 
 
 def test_after_a_restart_with_few_groups_nothing_is_left_to_move() -> None:
-    slicing = Slicing(num_groups=7, redundancy=2)
+    slicing = PartitionSetup(num_groups=7, redundancy=2)
     for lost in range(6):
         ownership = settled(first_ownership(slicing, members(*range(lost, 7))))
         assert max(held(ownership).values()) - min(held(ownership).values()) <= 1
@@ -224,7 +224,7 @@ def check(ownership: Ownership) -> None:
         missing = [repair for repair in ownership.repairs if repair.slice == index]
         assert len(row) + len(missing) == num_wanted + (index in superseded)
         assert ownership.owners[index] in row
-        assert superseded.get(SliceId(index), row[0]) in row
+        assert superseded.get(PartitionId(index), row[0]) in row
     coming = pending(ownership)
     assert not (coming and ownership.repairs)
     assert len({move.slice for move in ownership.moves}) == len(ownership.moves)

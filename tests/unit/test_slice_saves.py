@@ -8,9 +8,9 @@ import pytest
 
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.entries import Commit, Fence, encode_entry
-from spare_megatron.core.partition_saves import Abandon, Publish, WriteShare, WriteSlices, next_move
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.core.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
 from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.store.decision_log import entry_key
@@ -21,7 +21,7 @@ HEAD = 5
 
 def save_of(num_groups: int, redundancy: int, saver: int = 0) -> SaveCheckpoint:
     members = tuple(Member(GroupId(group)) for group in range(num_groups))
-    ownership = first_ownership(Slicing(num_groups=num_groups, redundancy=redundancy), members)
+    ownership = first_ownership(PartitionSetup(num_groups=num_groups, redundancy=redundancy), members)
     return SaveCheckpoint(
         step=3, member=members[saver], voters=members, epoch=0, hosts=ownership.hosts, owners=ownership.owners
     )
@@ -51,7 +51,7 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
         heard[member] = rng.randint(heard[member], len(log))
         move = next_move(save, member, shares, log[: heard[member]])
         match move:
-            case WriteSlices(slices=slices):
+            case WritePartitions(slices=slices):
                 assert all(member in save.hosts[number] for number in slices)
                 shares.append(WriteShare(member=member, slices=slices))
             case Publish() if member == save.member:
@@ -75,7 +75,7 @@ def test_without_losses_every_slice_is_written_once_by_its_owner() -> None:
     save = save_of(5, 3)
     moves = {member: next_move(save, member, [], []) for member in save.voters}
     assert moves == {
-        member: WriteSlices(slices=tuple(SliceId(i) for i, owner in enumerate(save.owners) if owner == member))
+        member: WritePartitions(slices=tuple(PartitionId(i) for i, owner in enumerate(save.owners) if owner == member))
         for member in save.voters
     }
 
@@ -84,10 +84,12 @@ def test_nobody_writes_what_a_lost_group_has_written() -> None:
     save = save_of(4, 2)
     lost = save.owners[2]
     (run_remote_supervisor,) = set(save.hosts[2]) - {lost}
-    own = tuple(SliceId(number) for number, owner in enumerate(save.owners) if owner == run_remote_supervisor)
-    assert next_move(save, run_remote_supervisor, [], [lost]) == WriteSlices(slices=tuple(sorted((*own, SliceId(2)))))
-    told = [WriteShare(member=lost, slices=(SliceId(2),))]
-    assert next_move(save, run_remote_supervisor, told, [lost]) == WriteSlices(slices=own)
+    own = tuple(PartitionId(number) for number, owner in enumerate(save.owners) if owner == run_remote_supervisor)
+    assert next_move(save, run_remote_supervisor, [], [lost]) == WritePartitions(
+        slices=tuple(sorted((*own, PartitionId(2))))
+    )
+    told = [WriteShare(member=lost, slices=(PartitionId(2),))]
+    assert next_move(save, run_remote_supervisor, told, [lost]) == WritePartitions(slices=own)
 
 
 def test_a_lost_saver_ends_the_save_for_all() -> None:
@@ -105,7 +107,7 @@ def board_of(store: MemoryStore, voters: Sequence[Member]) -> SaveBoard:
 
 def share_of(member: Member, *slices: int) -> WrittenShare:
     files = {"__0_0.distcp": StoredFile(num_bytes=7, sha256="ab")}
-    numbers = tuple(SliceId(number) for number in slices)
+    numbers = tuple(PartitionId(number) for number in slices)
     return WrittenShare(member=member, slices=numbers, folder=f"slices-{member.group}", files=files)
 
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import (
     Hosts,
     Ownership,
+    PartitionCopy,
+    PartitionSetup,
     Repair,
-    SliceCopy,
-    Slicing,
     StateWipeOut,
     first_ownership,
 )
@@ -32,11 +32,11 @@ def without(ownership: Ownership, *groups: int) -> Ownership:
 
 def copied(ownership: Ownership) -> Ownership:
     """All copies are made."""
-    return ownership.with_copies([SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs])
+    return ownership.with_copies([PartitionCopy(repair.slice, repair.receiver) for repair in ownership.repairs])
 
 
 def test_at_first_the_hosts_are_those_of_the_placement_and_every_home_is_an_owner() -> None:
-    ownership = first_ownership(Slicing(num_groups=7, redundancy=3), members(*range(7)))
+    ownership = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     assert ownership.owners == members(*range(7))
     assert ownership.repairs == ()
     for row, placed in zip(ownership.hosts, make_placement("golomb", 7, 3).hosts, strict=True):
@@ -44,7 +44,7 @@ def test_at_first_the_hosts_are_those_of_the_placement_and_every_home_is_an_owne
 
 
 def test_a_lost_group_leaves_its_slices_to_the_other_hosts_and_every_missing_copy_to_repair() -> None:
-    before = first_ownership(Slicing(num_groups=4, redundancy=2), members(*range(4)))
+    before = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
     gone = before.hosted_by(Member(GroupId(1)))
     after = without(before, 1)
     assert after.hosted_by(Member(GroupId(1))) == ()
@@ -58,17 +58,17 @@ def test_a_lost_group_leaves_its_slices_to_the_other_hosts_and_every_missing_cop
 
 
 def test_a_finished_copy_makes_a_host_and_only_if_a_repair_asked_for_it() -> None:
-    broken = without(first_ownership(Slicing(num_groups=4, redundancy=2), members(*range(4))), 1)
+    broken = without(first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4))), 1)
     first, second = broken.repairs
-    stranger = SliceCopy(first.slice, *(set(members(0, 2, 3)) - {first.donor, first.receiver}))
-    done = broken.with_copies([SliceCopy(first.slice, first.receiver), stranger])
+    stranger = PartitionCopy(first.slice, *(set(members(0, 2, 3)) - {first.donor, first.receiver}))
+    done = broken.with_copies([PartitionCopy(first.slice, first.receiver), stranger])
     assert done.hosts[first.slice] == tuple(sorted((first.donor, first.receiver)))
     assert done.repairs == (second,)
     assert copied(done).repairs == ()
 
 
 def test_a_repair_goes_on_from_another_host_when_its_donor_is_lost() -> None:
-    whole = first_ownership(Slicing(num_groups=7, redundancy=3), members(*range(7)))
+    whole = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     broken = without(whole, 0)
     repair = next(repair for repair in broken.repairs if repair.receiver.group != 0)
     other = next(host for host in broken.hosts[repair.slice] if host != repair.donor)
@@ -78,7 +78,7 @@ def test_a_repair_goes_on_from_another_host_when_its_donor_is_lost() -> None:
 
 
 def test_copies_are_made_by_as_many_groups_as_there_are_rather_than_by_one_that_holds_nothing() -> None:
-    whole = first_ownership(Slicing(num_groups=7, redundancy=3), members(*range(7)))
+    whole = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     returned = copied(without(whole, 0)).for_members((*members(*range(1, 7)), Member(GroupId(0), 1)))
     after = without(returned, 3)
     assert len({repair.receiver for repair in after.repairs}) == min(len(after.repairs), 6)
@@ -86,7 +86,7 @@ def test_copies_are_made_by_as_many_groups_as_there_are_rather_than_by_one_that_
 
 
 def test_the_most_endangered_slices_are_copied_first() -> None:
-    whole = first_ownership(Slicing(num_groups=7, redundancy=3), members(*range(7)))
+    whole = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     broken = without(whole, 0, 1)
     num_left = [len(broken.hosts[repair.slice]) for repair in broken.repairs]
     assert num_left == sorted(num_left)
@@ -94,7 +94,7 @@ def test_the_most_endangered_slices_are_copied_first() -> None:
 
 
 def test_a_slice_without_a_host_is_a_wipe_out_that_names_it() -> None:
-    whole = first_ownership(Slicing(num_groups=4, redundancy=2), members(*range(4)))
+    whole = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
     with pytest.raises(StateWipeOut, match=r"^no surviving host for slices 1$") as caught:
         without(whole, *(host.group for host in whole.hosts[1]))
     assert caught.value.slices == (1,)
@@ -104,18 +104,18 @@ def test_a_slice_without_a_host_is_a_wipe_out_that_names_it() -> None:
 
 
 def test_a_group_that_comes_back_has_no_slices_and_gets_what_is_missing() -> None:
-    pair = first_ownership(Slicing(num_groups=2, redundancy=2), members(0, 1))
+    pair = first_ownership(PartitionSetup(num_groups=2, redundancy=2), members(0, 1))
     alone = without(pair, 1)
     assert alone.repairs == ()  # nobody is there to take a copy
     back = alone.for_members((Member(GroupId(0)), Member(GroupId(1), 1)))
     assert back.hosted_by(Member(GroupId(1), 1)) == ()
     assert back.repairs == tuple(
-        Repair(SliceId(index), Member(GroupId(0)), Member(GroupId(1), 1)) for index in range(2)
+        Repair(PartitionId(index), Member(GroupId(0)), Member(GroupId(1), 1)) for index in range(2)
     )
 
 
 def test_after_a_restart_without_some_groups_others_stand_in_for_them() -> None:
-    ownership = first_ownership(Slicing(num_groups=7, redundancy=2), members(0, 1, 2, 4, 5))
+    ownership = first_ownership(PartitionSetup(num_groups=7, redundancy=2), members(0, 1, 2, 4, 5))
     assert {len(row) for row in ownership.hosts} == {2}
     assert ownership.repairs == ()
     load = Counter(host for row in ownership.hosts for host in row)
@@ -123,7 +123,7 @@ def test_after_a_restart_without_some_groups_others_stand_in_for_them() -> None:
 
 
 def test_copies_avoid_the_domains_of_the_other_hosts() -> None:
-    slicing = Slicing(num_groups=9, redundancy=2, groups_per_domain=3)
+    slicing = PartitionSetup(num_groups=9, redundancy=2, groups_per_domain=3)
     for lost in range(9):
         ownership = copied(without(first_ownership(slicing, members(*range(9))), lost))
         assert all(len({host.group // 3 for host in row}) == 2 for row in ownership.hosts)
@@ -156,7 +156,7 @@ def fewest_owned(hosts: Hosts) -> int:
 def test_random_histories(
     num_groups: int, redundancy: int, groups_per_domain: int, moves: list[tuple[str, int]]
 ) -> None:
-    slicing = Slicing(
+    slicing = PartitionSetup(
         num_groups=num_groups, redundancy=min(redundancy, num_groups), groups_per_domain=groups_per_domain
     )
     ownership = first_ownership(slicing, members(*range(num_groups)))
@@ -174,7 +174,7 @@ def test_random_histories(
         elif move == "copy" and ownership.repairs:
             repair = ownership.repairs[which % len(ownership.repairs)]
             held[repair.slice].add(repair.receiver)
-            ownership = ownership.with_copies([SliceCopy(repair.slice, repair.receiver)])
+            ownership = ownership.with_copies([PartitionCopy(repair.slice, repair.receiver)])
         elif move == "return":
             absent = sorted(set(range(num_groups)) - {member.group for member in ownership.members})
             if absent:
@@ -198,5 +198,5 @@ def check(ownership: Ownership) -> None:
 
 
 def test_any_two_slices_share_at_most_one_host_where_that_is_possible() -> None:
-    ownership = first_ownership(Slicing(num_groups=13, redundancy=3), members(*range(13)))
+    ownership = first_ownership(PartitionSetup(num_groups=13, redundancy=3), members(*range(13)))
     assert all(len(set(one) & set(two)) <= 1 for one, two in combinations(ownership.hosts, 2))

@@ -12,7 +12,7 @@ from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.snapshot_policy import (
     Held,
-    HeldSlice,
+    HeldPartition,
     SnapshotPolicy,
     Snapshots,
     WholeSnapshot,
@@ -20,9 +20,9 @@ from spare_megatron.core.snapshot_policy import (
     holders_of_slices,
     holders_of_snapshot,
 )
-from spare_megatron.stacking.layout import GroupId, Layout, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 LIMITS = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
 
@@ -95,7 +95,7 @@ def test_slices_stay_when_nodes_are_lost_as_far_as_their_hosts_stand_apart(
     random = Random(num_groups)
     for _ in range(50):
         members = [Member(group) for group in random.sample(ids(*range(num_groups)), random.randint(1, num_groups))]
-        hosts = first_ownership(Slicing(num_groups=num_groups, redundancy=min(3, num_groups)), members).hosts
+        hosts = first_ownership(PartitionSetup(num_groups=num_groups, redundancy=min(3, num_groups)), members).hosts
         for row, kept_by in zip(hosts, holders_of_slices(policy, hosts), strict=True):
             able = [host.group for host in row]
             most = max(
@@ -117,7 +117,7 @@ def apart(layout: Layout, groups: Sequence[GroupId]) -> bool:
 def test_no_group_keeps_many_more_slices_than_another() -> None:
     policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_slices=24)
     members = [Member(group) for group in ids(*range(24))]
-    holders = holders_of_slices(policy, first_ownership(Slicing(num_groups=24, redundancy=3), members).hosts)
+    holders = holders_of_slices(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
     kept = [sum(group in kept_by for kept_by in holders) for group in range(24)]
     assert sum(kept) == 24 * 2
     assert max(kept) <= 3, "of the slices that it hosts"
@@ -216,7 +216,9 @@ def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> 
         there = [(*copy, random.choice("aaaab")) for copy in copies if random.random() < 0.85]
         held = [Held(attempt, int(part[1]), sha256) for attempt, part, sha256 in there if part[0] == "r"]
         slices = [
-            HeldSlice(attempt, SliceId(int(part[1])), sha256) for attempt, part, sha256 in there if part[0] == "s"
+            HeldPartition(attempt, PartitionId(int(part[1])), sha256)
+            for attempt, part, sha256 in there
+            if part[0] == "s"
         ]
         whole = [
             attempt
@@ -233,7 +235,7 @@ def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> 
 
 
 def test_a_group_has_of_slices_what_all_of_its_ranks_have() -> None:
-    first, second = ([HeldSlice(12, SliceId(number), f"{rank}{number}") for number in (0, 1)] for rank in "ab")
+    first, second = ([HeldPartition(12, PartitionId(number), f"{rank}{number}") for number in (0, 1)] for rank in "ab")
     whole = held_by_group([first, second])
     assert [(one.attempt, one.slice) for one in whole] == [(12, 0), (12, 1)]
     assert held_by_group([first, second[:1]]) == whole[:1]
@@ -313,7 +315,7 @@ def test_a_restart_from_memory_needs_every_slice() -> None:
                 member=Member(GroupId(group), 1),
                 offers=(),
                 held=held,
-                slices=(HeldSlice(12, SliceId(number), "s"),),
+                slices=(HeldPartition(12, PartitionId(number), "s"),),
             )
             for group, number in itertools.zip_longest((0, 1), numbers, fillvalue=numbers[0])
         )

@@ -6,8 +6,8 @@ import pytest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.faults.rates import draw_faults
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.stacking.state_partitions import Ownership, SliceCopy, Slicing, first_ownership
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
 from tests.unit.test_fault_rates import EVER, at_risk, configured
 
 STACKED = ("optimizer.sharding=stacked", "layout.num_groups=8", "spare.redundancy=6", "faults.mean_steps=6")
@@ -41,11 +41,11 @@ class StackedHistory:
         self._steps, self._rng, self._comes_back = config.faults.recovery_steps, rng, config.spare.rejoins > 0
         self._redundancy = config.optimizer.redundancy
         groups = config.layout.num_groups
-        slicing = Slicing(num_groups=groups, redundancy=config.optimizer.redundancy)
+        slicing = PartitionSetup(num_groups=groups, redundancy=config.optimizer.redundancy)
         self._ownership = first_ownership(slicing, [Member(GroupId(group)) for group in range(groups)])
         self._returns: list[tuple[int, Member]] = []
-        self._asked: dict[SliceCopy, int] = {}
-        self._copied: dict[SliceCopy, int] = {}
+        self._asked: dict[PartitionCopy, int] = {}
+        self._copied: dict[PartitionCopy, int] = {}
         self._wrong: tuple[int, Member, Ownership] | None = None  # with who hosted what then
         self._step = self.num_flips = self.num_moved = 0
 
@@ -59,8 +59,8 @@ class StackedHistory:
             self._copied |= dict.fromkeys(made, at)
             # A move's copy has been compared by the commit that has its donor let go.
             released, moves = set(self._ownership.superseded), self._ownership.moves
-            compared = [move for move in moves if SliceCopy(move.slice, move.donor) in released]
-            self._copied |= {SliceCopy(move.slice, move.receiver): at - self._steps for move in compared}
+            compared = [move for move in moves if PartitionCopy(move.slice, move.donor) in released]
+            self._copied |= {PartitionCopy(move.slice, move.receiver): at - self._steps for move in compared}
             self.num_moved += len(released)
             self._take_over(self._ownership.with_copies(made, released), at)
             if self._wrong is not None and self._wrong[0] + self._steps <= at:
@@ -70,7 +70,7 @@ class StackedHistory:
     def _take_over(self, ownership: Ownership, step: int) -> None:
         self._ownership = ownership
         copies = (*ownership.repairs, *ownership.moves)
-        asked = [SliceCopy(c.slice, c.receiver) for c in copies if c.receiver not in ownership.hosts[c.slice]]
+        asked = [PartitionCopy(c.slice, c.receiver) for c in copies if c.receiver not in ownership.hosts[c.slice]]
         self._asked = {copy: self._asked.get(copy, step) for copy in asked}
 
     def lose(self, groups: frozenset[GroupId], *, is_flip: bool) -> None:
@@ -95,7 +95,7 @@ class StackedHistory:
             right = [
                 host
                 for host in row
-                if self._copied.get(SliceCopy(SliceId(number), host), -EVER) + self._steps <= self._step
+                if self._copied.get(PartitionCopy(PartitionId(number), host), -EVER) + self._steps <= self._step
             ]
             if wrong in told:
                 assert 2 * len(right) > min(len(told), self._redundancy)

@@ -6,7 +6,7 @@ from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Slicing
+from spare_megatron.stacking.state_partitions import PartitionSetup
 
 NUM_GROUPS = 8
 ERROR = "ImportError: libcudart.so.12: cannot open shared object file"
@@ -81,7 +81,9 @@ def test_when_all_are_lost_an_exception_is_named_rather_than_a_signal() -> None:
     assert reasons[-1] == f"all groups were lost before training began; group 4: rank 0: {ERROR}"
 
 
-@pytest.mark.parametrize("fixed", [{}, {"slices": Slicing(num_groups=NUM_GROUPS, redundancy=1), "last_resort": True}])
+@pytest.mark.parametrize(
+    "fixed", [{}, {"slices": PartitionSetup(num_groups=NUM_GROUPS, redundancy=1), "last_resort": True}]
+)
 def test_groups_that_raised_and_alone_host_something_cannot_be_done_without(fixed: dict[str, object]) -> None:
     begun = start(num_nodes=8, redundancy=1, **fixed)
     reason = begun.lose(raised(5))

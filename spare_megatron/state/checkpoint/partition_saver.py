@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.entries import Fence, decode_entry
-from spare_megatron.core.partition_saves import Abandon, Publish, WriteShare, WriteSlices, next_move
+from spare_megatron.core.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
@@ -142,7 +142,7 @@ class _Over:
     """The group that saves has ended the save."""
 
 
-class SliceSaver:
+class PartitionSaver:
     """One group's part in one save.
 
     Args:
@@ -159,7 +159,7 @@ class SliceSaver:
         board: SaveBoard | None,
         aside: Path,
         agree: Agree,
-        write: Callable[[Path, Sequence[SliceId]], dict[str, StoredFile]],
+        write: Callable[[Path, Sequence[PartitionId]], dict[str, StoredFile]],
         timeout_s: float,
     ) -> None:
         self._action = action
@@ -182,7 +182,7 @@ class SliceSaver:
         """
         while True:
             match self._agree(self._next)[0]:
-                case WriteSlices(slices=slices):
+                case WritePartitions(slices=slices):
                     self._write_share(slices)
                 case Publish():
                     return True
@@ -191,7 +191,7 @@ class SliceSaver:
                 case _Over():
                     return False
 
-    def _next(self) -> WriteSlices | Publish | Abandon | _Over | None:
+    def _next(self) -> WritePartitions | Publish | Abandon | _Over | None:
         """On the leader, the next move, None after a while without one; None on all other ranks."""
         if self._board is None:
             return None
@@ -205,7 +205,7 @@ class SliceSaver:
             is_asked = self._member == self._action.member or lost
             self.shares = self._board.told() if is_asked else self._mine
             move = next_move(self._action, self._member, self.shares, lost)
-            has_place = not isinstance(move, WriteSlices) or self._board.has_begun()
+            has_place = not isinstance(move, WritePartitions) or self._board.has_begun()
             if move is not None and has_place:
                 return move
             if time.monotonic() > self._end_s:
@@ -213,7 +213,7 @@ class SliceSaver:
             time.sleep(pause_s)
         return None
 
-    def _write_share(self, slices: tuple[SliceId, ...]) -> None:
+    def _write_share(self, slices: tuple[PartitionId, ...]) -> None:
         name = f"slices-{self._member.group:04d}-{self._member.incarnation}-{len(self._mine)}"
         folder = self._aside / name
         self._agree(lambda: folder.mkdir() if self._board is not None else None)

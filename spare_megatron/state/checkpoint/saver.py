@@ -28,7 +28,7 @@ from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
 from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     StoredFile,
     aside_path,
@@ -40,7 +40,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     require_folder,
     visible_steps,
 )
-from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, SliceSaver, WrittenShare
+from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.state.checkpoint.verification import (
     DamagedCheckpoint,
     refusal_in_log,
@@ -136,7 +136,7 @@ class Saver:
                 self._refuse(save)
                 return
             self._probe(FaultPoint.SAVE)
-            hosted = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
+            hosted = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
             state = self._trainer.checkpoint_state(hosted, has_rest=is_saver)
             if num_under_way:
                 state.copy()
@@ -251,7 +251,9 @@ class Saver:
             if save.board is not None:
                 save.board.begin()
 
-    def _write(self, folder: Path, state: GroupState, slices: Sequence[SliceId] | None = None) -> dict[str, StoredFile]:
+    def _write(
+        self, folder: Path, state: GroupState, slices: Sequence[PartitionId] | None = None
+    ) -> dict[str, StoredFile]:
         written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), slices)
         files = _stored(written)
         for name, file in files.items():
@@ -260,7 +262,7 @@ class Saver:
 
     def _write_slices(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
         """On the group that saves, what all groups have written, as its first rank knows; None on others."""
-        saver = SliceSaver(
+        saver = PartitionSaver(
             action=save.action,
             member=self._agreement.member,
             board=save.board,

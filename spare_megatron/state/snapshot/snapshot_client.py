@@ -18,7 +18,7 @@ from spare_megatron.process.snapshot_wire import (
     PassOver,
     SnapshotServerAddress,
 )
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class SnapshotClient:
         self,
         attempt: int,
         previous: int,
-        num_bytes: Mapping[SliceId | None, int],
+        num_bytes: Mapping[PartitionId | None, int],
         write: Callable[[Sequence[mmap.mmap]], None],
     ) -> list[str]:
         """Has a snapshot kept, and of all earlier ones of the position only the previous one.
@@ -70,7 +70,7 @@ class SnapshotClient:
 
         self._converse(converse)
 
-    def memory(self, attempt: int, number: SliceId | None) -> mmap.mmap:
+    def memory(self, attempt: int, number: PartitionId | None) -> mmap.mmap:
         """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
 
         def converse(connection: Connection) -> mmap.mmap:

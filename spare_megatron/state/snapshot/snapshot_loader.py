@@ -14,13 +14,13 @@ from torch import Tensor
 
 from spare_megatron.core.events import RestartState
 from spare_megatron.core.pieces import Piece, pieces_of
-from spare_megatron.core.snapshot_policy import Held, HeldSlice, held_by_group, in_order_to_ask
+from spare_megatron.core.snapshot_policy import Held, HeldPartition, held_by_group, in_order_to_ask
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 from spare_megatron.process.snapshot_wire import Part
-from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
@@ -41,7 +41,7 @@ class _Copy(NamedTuple):
     """A copy of this rank position's state in a snapshot: a state partition or, for None, all other state."""
 
     attempt: int
-    slice: SliceId | None
+    slice: PartitionId | None
 
 
 class _Holder(NamedTuple):
@@ -87,14 +87,14 @@ class SnapshotLoader:
         self._head = 0
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
-    def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...], tuple[str, ...]]:
+    def held(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
         """Announces this rank's intact snapshots. Collective over: all ranks of the group.
 
         Returns those of the group's rank positions, those of partitions that all of its ranks have, and why others are
         unusable.
         """
         held: tuple[Held, ...] = ()
-        slices: tuple[HeldSlice, ...] = ()
+        slices: tuple[HeldPartition, ...] = ()
         rejected: tuple[str, ...] = ()
         asking = ThreadPoolExecutor(max_workers=1)
         try:
@@ -120,7 +120,7 @@ class SnapshotLoader:
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, slices: Collection[SliceId], members: Collection[Member], head: int) -> None:
+    def load(self, attempt: int, slices: Collection[PartitionId], members: Collection[Member], head: int) -> None:
         """Loads the snapshot of this attempt, from the rank's own node where it is there.
 
         `slices` are the state partitions to hold, if any; `members` the groups that restart and load it as well; `head`
@@ -135,7 +135,7 @@ class SnapshotLoader:
         def waiting() -> Sequence[RestartState]:
             return self._agreement.waiting_to_restart(self._groups)
 
-        def load_part(number: SliceId | None, begin: Callable[[bytes], TensorBytes]) -> None:
+        def load_part(number: PartitionId | None, begin: Callable[[bytes], TensorBytes]) -> None:
             copy = _Copy(attempt, number)
             failure = self._load_own(copy, begin)
             if failure:

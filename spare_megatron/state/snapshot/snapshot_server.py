@@ -19,7 +19,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.process.piece_wire import NotOffered
 from spare_megatron.process.processes import Child, die_with, end_child, log_to_file, start_child
 from spare_megatron.process.snapshot_wire import (
@@ -209,7 +209,7 @@ class SnapshotServer:
         return HeldTold(
             held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(Part(position), ())),
             slices=tuple(
-                HeldSlice(attempt, part.slice, sha256)
+                HeldPartition(attempt, part.slice, sha256)
                 for part, kept in whole.items()
                 for attempt, sha256 in kept
                 if part.slice is not None

@@ -19,7 +19,7 @@ from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.state import StateCopy
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 
 _PATIENCE_S = 30.0
@@ -29,7 +29,7 @@ _PATIENCE_S = 30.0
 @dataclass(slots=True)
 class _Copy:
     action: TakeSnapshot
-    parts: dict[SliceId | None, StateCopy]
+    parts: dict[PartitionId | None, StateCopy]
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
@@ -78,11 +78,11 @@ class Snapshotter:
         if self._put_off is not None:
             self.take(self._put_off, has_params=True)
 
-    def _parts(self, action: TakeSnapshot) -> dict[SliceId | None, StateCopy]:
+    def _parts(self, action: TakeSnapshot) -> dict[PartitionId | None, StateCopy]:
         """What this rank is to keep: state partitions, and under None all other state."""
         group = self._member.group
-        mine = [SliceId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
-        parts: dict[SliceId | None, StateCopy] = {number: self._trainer.slice_copy(number) for number in mine}
+        mine = [PartitionId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
+        parts: dict[PartitionId | None, StateCopy] = {number: self._trainer.slice_copy(number) for number in mine}
         if group in action.holders[self._position]:
             parts[None] = self._trainer.state_copy()
         return parts

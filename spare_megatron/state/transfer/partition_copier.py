@@ -16,10 +16,10 @@ from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.process.processes import say
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.state_source import SliceContent
+from spare_megatron.state.transfer.state_source import PartitionContent
 from spare_megatron.voting.agreement import GroupAgreement
 
 _TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ _OTHER_STEP_S = 0.002
 _BROKEN_S = 0.2
 
 
-class SliceRepairs:
+class PartitionRepairs:
     """The copies that one rank makes. The main thread assigns and queries them, a background thread makes them.
 
     Args:
@@ -46,7 +46,7 @@ class SliceRepairs:
         *,
         member: Member,
         optimizer: StackedOptimizer,
-        contents: Sequence[SliceContent],
+        contents: Sequence[PartitionContent],
         bytes_per_s: float,
         awaits_update: bool,
         find_server: Callable[[Member], Address],
@@ -79,20 +79,20 @@ class SliceRepairs:
 
         Partitions hosted without their state begin here at the start of a run. Later, that raises `ValueError`.
         """
-        hosted = {SliceId(number) for number, row in enumerate(action.hosts) if self._member in row}
+        hosted = {PartitionId(number) for number, row in enumerate(action.hosts) if self._member in row}
         with self._lock:
             first_step = action.first_step if self._awaits_update else 0
             kept = self._copying.assign(action.copies, action.hosts, time.monotonic(), first_step)
             for number in range(len(action.hosts)):
                 if number not in kept:
-                    self._optimizer.drop(SliceId(number))
+                    self._optimizer.drop(PartitionId(number))
             if missing := hosted - self._optimizer.hosted:
                 self._optimizer.begin(sorted(missing))
             donors = self._copying.donors
             self._servers = {donor: self._servers.get(donor) or self._find_server(donor) for donor in donors}
         self._wake.set()
 
-    def whole(self) -> dict[SliceId, bool]:
+    def whole(self) -> dict[PartitionId, bool]:
         """Whether each partition that the group is to copy is whole on this rank, ascending.
 
         Raises the exception that ended the background thread, if any.
@@ -102,7 +102,7 @@ class SliceRepairs:
         with self._lock:
             return self._copying.whole()
 
-    def made(self, number: SliceId) -> WholeCopy:
+    def made(self, number: PartitionId) -> WholeCopy:
         with self._lock:
             return self._copying.made(number)
 
@@ -111,7 +111,7 @@ class SliceRepairs:
         """Committed steps in the partitions held here."""
         return self._optimizer.num_updates
 
-    def num_bytes(self, number: SliceId) -> int:
+    def num_bytes(self, number: PartitionId) -> int:
         return self._contents[number].num_bytes
 
     # ------------------------------------------------------------------------------------------- the thread of its own
@@ -180,14 +180,14 @@ class GroupRepairs:
     """One rank's part in its group's copies: agrees on those that are whole, and journals them."""
 
     def __init__(
-        self, *, repairs: SliceRepairs, agreement: GroupAgreement, journal: JournalWriter, probe: RankProbe
+        self, *, repairs: PartitionRepairs, agreement: GroupAgreement, journal: JournalWriter, probe: RankProbe
     ) -> None:
         self._repairs = repairs
         self._agreement = agreement
         self._journal = journal
         self._probe = probe
-        self._told: frozenset[SliceId] = frozenset()
-        self._moving: frozenset[SliceId] = frozenset()  # to this group
+        self._told: frozenset[PartitionId] = frozenset()
+        self._moving: frozenset[PartitionId] = frozenset()  # to this group
 
     def start(self, action: StartRepairs) -> None:
         """Assigns these copies, which are all that any group is to make."""
@@ -204,7 +204,7 @@ class GroupRepairs:
             )
             self._journal.write(record)
 
-    def restored(self) -> tuple[SliceId, ...]:
+    def restored(self) -> tuple[PartitionId, ...]:
         """The group's copies that are whole on all of its ranks. Collective over: all ranks of the group."""
         here = self._repairs.whole()
         if not here:
@@ -219,7 +219,7 @@ class GroupRepairs:
         self._told = frozenset(restored)
         return restored
 
-    def _write(self, number: SliceId) -> None:
+    def _write(self, number: PartitionId) -> None:
         made = self._repairs.made(number)
         record = RepairRecord(
             group=self._agreement.member.group,

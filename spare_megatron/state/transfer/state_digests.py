@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from spare_megatron.core.actions import StartRepairs
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.votes import Digests, SliceDigest
+from spare_megatron.core.votes import Digests, PartitionDigest
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import GroupId, SliceId
-from spare_megatron.stacking.state_partitions import SliceCopy
+from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.state_partitions import PartitionCopy
 from spare_megatron.voting.agreement import GroupAgreement
 
 
@@ -32,7 +32,7 @@ class StateDigests:
         journal: JournalWriter,
         probe: RankProbe,
         every_steps: int,
-        hosted: Sequence[SliceId] = (),
+        hosted: Sequence[PartitionId] = (),
     ) -> None:
         self._trainer = trainer
         self._agreement = agreement
@@ -40,8 +40,8 @@ class StateDigests:
         self._probe = probe
         self._every_steps = every_steps
         self._hosted = frozenset(hosted)
-        self._copying: frozenset[SliceId] = frozenset()
-        self._unproven: frozenset[SliceId] = frozenset()  # copied, and not yet compared with all hosts
+        self._copying: frozenset[PartitionId] = frozenset()
+        self._unproven: frozenset[PartitionId] = frozenset()  # copied, and not yet compared with all hosts
         self.value = Digests()
         """Digests of the present state; empty where it is not compared."""
         self._hashing: Future[str] | None = None
@@ -53,14 +53,14 @@ class StateDigests:
     def host(self, action: StartRepairs) -> None:
         """The group hosts other partitions from now on."""
         member = self._agreement.member
-        hosted = frozenset(SliceId(number) for number, row in enumerate(action.hosts) if member in row)
+        hosted = frozenset(PartitionId(number) for number, row in enumerate(action.hosts) if member in row)
         # State that is hosted anew without a copy begins here, at the start or from a checkpoint.
         self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
         self._hosted = hosted
         self._copying = frozenset(copy.slice for copy in action.copies if copy.receiver == member)
         self.is_wanted |= action.is_compared
 
-    def proven(self, copies: Iterable[SliceCopy]) -> None:
+    def proven(self, copies: Iterable[PartitionCopy]) -> None:
         """A commit says that these copies have been compared."""
         member = self._agreement.member
         self._unproven -= {copy.slice for copy in copies if copy.member == member}
@@ -107,7 +107,7 @@ class StateDigests:
         self.value = Digests(
             params=params,
             slices=tuple(
-                SliceDigest(number, sha256, number not in self._unproven)
+                PartitionDigest(number, sha256, number not in self._unproven)
                 for number, sha256 in zip(hosted, slices, strict=True)
             ),
         )

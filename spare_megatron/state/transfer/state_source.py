@@ -8,7 +8,7 @@ from typing import Protocol
 from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore.stacked_optimizer import PieceState, StackedOptimizer
 from spare_megatron.process.piece_wire import NotOffered, WrongStep
-from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.layout import PartitionId
 
 
 class Content(Protocol):
@@ -56,10 +56,10 @@ class StateSource:
             return content.read(piece)
 
 
-class SliceContent:
+class PartitionContent:
     """The state of one partition; a `Content`. Its pieces are the optimizer's, and only whole ones are read."""
 
-    def __init__(self, optimizer: StackedOptimizer, number: SliceId) -> None:
+    def __init__(self, optimizer: StackedOptimizer, number: PartitionId) -> None:
         self._optimizer = optimizer
         self._number = number
         self.num_bytes = optimizer.slices.length(number) * optimizer.element_bytes
@@ -89,6 +89,6 @@ class SliceContent:
         return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
 
 
-def slice_contents(optimizer: StackedOptimizer) -> list[SliceContent]:
+def slice_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     """All state partitions by number, hosted here or not."""
-    return [SliceContent(optimizer, SliceId(number)) for number in range(optimizer.slices.num_slices)]
+    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.slices.num_slices)]

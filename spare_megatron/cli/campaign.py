@@ -16,7 +16,7 @@ from rich.text import Text
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
-from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
+from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 from spare_megatron.driver.process_watch import Holdings, ProcessReport
 from spare_megatron.journal.campaign import CampaignFigures
 from spare_megatron.journal.goodput import Goodput
@@ -58,7 +58,7 @@ def campaign(
         _refuse_a_run_without_faults(loaded)
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
-        with told_interruption("campaign", folder), ProcessWatch() as watch:
+        with reported_interruption("campaign", folder), ProcessWatch() as watch:
             summary = run_and_show(loaded, folder, console, watch.take)
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()

@@ -50,7 +50,7 @@ def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
+def reported_interruption(command: str, run_dir: Path) -> Iterator[None]:
     """Makes SIGTERM act like Ctrl-C; once all processes have ended, either one prints where the run is and exits."""
     try:
         with interrupts.raising():

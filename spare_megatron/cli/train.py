@@ -16,7 +16,7 @@ from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import PresetArgument, PresetOption, one_preset
-from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
+from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 from spare_megatron.process.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def train(
             if finished is not None:
                 _say_finished(finished, loaded, as_json=as_json)
                 return
-        with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
+        with reported_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
     unsaved = unsaved_end(loaded, folder, summary)
     with outlasting_output(console.file):

@@ -97,7 +97,7 @@ class Controller:
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
-        self._doubts = CheckpointValidity()
+        self._validity = CheckpointValidity()
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
@@ -126,7 +126,7 @@ class Controller:
     # ------------------------------------------------------------------------------------------- folding the log
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
-        refused = self._doubts.fold(entry)
+        refused = self._validity.fold(entry)
         self._saves.refused(refused)
         return (*refused, *self._follow(entry, now_s))
 
@@ -332,8 +332,8 @@ class Controller:
 
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
         action = self._saves.take(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
-        self._doubts.begun(action)
-        return replace(action, doubtful=tuple(sorted(self._saves.void | self._doubts.unsettled)))
+        self._validity.begun(action)
+        return replace(action, doubtful=tuple(sorted(self._saves.void | self._validity.unsettled)))
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """Sets the ownership; asks for its copies if it has changed."""

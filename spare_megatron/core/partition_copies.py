@@ -33,7 +33,7 @@ class WholeCopy:
     repair_s: float
 
 
-class Copying:
+class PartitionCopies:
     """The copies of one rank of `member`. `num_pieces` gives the pieces of a partition."""
 
     def __init__(self, member: Member, num_pieces: Callable[[PartitionId], int]) -> None:

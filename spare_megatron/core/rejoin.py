@@ -61,7 +61,7 @@ def in_order_to_give(admission: AdmitGroups, newcomer: Member) -> tuple[Member, 
     return (*admission.earlier[first:], *admission.earlier[:first])
 
 
-class Gathering:
+class PartReadiness:
     """Whether all nodes of a group are present, so that its next incarnation can start on all of them together.
 
     Each node reports ready after the delay of `restart_delay_s`. A report counts only while the node's heartbeat moves.

@@ -105,7 +105,7 @@ class Driver:
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
-        self._agenda = Timers()
+        self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""
         self._has_raised = False
@@ -195,8 +195,8 @@ class Driver:
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
         store_sentinel = [] if store is None else [store.process.sentinel]
         while not self._is_over(sentinels.values()):
-            ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
-            self._agenda.run_due()
+            ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._timers.pause_s())
+            self._timers.run_due()
             for pipe in [item for item in ready if item in pipes]:
                 report = next_report(pipe)
                 if report is None:
@@ -315,7 +315,7 @@ class Driver:
 
     def _measure_store(self, spec: EtcdStoreSpec) -> None:
         """Reports etcd's size, now and periodically: it has to last for the remaining steps."""
-        self._agenda.after(_STORE_LOOK_S, partial(self._measure_store, spec))
+        self._timers.after(_STORE_LOOK_S, partial(self._measure_store, spec))
         with contextlib.suppress(StoreLost):  # supervisors judge an outage
             space = etcd_space(spec)
             text = shortage(space, self._config.train.steps - self._num_steps)
@@ -340,9 +340,9 @@ class Driver:
     def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
         _signal(pids, signal.SIGSTOP)
         if seconds is not None:
-            self._agenda.after(seconds, lambda: _signal(pids, signal.SIGCONT))
+            self._timers.after(seconds, lambda: _signal(pids, signal.SIGCONT))
             if then is not None:
-                self._agenda.after(seconds, then)
+                self._timers.after(seconds, then)
 
     def _order(self, node: int, order: Order) -> None:
         with contextlib.suppress(OSError):  # the node is lost

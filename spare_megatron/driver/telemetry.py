@@ -18,12 +18,12 @@ from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tok
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, TensorBoardSink, Value, WandbSink
 from spare_megatron.process.processes import report_held
 from spare_megatron.process.reports import (
-    CheckpointTold,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
     MetricsLost,
     RecordsHeld,
+    SaveReported,
     StepCommitted,
     StoreMeasured,
 )
@@ -150,7 +150,7 @@ class Telemetry:
     def take(self, event: object) -> None:
         """Updates the counters by an event, and writes a step or a checkpoint."""
         match event:
-            case CheckpointTold(record=record):
+            case SaveReported(record=record):
                 self._write(_of_checkpoint(record))
             case GroupLost(group=group, incarnation=incarnation):
                 self._absent.add(group)

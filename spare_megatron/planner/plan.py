@@ -125,7 +125,7 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
             "stack" with hosts of last resort.
     """
     check_redundancy(facts.num_groups, redundancy)
-    expected = _outlook(facts, policy, redundancy)
+    expected = _forecast(facts, policy, redundancy)
     time_s, slower = expected.lived_s, expected.stretch
     up = best_availability(facts.checkpoint.save_s, time_s, facts.checkpoint.restart_s)
     return Plan(
@@ -177,7 +177,7 @@ def optimize(
     return next(plan for plan in plans if plan.time_to_train_ratio <= least * (1 + tolerance))
 
 
-def _outlook(facts: ClusterFacts, policy: Policy, redundancy: int) -> Forecast:
+def _forecast(facts: ClusterFacts, policy: Policy, redundancy: int) -> Forecast:
     match policy:
         case "stack" if facts.last_resort:
             raise ValueError("last_resort takes single microbatches; the policy stack moves whole shards")

@@ -139,7 +139,7 @@ class FaultStruck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointTold:
+class SaveReported:
     """A save has ended; sent by the leader of the saving group."""
 
     record: CheckpointRecord
@@ -168,7 +168,7 @@ RankReport = (
     | RestartAwaited
     | GroupRestarted
     | StepCommitted
-    | CheckpointTold
+    | SaveReported
     | RankRaised
     | RunStopped
     | FaultStruck
@@ -279,7 +279,7 @@ class EndEarly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LastWordTaken:
+class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 
 

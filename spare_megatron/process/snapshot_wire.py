@@ -69,7 +69,7 @@ class HeldWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTold:
+class HeldSnapshots:
     """The answer to `HeldWanted`.
 
     Attributes:

@@ -93,7 +93,7 @@ class ParamsGather:
         if self._agreement.is_broken(head):
             return "another group could not gather"
         if not self._agreement.is_written(head):
-            self._agreement.tell_broken(head)
+            self._agreement.report_broken(head)
         return self._communicator.evidence
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:

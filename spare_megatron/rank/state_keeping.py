@@ -12,7 +12,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.process.reports import CheckpointTold
+from spare_megatron.process.reports import SaveReported
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import GroupId
@@ -40,7 +40,7 @@ class GroupSaves:
         snapshotter: Snapshotter | None,
         agreement: GroupAgreement,
         journal: JournalWriter,
-        report: Callable[[CheckpointTold], None],
+        report: Callable[[SaveReported], None],
         ended: Callable[[SaveEnd], None],
     ) -> None:
         self._saver = saver
@@ -98,7 +98,7 @@ class GroupSaves:
         for record in self._saver.take_finished() if self._saver is not None else ():
             if self._agreement.is_leader:
                 self._journal.write(record)
-                self._report(CheckpointTold(record=record))
+                self._report(SaveReported(record=record))
             self._ended(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
 
@@ -113,7 +113,7 @@ class StateKeeping:
         self._keeper = None if spec.keeper is None else SnapshotClient(spec.keeper, spec.rank)
 
     def saves(
-        self, journal: JournalWriter, report: Callable[[CheckpointTold], None], ended: Callable[[SaveEnd], None]
+        self, journal: JournalWriter, report: Callable[[SaveReported], None], ended: Callable[[SaveEnd], None]
     ) -> GroupSaves:
         """Checkpoints and snapshots, with the arguments of `GroupSaves`. Collective over: all ranks of the group."""
         return GroupSaves(

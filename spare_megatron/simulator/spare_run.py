@@ -85,7 +85,7 @@ class SpareRun:
     def __init__(self, world: World, chronicle: SimulatedJournal | None, clock: Clock | None) -> None:
         scenario = world.scenario
         self._world = world
-        self._chronicle = chronicle
+        self._simulated_journal = chronicle
         self._clock = clock
         self._placement = make_placement(
             scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
@@ -135,8 +135,8 @@ class SpareRun:
             for event in self._execute(action):
                 actions.extendleft(reversed(self._handle(event)))
         self._world.ledger.keep()
-        if self._chronicle:
-            self._chronicle.finished(action.step, self._controller.members)
+        if self._simulated_journal:
+            self._simulated_journal.finished(action.step, self._controller.members)
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
         if self._clock is None:
@@ -161,8 +161,8 @@ class SpareRun:
             case UpdateModel(step=step, attempt=attempt):
                 self._world.update(len(self._members))
                 self._save_ends = ()
-                if self._chronicle:
-                    self._chronicle.updated(step, attempt, self._members)
+                if self._simulated_journal:
+                    self._simulated_journal.updated(step, attempt, self._members)
             case ReadVotes(attempt=attempt):
                 return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
             case BuildCommunicator():
@@ -173,8 +173,8 @@ class SpareRun:
             case SaveCheckpoint(step=step):
                 self._world.save(step)
                 self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
-                if self._chronicle:
-                    self._chronicle.compared(step, self._members)
+                if self._simulated_journal:
+                    self._simulated_journal.compared(step, self._members)
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
@@ -198,14 +198,14 @@ class SpareRun:
         self._world.compute(plan.step, self._stacks_of(plan.work))
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
-        if self._chronicle:
-            self._chronicle.computed_step(plan, began_s)
+        if self._simulated_journal:
+            self._simulated_journal.computed_step(plan, began_s)
 
     def _compute_patch(self, plan: StepPlan) -> None:
         self._world.ledger.spend("patch", self._stacks_of(plan.work) * self._world.scenario.costs.compute_s)
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
-        if self._chronicle:
-            self._chronicle.patched(plan)
+        if self._simulated_journal:
+            self._simulated_journal.patched(plan)
 
     def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
         self._members = action.members
@@ -217,8 +217,8 @@ class SpareRun:
         for group, slices in self._copies.whole(self._world.now_s).items():
             if group in self._votes:
                 self._votes[group] = replace(vote, restored=slices)
-        if self._chronicle:
-            self._chronicle.attempted(action, tuple(self._votes), is_complete=not lost)
+        if self._simulated_journal:
+            self._simulated_journal.attempted(action, tuple(self._votes), is_complete=not lost)
         if not lost:
             waiting = self._present(self._world.fleet.ready(self._world.now_s))
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
@@ -231,8 +231,8 @@ class SpareRun:
         if not self._has_to_rebuild:
             return world.wait((reduce,))
         lost = world.wait((("rebuild", max(self._built_at_s - world.now_s, 0.0)),))
-        if self._chronicle:
-            self._chronicle.rebuilt()
+        if self._simulated_journal:
+            self._simulated_journal.rebuilt()
         return lost or world.wait((("rebuild", world.scenario.costs.retry_s), reduce))
 
     def _stacks_of(self, work: Work) -> float:
@@ -241,8 +241,8 @@ class SpareRun:
 
     def _fence(self, lost: Sequence[GroupId]) -> None:
         for member in self._present(lost):
-            if self._chronicle:
-                self._chronicle.lost(member, len(self._log))
+            if self._simulated_journal:
+                self._simulated_journal.lost(member, len(self._log))
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
 
@@ -262,8 +262,8 @@ class SpareRun:
 
     def _read(self, index: int) -> EntryRead:
         entry = self._log[index]
-        if self._chronicle:
-            self._chronicle.read(index, entry)
+        if self._simulated_journal:
+            self._simulated_journal.read(index, entry)
         return EntryRead(index=index, entry=entry)
 
     def _fetch_s(self, work: Work) -> float:

@@ -40,7 +40,7 @@ class DecisionLog:
         """Whether the entry is written; the cheap poll of a rank in a reduction."""
         return self._store.exists(entry_key(index))
 
-    def tell_broken(self, index: int) -> None:
+    def report_broken(self, index: int) -> None:
         """Marks the collective preceding entry `index` as failed."""
         self._store.put(_broken_key(index), "broken")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.failure_detector import ENDED
-from spare_megatron.core.rejoin import Gathering
+from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout, Member
@@ -50,7 +50,7 @@ class GroupRendezvous:
         self._tell = tell
         groups = [group for group in layout.groups_on(node) if self._is_divided(group)]
         self._present = {} if life else {group: Member(group) for group in groups}
-        self._waiting: dict[GroupId, tuple[Member, Gathering]] = {}
+        self._waiting: dict[GroupId, tuple[Member, PartReadiness]] = {}
 
     def begin(self, member: Member) -> None:
         """Notes that the group's ranks on this node run this incarnation."""
@@ -61,7 +61,7 @@ class GroupRendezvous:
         """Publishes that this node is ready for this incarnation; `look` waits for the others."""
         self._present.pop(member.group, None)
         store.put(_ready_key(member, self._node), str(self._life))
-        self._waiting[member.group] = member, Gathering(self._layout.nodes_of(member.group), self._interval_s)
+        self._waiting[member.group] = member, PartReadiness(self._layout.nodes_of(member.group), self._interval_s)
 
     def find_fence(self, store: ControlStore, member: Member) -> int | None:
         """The entry that fences this incarnation, if a node has published one: all nodes of a group share one loss."""
@@ -97,7 +97,7 @@ class GroupRendezvous:
             self._tell(PartLost(member=member, rank=rank, cause=cause))
         return text is not None
 
-    def _are_there(self, store: ControlStore, member: Member, gathering: Gathering) -> bool:
+    def _are_there(self, store: ControlStore, member: Member, gathering: PartReadiness) -> bool:
         nodes = self._layout.nodes_of(member.group)
         told = store.get([_ready_key(member, node) for node in nodes])
         beats = store.get([f"beat/{node}" for node in nodes])

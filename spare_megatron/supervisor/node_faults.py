@@ -22,7 +22,7 @@ class NodeFaults:
         pass_on: Callable[[FaultWanted], None],
     ) -> None:
         self._ranks = ranks
-        self._agenda = agenda
+        self._timers = agenda
         self._network = network
         self._pass_on = pass_on
 
@@ -33,12 +33,12 @@ class NodeFaults:
                 if self._ranks.is_there((wanted.fault.group, wanted.fault.rank), wanted.pid):
                     os.kill(wanted.pid, signal.SIGSTOP)
                 if seconds is not None:
-                    self._agenda.after(seconds, lambda: self.let_go_on(wanted))
+                    self._timers.after(seconds, lambda: self.let_go_on(wanted))
             case "cut":
                 assert self._network is not None, "validation refuses it otherwise"
                 self._network.cut()
                 if seconds is not None:
-                    self._agenda.after(seconds, self._network.mend)
+                    self._timers.after(seconds, self._network.mend)
                 self.let_go_on(wanted)
             case "kill_supervisor":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
-from spare_megatron.process.reports import LastWordTaken, NodeEnded, NodeMissing, NodeReport, RanksReady
+from spare_megatron.process.reports import LastReportAcknowledged, NodeEnded, NodeMissing, NodeReport, RanksReady
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.open_store import open_store, without_credentials
 
@@ -64,12 +64,12 @@ class _Over(Exception):
 def run_remote_supervisor(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
     log_to_file(spec.run_dir, f"node-{spec.node}")
     try:
-        _StandIn(launcher, spec, driver).run()
+        _RemoteSupervisor(launcher, spec, driver).run()
     except _Over:
         pass
 
 
-class _StandIn:
+class _RemoteSupervisor:
     def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
         self._launcher = launcher
         self._spec = spec
@@ -181,7 +181,7 @@ class _StandIn:
                     self._tell(report)
                     if isinstance(report, NodeEnded):
                         with contextlib.suppress(OSError):
-                            supervisor.send(LastWordTaken())
+                            supervisor.send(LastReportAcknowledged())
                         return True
 
     def _tell(self, report: NodeReport) -> None:

@@ -40,7 +40,7 @@ class GroupRestarts:
         self._most_restarts = most_restarts
         self._interval_s = interval_s
         self._whole_groups = whole_groups
-        self._agenda = agenda
+        self._timers = agenda
         self._wait_for_parts = wait_for_parts
         self._start = start
         self._up_since_s: dict[GroupId, float] = {}
@@ -104,7 +104,7 @@ class GroupRestarts:
         self.coming_back.add(group)
         self.not_admitted.add(group)
         next_stage = self.start if group in self._whole_groups else self._wait_for_parts
-        self._agenda.after(delay_s, lambda: next_stage(group))
+        self._timers.after(delay_s, lambda: next_stage(group))
         return True
 
     def start(self, group: GroupId) -> None:

@@ -84,19 +84,19 @@ class Supervisor:
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # not written yet
         self._is_following = False  # whether the link follows the log, as no rank here does
-        self._agenda = Timers()
+        self._timers = Timers()
         self._restarts = GroupRestarts(
             most_restarts=spec.config.spare.rejoins,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
-            agenda=self._agenda,
+            agenda=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
             start=self._start_again,
         )
         self._store_failure = ""
         self._head_hint = 0
         network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
-        self._faults = NodeFaults(self._ranks, self._agenda, network, self._driver.tell)
+        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.tell)
         self._looked_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
@@ -150,7 +150,7 @@ class Supervisor:
         self._look()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
-            ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._agenda.pause_s())
+            ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._timers.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
                 self._reaped(key)
@@ -160,7 +160,7 @@ class Supervisor:
             for _ in set(self._driver.pipes).intersection(ready):
                 self._obey()
             self._serve_link()
-            self._agenda.run_due()
+            self._timers.run_due()
         for group in ranks.groups:
             self._hear(group)
 
@@ -194,7 +194,7 @@ class Supervisor:
                     self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
             case RanksReady(group=group):
                 self._restarts.up(group)
-                self._agenda.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
+                self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
                 self._rank_watch.begin(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.admitted(member.group)
@@ -236,7 +236,7 @@ class Supervisor:
         if code == ExitCode.STORE_LOST:
             # The store may be lost for all nodes; by then the link knows.
             member = self._ranks.member(group)
-            self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
+            self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
         self._hear(group)  # a rank sends its traceback before it ends, and its peers end after it
         rank = self._raised.first_rank(group, rank)
@@ -264,7 +264,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Polls heartbeats, the snapshot server and the store, then reschedules itself."""
-        self._agenda.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
+        self._timers.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
         self._ranks.look_at_keeper()
         now_s = time.monotonic()
         if now_s - self._looked_at_s > self._interval_s:
@@ -288,7 +288,7 @@ class Supervisor:
             return
         self._store_failure, self._restarts.is_over = reason, True
         self._driver.tell(StoreGone(node=self._spec.node, reason=reason))
-        self._agenda.after(_SAVING_S, self._stop_saving)
+        self._timers.after(_SAVING_S, self._stop_saving)
 
     def _stop_saving(self) -> None:
         raise _Failed(f"{self._store_failure}; some ranks had not saved their state {_SAVING_S:g} s later")
@@ -388,12 +388,12 @@ class Supervisor:
         self._link.begin(member)
         self._is_following = False
         self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
-        self._agenda.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
+        self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
 
     def _give_up_if_not_ready(self, member: Member) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
         if is_present and self._rank_watch.is_getting_on(member.group, time.monotonic()):  # may read a long log
-            self._agenda.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
+            self._timers.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
         elif is_present and not self._rank_watch.is_watched(member.group):
             self._lose(member.group, 0, f"not up again: control.startup_timeout_s={self._control.startup_timeout_s:g}")
 

@@ -94,9 +94,9 @@ class GroupAgreement:
         """Whether the log entry is written; this rank alone asks the store."""
         return self._log.has(index)
 
-    def tell_broken(self, index: int) -> None:
+    def report_broken(self, index: int) -> None:
         """Marks the collective preceding entry `index` as failed; this rank alone writes to the store."""
-        self._log.tell_broken(index)
+        self._log.report_broken(index)
 
     def is_broken(self, index: int) -> bool:
         """Whether a rank of any group has marked that collective as failed; this rank alone asks the store."""

@@ -13,7 +13,7 @@ from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.process.snapshot_wire import HeldTold
+from spare_megatron.process.snapshot_wire import HeldSnapshots
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
@@ -48,13 +48,13 @@ class KeptHere:
     def memory(self, attempt: int, number: PartitionId | None) -> mmap.mmap:
         return self.kept[number]
 
-    def held(self, host: str) -> HeldTold:
+    def held(self, host: str) -> HeldSnapshots:
         digests = {number: hashlib.sha256(memory).hexdigest() for number, memory in self.kept.items()}
         rest = digests.pop(None)
         slices = tuple(
             HeldPartition(ATTEMPT, number, sha256) for number, sha256 in digests.items() if number is not None
         )
-        return HeldTold(held=(Held(ATTEMPT, 0, rest),), slices=slices, damaged=(), server="nowhere")
+        return HeldSnapshots(held=(Held(ATTEMPT, 0, rest),), slices=slices, damaged=(), server="nowhere")
 
 
 def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[Any], list[SnapshotRecord]]:

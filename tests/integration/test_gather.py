@@ -63,7 +63,7 @@ class Agreement:
     def is_broken(self, index: int) -> bool:
         return index in self.broken
 
-    def tell_broken(self, index: int) -> None:
+    def report_broken(self, index: int) -> None:
         self.told.append(index)
 
 

@@ -51,7 +51,7 @@ class Links:
         """
         gathered = yield from self._gather(name, brought)
         if gathered is None and not (yield from self.is_over(is_gathering=True)):
-            yield from self.speak(lambda voice: voice.tell_broken(self.head))
+            yield from self.speak(lambda voice: voice.report_broken(self.head))
         return gathered
 
     def _gather(self, name: str, brought: Any) -> Steps:

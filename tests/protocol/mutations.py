@@ -262,7 +262,7 @@ class DoubtsOnce(Controller):
 
     def __init__(self, setup: ControllerSetup) -> None:
         super().__init__(setup)
-        self._doubts = _DoubtsOfOneStep()
+        self._validity = _DoubtsOfOneStep()
 
 
 class KeepsWhatSomebodyHolds(Controller):
@@ -330,7 +330,7 @@ class CopiesAtOnce(PartitionStates):
 class KeepsBreaksToItself(GroupAgreement):
     """Lets the others of a gathering wait for what never comes."""
 
-    def tell_broken(self, index: int) -> None:
+    def report_broken(self, index: int) -> None:
         pass
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spare_megatron.core.actions import StartRepairs
-from spare_megatron.core.partition_copies import Copying, WholeCopy
+from spare_megatron.core.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.probe import SilentProbe
@@ -38,14 +38,14 @@ def repair(number: int, donor: Member = FIRST, receiver: Member = ME) -> Repair:
 # ------------------------------------------------------------------------------------------------------ what comes next
 
 
-def fetch_all(copying: Copying) -> Iterator[tuple[int, int]]:
+def fetch_all(copying: PartitionCopies) -> Iterator[tuple[int, int]]:
     while (job := copying.next()) is not None:
         copying.install(*job, now_s=8.0)
         yield job[0].slice, job[1]
 
 
 def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
-    copying = Copying(ME, lambda number: int(number) + 2)
+    copying = PartitionCopies(ME, lambda number: int(number) + 2)
     kept = copying.assign([repair(1), repair(0, SECOND), repair(2, FIRST, SECOND)], NO_HOSTS, 5.0)
     assert kept == {2}, "hosted here"
     assert copying.donors == {FIRST, SECOND}
@@ -57,7 +57,7 @@ def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
 
 
 def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begins_anew() -> None:
-    copying = Copying(ME, lambda number: 3)
+    copying = PartitionCopies(ME, lambda number: 3)
     copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
     copying.install(repair(0), 0, 1.0)
     copying.install(repair(1), 0, 1.0)
@@ -69,7 +69,7 @@ def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begin
 
 
 def test_what_nobody_asks_for_any_more_is_let_go_and_what_became_a_host_is_kept() -> None:
-    copying = Copying(ME, lambda number: 1)
+    copying = PartitionCopies(ME, lambda number: 1)
     copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
     assert list(fetch_all(copying)) == [(0, 0), (1, 0)]
     hosts = ((FIRST, SECOND), (ME, FIRST), (ME, SECOND))
@@ -78,7 +78,7 @@ def test_what_nobody_asks_for_any_more_is_let_go_and_what_became_a_host_is_kept(
 
 
 def test_an_empty_slice_is_whole_at_once() -> None:
-    copying = Copying(ME, lambda number: 0)
+    copying = PartitionCopies(ME, lambda number: 0)
     copying.assign([repair(0)], NO_HOSTS, 0.0)
     assert copying.whole() == {0: True}
     assert copying.next() is None
@@ -93,7 +93,7 @@ def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:
     assert ownership.repairs
     made = []
     for member in members[2:]:
-        copying = Copying(member, lambda number: 2)
+        copying = PartitionCopies(member, lambda number: 2)
         copying.assign(ownership.repairs, ownership.hosts, 0.0)
         list(fetch_all(copying))
         made += [(number, member) for number, is_whole in copying.whole().items() if is_whole]

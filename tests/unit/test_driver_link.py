@@ -7,7 +7,7 @@ from multiprocessing.connection import Pipe
 
 import pytest
 
-from spare_megatron.process.reports import EndEarly, LastWordTaken, NodeEnded, RankRaised, StoreAway
+from spare_megatron.process.reports import EndEarly, LastReportAcknowledged, NodeEnded, RankRaised, StoreAway
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor import driver_link
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
@@ -83,7 +83,7 @@ def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.Mo
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("told", "is_there"), [((EndEarly(), LastWordTaken()), True), (("stop",), True), ((EndEarly(),), False)]
+    ("told", "is_there"), [((EndEarly(), LastReportAcknowledged()), True), (("stop",), True), ((EndEarly(),), False)]
 )
 def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(told: Sequence[object], is_there: bool) -> None:
     """It was taken for told as soon as it was sent, perhaps to what was about to die with the driver."""

@@ -27,11 +27,11 @@ from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, Value, WandbSink
 from spare_megatron.process.reports import (
-    CheckpointTold,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
     MetricsLost,
+    SaveReported,
     StepCommitted,
     StoreMeasured,
 )
@@ -200,7 +200,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
         GroupRejoined(member=Member(GroupId(1), 1), step=3),
         committed(3),
         committed(4),
-        CheckpointTold(record=saved),
+        SaveReported(record=saved),
         GroupRestarted(member=Member(GroupId(0), 1), step=4),
         committed(4),
     ]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED
-from spare_megatron.core.rejoin import Gathering
+from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
@@ -26,7 +26,7 @@ TICK_S = INTERVAL_S / BEATS_PER_INTERVAL
 
 def looks(*beats: tuple[str | None, str | None], ready: Sequence[int] = (4, 5)) -> list[bool]:
     """What is found of nodes 4 and 5 with these beats, a tick apart."""
-    gathering = Gathering((4, 5), INTERVAL_S)
+    gathering = PartReadiness((4, 5), INTERVAL_S)
     return [gathering.look(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
 
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.partition_copies import Copying
+from spare_megatron.core.partition_copies import PartitionCopies
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import (
     Ownership,
@@ -80,7 +80,7 @@ def test_a_host_of_a_later_attempt_of_a_step_was_a_recipient_of_every_earlier_on
 def test_a_copy_asked_for_by_a_fence_begins_with_the_step_after_also_where_its_donor_changes() -> None:
     me, one, other = (Member(GroupId(group)) for group in range(3))
     hosts = ((one, other), (one, other))
-    copying = Copying(me, lambda number: 2)
+    copying = PartitionCopies(me, lambda number: 2)
     old, new = Repair(PartitionId(0), one, me), Repair(PartitionId(1), one, me)
     copying.assign([old], hosts, 0.0, first_step=0)
     copying.assign([old, new], hosts, 1.0, first_step=8)

@@ -17,7 +17,7 @@ import pytest
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.process.node_connection import connect
-from spare_megatron.process.reports import LastWordTaken, NodeEnded, NodeMissing, RanksReady
+from spare_megatron.process.reports import LastReportAcknowledged, NodeEnded, NodeMissing, RanksReady
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.spec import TcpStoreSpec
@@ -134,7 +134,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
     """One failed command of Slurm ended the node for the rest of the run."""
     launcher = Launcher(lost_when_ready, None, None, there_to_the_end)
     ours, theirs = Pipe()
-    module._StandIn(launcher, spec, theirs).run()
+    module._RemoteSupervisor(launcher, spec, theirs).run()
     starts = [word for word in launcher.told if word != "ended"]
     assert starts == ["start 0", "start 1", "start 1", "start 1"]
     assert launcher.told[-1] == "ended"
@@ -144,7 +144,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
 
 def test_a_first_supervisor_that_cannot_be_started_is_told(spec: NodeSpec) -> None:
     with pytest.raises(ValueError, match="scontrol failed"):
-        module._StandIn(Launcher(None), spec, Pipe()[1]).run()
+        module._RemoteSupervisor(Launcher(None), spec, Pipe()[1]).run()
 
 
 def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     launcher = Launcher()
     monkeypatch.setattr(launcher, "start", start)
-    run_remote_supervisor = module._StandIn(launcher, spec, Pipe()[1])
+    run_remote_supervisor = module._RemoteSupervisor(launcher, spec, Pipe()[1])
     run_remote_supervisor._life = 1
     with pytest.raises(Tried):
         run_remote_supervisor._begin()
@@ -197,7 +197,7 @@ def test_a_supervisor_that_is_not_there_before_training_is_told_of_and_another_o
     spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, control=control))
     launcher = Launcher(first, nobody, there_to_the_end)
     ours, theirs = Pipe()
-    module._StandIn(launcher, spec, theirs).run()
+    module._RemoteSupervisor(launcher, spec, theirs).run()
     assert [word for word in launcher.told if word != "ended"] == ["start 0", "start 1", "start 1"]
     missing = NodeMissing(node=1, cause=f"node 1: its supervisor {cause}; look at logs/node-1.log, and at the machine")
     assert [ours.recv() for _ in range(3)] == [missing, READY, ENDED]
@@ -205,7 +205,7 @@ def test_a_supervisor_that_is_not_there_before_training_is_told_of_and_another_o
 
 def test_one_that_is_lost_later_is_for_the_other_nodes_to_find(spec: NodeSpec) -> None:
     ours, theirs = Pipe()
-    module._StandIn(Launcher(lost_when_ready, lost_at_once, there_to_the_end), spec, theirs).run()
+    module._RemoteSupervisor(Launcher(lost_when_ready, lost_at_once, there_to_the_end), spec, theirs).run()
     assert [ours.recv() for _ in range(3)] == [READY, READY, ENDED]
 
 
@@ -217,7 +217,7 @@ def test_a_supervisor_that_tells_a_driver_that_is_gone_is_left_to_itself(spec: N
         driver.shutdown(socket.SHUT_RD)  # nothing can be told any more, and its end is not seen
     launcher = Launcher(lost_when_ready)
     with pytest.raises(module._Over):
-        module._StandIn(launcher, spec, theirs).run()
+        module._RemoteSupervisor(launcher, spec, theirs).run()
     (step,) = launcher.steps
     step.wait(WAIT_S)
     assert not step.is_terminated
@@ -232,5 +232,5 @@ def test_a_supervisor_is_told_that_the_driver_has_its_last_word(spec: NodeSpec) 
         heard.append(driver.recv())
 
     ours, theirs = Pipe()
-    module._StandIn(Launcher(waits), spec, theirs).run()
-    assert (ours.recv(), heard) == (ENDED, [LastWordTaken()])
+    module._RemoteSupervisor(Launcher(waits), spec, theirs).run()
+    assert (ours.recv(), heard) == (ENDED, [LastReportAcknowledged()])

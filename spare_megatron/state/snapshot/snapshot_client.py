@@ -11,7 +11,7 @@ from typing import TypeVar
 from spare_megatron.process.snapshot_wire import (
     COPIED,
     CopyWanted,
-    HeldTold,
+    HeldSnapshots,
     HeldWanted,
     MemoryWanted,
     Part,
@@ -80,12 +80,12 @@ class SnapshotClient:
 
         return self._converse(converse)
 
-    def held(self, host: str) -> HeldTold:
+    def held(self, host: str) -> HeldSnapshots:
         """The intact snapshots of the position, which are served on this IP address from now on."""
 
-        def converse(connection: Connection) -> HeldTold:
+        def converse(connection: Connection) -> HeldSnapshots:
             connection.send(HeldWanted(position=self._position, host=host))
-            told: HeldTold = connection.recv()
+            told: HeldSnapshots = connection.recv()
             return told
 
         return self._converse(converse)

@@ -25,7 +25,7 @@ from spare_megatron.process.processes import Child, die_with, end_child, log_to_
 from spare_megatron.process.snapshot_wire import (
     COPIED,
     CopyWanted,
-    HeldTold,
+    HeldSnapshots,
     HeldWanted,
     MemoryWanted,
     Part,
@@ -193,7 +193,7 @@ class SnapshotServer:
         for memory in useless:
             memory.close()
 
-    def _tell(self, position: int, host: str) -> HeldTold:
+    def _tell(self, position: int, host: str) -> HeldSnapshots:
         """The position's intact snapshots, all of which are read in full."""
         with self._lock:
             held = {part: dict(kept) for part, kept in self._held.items() if part.position == position}
@@ -206,7 +206,7 @@ class SnapshotServer:
             still = {attempt for attempt, (memory, sha256) in kept.items() if memory.is_still(sha256)}
             whole[part] = [(attempt, kept[attempt][1]) for attempt in sorted(still)]
             damaged |= self._drop(part, set(kept) - still)
-        return HeldTold(
+        return HeldSnapshots(
             held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(Part(position), ())),
             slices=tuple(
                 HeldPartition(attempt, part.slice, sha256)

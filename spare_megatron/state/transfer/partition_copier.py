@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from spare_megatron.core.actions import StartRepairs
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.partition_copies import Copying, WholeCopy
+from spare_megatron.core.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.core.pieces import TokenBucket
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
@@ -58,7 +58,7 @@ class PartitionRepairs:
         self._find_server = find_server
         self._probe = probe
         self._error: Exception | None = None  # that ended the thread
-        self._copying = Copying(member, lambda number: contents[number].num_pieces)
+        self._copying = PartitionCopies(member, lambda number: contents[number].num_pieces)
         self._servers: dict[Member, Address] = {}  # of the donors
         self._bytes_per_s = bytes_per_s
         self._awaits_update = awaits_update

@@ -24,7 +24,7 @@ class RankSpec:
         page: Heartbeat page, shared with the supervisor. The process inherits it; a spec that is sent has none.
         seconds_left: Time until the run ends with the current step; None if all steps are to be trained.
         wiped_out_at_s: Monotonic time at which the supervisor learned of the wipe-out that caused this start, if any.
-        keeper: Address of the node's snapshot server; None if no snapshots are taken.
+        snapshot_server: Address of the node's snapshot server; None if no snapshots are taken.
         code: Digest of the driver's code.
     """
 
@@ -39,7 +39,7 @@ class RankSpec:
     page: HeartbeatPage | None = None
     seconds_left: float | None = None
     wiped_out_at_s: float | None = None
-    keeper: SnapshotServerAddress | None = None
+    snapshot_server: SnapshotServerAddress | None = None
     code: str = field(default_factory=code_digest)
 
     @property

@@ -110,7 +110,9 @@ class StateKeeping:
         self._trainer = trainer
         self._agreement = agreement
         self._probe = probe
-        self._keeper = None if spec.keeper is None else SnapshotClient(spec.keeper, spec.rank)
+        self._snapshot_server = (
+            None if spec.snapshot_server is None else SnapshotClient(spec.snapshot_server, spec.rank)
+        )
 
     def saves(
         self, journal: JournalWriter, report: Callable[[SaveReported], None], ended: Callable[[SaveEnd], None]
@@ -118,7 +120,7 @@ class StateKeeping:
         """Checkpoints and snapshots, with the arguments of `GroupSaves`. Collective over: all ranks of the group."""
         return GroupSaves(
             saver=self._saver() if self._spec.config.checkpoint.is_wanted else None,
-            snapshotter=None if self._keeper is None else self._snapshotter(self._keeper),
+            snapshotter=None if self._snapshot_server is None else self._snapshotter(self._snapshot_server),
             agreement=self._agreement,
             journal=journal,
             report=report,
@@ -132,7 +134,7 @@ class StateKeeping:
             rank=self._spec.rank,
             trainer=self._trainer,
             wiped_out_at_s=self._spec.wiped_out_at_s,
-            snapshots=None if self._keeper is None else self._loader(self._keeper, store),
+            snapshots=None if self._snapshot_server is None else self._loader(self._snapshot_server, store),
             probe=self._probe,
         )
 
@@ -170,22 +172,22 @@ class StateKeeping:
             probe=self._probe,
         )
 
-    def _snapshotter(self, keeper: SnapshotClient) -> Snapshotter:
+    def _snapshotter(self, snapshot_server: SnapshotClient) -> Snapshotter:
         return Snapshotter(
             member=self._spec.member,
             position=self._spec.rank,
             trainer=self._trainer,
-            keeper=keeper,
+            snapshot_server=snapshot_server,
             probe=self._probe,
         )
 
-    def _loader(self, keeper: SnapshotClient, store: ControlStore) -> SnapshotLoader:
+    def _loader(self, snapshot_server: SnapshotClient, store: ControlStore) -> SnapshotLoader:
         config = self._spec.config
         return SnapshotLoader(
             member=self._spec.member,
             position=self._spec.rank,
             trainer=self._trainer,
-            keeper=keeper,
+            snapshot_server=snapshot_server,
             agreement=self._agreement,
             store=store,
             groups=[GroupId(group) for group in range(config.layout.num_groups)],

@@ -8,7 +8,7 @@ import numpy as np
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, Owners, Work, work_of
-from spare_megatron.stacking.reorder import initial_owners, lend, patch_work, reorder_microbatches
+from spare_megatron.stacking.reorder import assign_to_least_loaded, initial_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import StackOrder, reorder_stacks
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
 
@@ -57,7 +57,7 @@ class SingleMicrobatches:
         owners = reorder_microbatches(self._placement, alive, self._owners, left_out=lost).owners
         if lost:
             items = [Microbatch(shard, k) for shard in lost for k in range(owners.shape[1])]
-            owners = lend(owners, items, alive)
+            owners = assign_to_least_loaded(owners, items, alive)
         return SingleMicrobatches(self._placement, owners, last_resort=self._last_resort)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
@@ -66,7 +66,7 @@ class SingleMicrobatches:
         work = work_of(patch_work(self._placement, alive, hosted), self._owners.shape)
         if len(hosted) == len(orphans):
             return work
-        return Work(lend(work.owners, [item for item in orphans if item.shard in lost], alive))
+        return Work(assign_to_least_loaded(work.owners, [item for item in orphans if item.shard in lost], alive))
 
     def _without_host(self, alive: frozenset[GroupId]) -> tuple[ShardId, ...]:
         """Shards that need a host of last resort; none if there is no last resort or no group is left."""

@@ -115,7 +115,7 @@ def patch_work(
     return {group: tuple(work[group]) for group in sorted(work)}
 
 
-def lend(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId]) -> Owners:
+def assign_to_least_loaded(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId]) -> Owners:
     """Owners with some microbatches assigned to the least loaded surviving groups (at least one), hosts or not.
 
     For data that every group can read. It is read anew for each step, so previous owners get no preference. Ties go to

@@ -17,12 +17,12 @@ class NodeFaults:
     def __init__(
         self,
         ranks: RankProcesses,
-        agenda: Timers,
+        timers: Timers,
         network: NodeNetwork | None,
         pass_on: Callable[[FaultWanted], None],
     ) -> None:
         self._ranks = ranks
-        self._timers = agenda
+        self._timers = timers
         self._network = network
         self._pass_on = pass_on
 

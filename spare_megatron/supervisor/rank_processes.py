@@ -181,7 +181,7 @@ class RankProcesses:
     """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation.
 
     Attributes:
-        keeper: Server of the node's snapshots; None if none are taken.
+        snapshot_server: Server of the node's snapshots; None if none are taken.
         pipes: Pipe of reports -> rank that writes it.
         sentinels: Sentinel that becomes ready when a process ends -> its rank.
         exits: Exit code of each rank's last process.
@@ -199,7 +199,7 @@ class RankProcesses:
         self._processes: dict[RankKey, RankProcess] = {}
         self._faults = set(spec.faults)  # those that have not struck yet
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
-        self.keeper = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
+        self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._is_end_asked = False
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
@@ -208,7 +208,7 @@ class RankProcesses:
 
     def start_all(self) -> None:
         """Starts the snapshot server and, for the first time, every rank of the node."""
-        self.look_at_keeper()
+        self.ensure_snapshot_server()
         for key in self._keys:
             self._start(key, self._spares.new())
 
@@ -250,7 +250,7 @@ class RankProcesses:
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
             wiped_out_at_s=wiped_out_at_s,
-            keeper=None if self.keeper is None else self.keeper.address,
+            snapshot_server=None if self.snapshot_server is None else self.snapshot_server.address,
             code=self._spec.code,
         )
         process.become(spec)
@@ -342,10 +342,10 @@ class RankProcesses:
             if key in self._processes and (process := self._processes[key].child.process).is_alive():
                 process.kill()
 
-    def look_at_keeper(self) -> None:
+    def ensure_snapshot_server(self) -> None:
         """Starts the snapshot server, if snapshots are taken and it is not alive."""
-        if self.keeper is not None:
-            self.keeper.look()
+        if self.snapshot_server is not None:
+            self.snapshot_server.look()
 
     def end(self) -> None:
         """Kills and reaps all processes. Suspends the ranks first, so that none sees a peer end and reports it."""
@@ -353,8 +353,8 @@ class RankProcesses:
         for child in children:
             if child.process.is_alive():
                 os.kill(child.pid, signal.SIGSTOP)
-        if self.keeper is not None:
-            self.keeper.end()
+        if self.snapshot_server is not None:
+            self.snapshot_server.end()
         self._spares.end()
         _end_all(children)
 

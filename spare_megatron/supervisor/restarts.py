@@ -33,14 +33,14 @@ class GroupRestarts:
         most_restarts: int,
         interval_s: float,
         whole_groups: frozenset[GroupId],
-        agenda: Timers,
+        timers: Timers,
         wait_for_parts: Callable[[GroupId], None],
         start: Callable[[GroupId, bool], None],
     ) -> None:
         self._most_restarts = most_restarts
         self._interval_s = interval_s
         self._whole_groups = whole_groups
-        self._timers = agenda
+        self._timers = timers
         self._wait_for_parts = wait_for_parts
         self._start = start
         self._up_since_s: dict[GroupId, float] = {}

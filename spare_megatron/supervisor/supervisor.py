@@ -89,7 +89,7 @@ class Supervisor:
             most_restarts=spec.config.spare.rejoins,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
-            agenda=self._timers,
+            timers=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
             start=self._start_again,
         )
@@ -265,7 +265,7 @@ class Supervisor:
     def _look(self) -> None:
         """Polls heartbeats, the snapshot server and the store, then reschedules itself."""
         self._timers.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
-        self._ranks.look_at_keeper()
+        self._ranks.ensure_snapshot_server()
         now_s = time.monotonic()
         if now_s - self._looked_at_s > self._interval_s:
             self._link.forgive()  # this process was suspended, and the link's thread with it

@@ -65,13 +65,13 @@ def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[
     """
     trainers, hosts = groups.build_groups(config), groups.first_hosts(config)
     train(trainers, config, range(before - 1))
-    keeper = KeptHere()
-    records = take_late(keeper, trainers, config, before - 1)
+    snapshot_server = KeptHere()
+    records = take_late(snapshot_server, trainers, config, before - 1)
     later = range(before, before + after)
     answers = [train(trainers, config, later)]
     again = [GroupTrainer(config, CPU) for _ in trainers]
     for group, trainer in enumerate(again):
-        loader = loader_of(keeper, trainer, GroupId(group))
+        loader = loader_of(snapshot_server, trainer, GroupId(group))
         loader.held()
         loader.load(ATTEMPT, [PartitionId(shard) for shard in hosts.stack(GroupId(group))], (), 0)
     answers.append(train(again, config, later))
@@ -97,7 +97,9 @@ def owners(config: RunConfig) -> list[GroupId]:
     return [row[-1] for row in groups.first_hosts(config).hosts]
 
 
-def take_late(keeper: KeptHere, trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> list[SnapshotRecord]:
+def take_late(
+    snapshot_server: KeptHere, trainers: Sequence[GroupTrainer], config: RunConfig, step: int
+) -> list[SnapshotRecord]:
     """A step after which a snapshot is taken, of which groups hear before they have all parameters.
 
     The first group keeps all but slices; each slice is kept by its owner.
@@ -108,7 +110,7 @@ def take_late(keeper: KeptHere, trainers: Sequence[GroupTrainer], config: RunCon
             member=Member(GroupId(group)),
             position=0,
             trainer=trainer,
-            keeper=cast(SnapshotClient, keeper),
+            snapshot_server=cast(SnapshotClient, snapshot_server),
             probe=PROBE,
         )
         for group, trainer in enumerate(trainers)
@@ -124,7 +126,7 @@ def take_late(keeper: KeptHere, trainers: Sequence[GroupTrainer], config: RunCon
     for snapshotter in snapshotters:
         snapshotter.take(action, has_params=False)
         snapshotter.await_copy(step + 1)
-    assert keeper.kept == {}
+    assert snapshot_server.kept == {}
     groups.gather(trainers, owners(config))
     for snapshotter in snapshotters:
         snapshotter.go_on()
@@ -132,12 +134,12 @@ def take_late(keeper: KeptHere, trainers: Sequence[GroupTrainer], config: RunCon
     return [record for snapshotter in snapshotters for record in snapshotter.take_finished()]
 
 
-def loader_of(keeper: KeptHere, trainer: GroupTrainer, group: GroupId) -> SnapshotLoader:
+def loader_of(snapshot_server: KeptHere, trainer: GroupTrainer, group: GroupId) -> SnapshotLoader:
     return SnapshotLoader(
         member=Member(group, 1),
         position=0,
         trainer=trainer,
-        keeper=cast(SnapshotClient, keeper),
+        snapshot_server=cast(SnapshotClient, snapshot_server),
         agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda told: [told])),
         store=cast(ControlStore, SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)),
         groups=[],

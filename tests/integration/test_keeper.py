@@ -47,30 +47,30 @@ class Node:
 @contextmanager
 def running_keeper(run_dir: Path) -> Iterator[NodeSnapshotServer]:
     """A keeper that answers."""
-    keeper = NodeSnapshotServer(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
+    snapshot_server = NodeSnapshotServer(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
     try:
-        await_keeper(keeper)
-        yield keeper
+        await_keeper(snapshot_server)
+        yield snapshot_server
     finally:
-        keeper.end()
+        snapshot_server.end()
     assert multiprocessing.active_children() == []
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[NodeSnapshotServer]:
-    with running_keeper(tmp_path) as keeper:
-        yield keeper
+def snapshot_server(tmp_path: Path) -> Iterator[NodeSnapshotServer]:
+    with running_keeper(tmp_path) as snapshot_server:
+        yield snapshot_server
 
 
-def await_keeper(keeper: NodeSnapshotServer) -> None:
+def await_keeper(snapshot_server: NodeSnapshotServer) -> None:
     """Its first life, or the next, has come up. Looked after again and again, as by a supervisor: threads of the last
     one may not have ended yet.
     """
     end_s = time.monotonic() + START_S
     while True:
-        keeper.look()
+        snapshot_server.look()
         try:
-            SnapshotClient(keeper.address, 99).pass_over(1, 0)
+            SnapshotClient(snapshot_server.address, 99).pass_over(1, 0)
             return
         except SnapshotServerGone:
             assert time.monotonic() < end_s
@@ -114,9 +114,9 @@ def num_kept() -> int:
     return len({file.stat().st_ino for file in memory_files(keeper_pid())})
 
 
-def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeSnapshotServer) -> None:
+def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(snapshot_server: NodeSnapshotServer) -> None:
     """Two lots of memory do for any number of snapshots."""
-    client = SnapshotClient(keeper.address, 3)
+    client = SnapshotClient(snapshot_server.address, 3)
     contents = {attempt: os.urandom(5000) for attempt in range(1, 7)}
     for attempt, content in contents.items():
         assert copy(client, attempt, attempt - 1, content) == sha256(content)
@@ -127,13 +127,13 @@ def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeSn
     assert client.memory(5, None)[:] == contents[5]
     with pytest.raises(SnapshotServerGone, match="does not hold attempt 4 of rank 3"):
         client.memory(4, None)
-    assert SnapshotClient(keeper.address, 2).held(HOST).held == ()
+    assert SnapshotClient(snapshot_server.address, 2).held(HOST).held == ()
     with pytest.raises(NotOffered):
         fetched(client, 3, 4, 5000)
 
 
-def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeSnapshotServer) -> None:
-    client = SnapshotClient(keeper.address, 0)
+def test_a_position_that_others_keep_from_now_on_takes_no_memory(snapshot_server: NodeSnapshotServer) -> None:
+    client = SnapshotClient(snapshot_server.address, 0)
     for attempt in (1, 2):
         copy(client, attempt, attempt - 1, bytes(9000))
     client.pass_over(2, 1)  # of a group beside this one, and late
@@ -146,10 +146,10 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeSna
     assert num_kept() == 0
 
 
-def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: NodeSnapshotServer) -> None:
+def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(snapshot_server: NodeSnapshotServer) -> None:
     """Two groups on the node: the first keeps slice 0 and all but slices, the second slice 1 and, later, slice 0."""
     zero, one = PartitionId(0), PartitionId(1)
-    groups = [SnapshotClient(keeper.address, 2) for _ in range(2)]
+    groups = [SnapshotClient(snapshot_server.address, 2) for _ in range(2)]
     kept: list[dict[PartitionId | None, bytes]] = [
         {zero: os.urandom(700), None: os.urandom(900)},
         {one: os.urandom(300)},
@@ -167,7 +167,7 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: No
         HeldPartition(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
     }
     assert groups[1].memory(3, zero)[:] == kept[0][zero]
-    assert SnapshotClient(keeper.address, 1).held(HOST).slices == ()
+    assert SnapshotClient(snapshot_server.address, 1).held(HOST).slices == ()
     assert num_kept() == 3 * 2
     for attempt in (4, 5, 6):
         groups[0].pass_over(attempt, attempt - 1)
@@ -176,8 +176,8 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: No
     assert num_kept() == 2
 
 
-def test_snapshots_may_change_their_size(keeper: NodeSnapshotServer) -> None:
-    client = SnapshotClient(keeper.address, 0)
+def test_snapshots_may_change_their_size(snapshot_server: NodeSnapshotServer) -> None:
+    client = SnapshotClient(snapshot_server.address, 0)
     for attempt, num_bytes in enumerate((10, 5000, 20)):
         content = os.urandom(num_bytes)
         assert copy(client, attempt, attempt - 1, content) == sha256(content)
@@ -196,11 +196,11 @@ def dying_rank(address: SnapshotServerAddress, report: Connection) -> None:
         signal.pause()
 
 
-def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(keeper: NodeSnapshotServer) -> None:
-    client, content = SnapshotClient(keeper.address, 0), os.urandom(4000)
+def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(snapshot_server: NodeSnapshotServer) -> None:
+    client, content = SnapshotClient(snapshot_server.address, 0), os.urandom(4000)
     copy(client, 1, -1, content)
     ours, theirs = multiprocessing.Pipe()
-    rank = multiprocessing.get_context("fork").Process(target=dying_rank, args=(keeper.address, theirs))
+    rank = multiprocessing.get_context("fork").Process(target=dying_rank, args=(snapshot_server.address, theirs))
     rank.start()
     assert ours.poll(START_S)
     assert ours.recv() == "half"
@@ -213,8 +213,10 @@ def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(keeper
     assert [one.attempt for one in client.held(HOST).held] == [1, 3]
 
 
-def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(keeper: NodeSnapshotServer) -> None:
-    client, content = SnapshotClient(keeper.address, 0), os.urandom(4000)
+def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(
+    snapshot_server: NodeSnapshotServer,
+) -> None:
+    client, content = SnapshotClient(snapshot_server.address, 0), os.urandom(4000)
     copy(client, 1, -1, content)
     pid = keeper_pid()
 
@@ -227,7 +229,7 @@ def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(k
         time.sleep(0.01)
     with pytest.raises(SnapshotServerGone):
         client.held(HOST)
-    await_keeper(keeper)
+    await_keeper(snapshot_server)
     assert keeper_pid() != pid
     assert client.held(HOST).held == ()
     assert copy(client, 3, 1, content) == sha256(content)
@@ -239,9 +241,9 @@ def flip_bit(kept: list[mmap.mmap], content: bytes, memories: Sequence[mmap.mmap
     kept.append(memory)
 
 
-def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(keeper: NodeSnapshotServer) -> None:
+def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(snapshot_server: NodeSnapshotServer) -> None:
     """The rank's mapping is the keeper's memory."""
-    client, content = SnapshotClient(keeper.address, 0), os.urandom(4000)
+    client, content = SnapshotClient(snapshot_server.address, 0), os.urandom(4000)
     kept: list[mmap.mmap] = []
     for attempt in (1, 2):
         client.copy(attempt, attempt - 1, {None: 4000}, partial(flip_bit, kept, content))
@@ -256,8 +258,8 @@ def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(keeper: Nod
 def test_more_memory_than_there_is_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper is forked, and believes in what this process does."""
     monkeypatch.setattr(keeper_module, "available_bytes", lambda: 4000)
-    with running_keeper(tmp_path) as keeper:
-        client = SnapshotClient(keeper.address, 0)
+    with running_keeper(tmp_path) as snapshot_server:
+        client = SnapshotClient(snapshot_server.address, 0)
         with pytest.raises(SnapshotServerGone, match=r"no 5000 bytes.*75% of the 4000"):
             copy(client, 1, -1, bytes(5000))
         copy(client, 2, -1, bytes(3000))
@@ -267,8 +269,8 @@ def test_what_is_left_of_the_machine_s_memory_is_known() -> None:
     assert 0 < keeper_module.available_bytes() < psutil.virtual_memory().total
 
 
-def test_strangers_are_not_answered(keeper: NodeSnapshotServer) -> None:
-    stranger = SnapshotClient(SnapshotServerAddress(name=keeper.address.name, key=b"guessed"), 0)
+def test_strangers_are_not_answered(snapshot_server: NodeSnapshotServer) -> None:
+    stranger = SnapshotClient(SnapshotServerAddress(name=snapshot_server.address.name, key=b"guessed"), 0)
     with pytest.raises(SnapshotServerGone):
         stranger.held(HOST)
-    await_keeper(keeper)
+    await_keeper(snapshot_server)

@@ -46,7 +46,7 @@ def wiped_out_config(corpus: Path, layout: LayoutConfig) -> RunConfig:
     )
 
 
-def keeper() -> psutil.Process:
+def snapshot_server() -> psutil.Process:
     """That of this rank's node, by its log."""
     found = []
     for process in psutil.Process(os.getppid()).children():
@@ -60,7 +60,7 @@ def keeper() -> psutil.Process:
 def without_keeper(spec: RankSpec, reports: Connection) -> None:
     """A rank; when that of group 0 starts again, its node's keeper is killed."""
     if spec.member == Member(GroupId(0), 1):
-        process = keeper()
+        process = snapshot_server()
         process.kill()
         process.wait(30.0)  # until the supervisor has reaped it
     rank_main(spec, reports)
@@ -69,7 +69,7 @@ def without_keeper(spec: RankSpec, reports: Connection) -> None:
 def with_damage(spec: RankSpec, reports: Connection) -> None:
     """A rank; when it starts again, other bytes stand at the end of everything that its node's keeper has."""
     if spec.incarnation == 1:
-        for file in memory_files(keeper().pid):
+        for file in memory_files(snapshot_server().pid):
             # The keeper may have found it out already, for another group, and given it up.
             with contextlib.suppress(FileNotFoundError), file.open("r+b") as memory:
                 memory.seek(-8, os.SEEK_END)

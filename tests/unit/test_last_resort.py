@@ -9,7 +9,7 @@ from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.order import initial_order
 from spare_megatron.stacking.placement import WipeOut, make_placement
 from spare_megatron.stacking.plans import NOBODY, Microbatch
-from spare_megatron.stacking.reorder import least_load, lend
+from spare_megatron.stacking.reorder import assign_to_least_loaded, least_load
 
 
 def groups(*ids: int) -> frozenset[GroupId]:
@@ -18,11 +18,15 @@ def groups(*ids: int) -> frozenset[GroupId]:
 
 def test_lent_microbatches_level_the_loads_and_ties_go_to_the_lowest_group() -> None:
     owners = np.array([[0, 0], [1, 1], [2, 2]], dtype=np.int32)
-    changed = lend(owners, [Microbatch(ShardId(1), k) for k in (1, 0)], groups(0, 2))
+    changed = assign_to_least_loaded(owners, [Microbatch(ShardId(1), k) for k in (1, 0)], groups(0, 2))
     assert changed.tolist() == [[0, 0], [0, 2], [2, 2]]
     assert owners[1].tolist() == [1, 1]
     nothing = np.full((3, 2), NOBODY, dtype=np.int32)
-    assert lend(nothing, [Microbatch(ShardId(2), 1)], groups(1, 2)).tolist() == [[-1, -1], [-1, -1], [-1, 1]]
+    assert assign_to_least_loaded(nothing, [Microbatch(ShardId(2), 1)], groups(1, 2)).tolist() == [
+        [-1, -1],
+        [-1, -1],
+        [-1, 1],
+    ]
 
 
 def test_a_shard_without_a_host_is_planned_and_patched_by_any_survivors() -> None:

@@ -229,13 +229,13 @@ class Node:
         self.world, self.number, self.life = world, number, life
         self.incarnation, self.runs, self.is_up, self.beats = 0, life == 0, False, 0
         self.events: list[PartsThere | PartLost] = []
-        self.agenda = Timers()
+        self.timers = Timers()
         self.parts = GroupRendezvous(world.layout, number, life, INTERVAL_S, self.events.append)
         self.restarts = GroupRestarts(
             most_restarts=1_000_000,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(),
-            agenda=self.agenda,
+            timers=self.timers,
             wait_for_parts=self.wait,
             start=self.start,
         )
@@ -250,7 +250,7 @@ class Node:
         return Member(GROUP, self.incarnation)
 
     def tick(self) -> None:
-        self.agenda.run_due()
+        self.timers.run_due()
         self.beats += 1
         self.world.store.put(f"beat/{self.number}", str(self.beats))
         self.parts.look(self.world.store)  # type: ignore[arg-type]

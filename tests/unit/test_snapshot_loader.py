@@ -83,7 +83,7 @@ def loader(
         member=Member(GroupId(0), 1),
         position=0,
         trainer=cast(GroupTrainer, SimpleNamespace(incoming_state=lambda description: incoming, stacked=None)),
-        keeper=cast(SnapshotClient, None),
+        snapshot_server=cast(SnapshotClient, None),
         agreement=cast(
             GroupAgreement,
             SimpleNamespace(

@@ -39,23 +39,23 @@ class Lives:
 
     def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> None:
         self.now_s = 0.0
-        self.agenda = Timers()
+        self.timers = Timers()
         self.started: list[tuple[int, float, bool]] = []
         self.waiting: list[tuple[int, float]] = []
         self.restarts = GroupRestarts(
             most_restarts=most_restarts,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(map(GroupId, whole)),
-            agenda=self.agenda,
+            timers=self.timers,
             wait_for_parts=lambda group: self.waiting.append((group, self.now_s)),
             start=lambda group, takes_spares: self.started.append((group, self.now_s, takes_spares)),
         )
 
     def wait(self) -> None:
         """Until nothing is left to be done."""
-        while (pause_s := self.agenda.pause_s()) is not None:
+        while (pause_s := self.timers.pause_s()) is not None:
             self.now_s += pause_s
-            self.agenda.run_due()
+            self.timers.run_due()
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class SnapshotLoader:
     """Finds and loads the snapshots of this rank position in the memory of nodes.
 
     Args:
-        keeper: Connects to the snapshot server of the rank's node.
+        snapshot_server: Connects to the snapshot server of the rank's node.
         store: The control store, which has the addresses of snapshot servers.
         timeout_s: Longest wait for the node's server, and for any other server to answer.
     """
@@ -66,7 +66,7 @@ class SnapshotLoader:
         member: Member,
         position: int,
         trainer: GroupTrainer,
-        keeper: SnapshotClient,
+        snapshot_server: SnapshotClient,
         agreement: GroupAgreement,
         store: ControlStore,
         groups: Sequence[GroupId],
@@ -76,7 +76,7 @@ class SnapshotLoader:
         self._member = member
         self._position = position
         self._trainer = trainer
-        self._keeper = keeper
+        self._snapshot_server = snapshot_server
         self._agreement = agreement
         self._store = store
         self._groups = groups
@@ -98,9 +98,9 @@ class SnapshotLoader:
         rejected: tuple[str, ...] = ()
         asking = ThreadPoolExecutor(max_workers=1)
         try:
-            told = asking.submit(self._keeper.held, self._store.local_host()).result(self._timeout_s)
+            told = asking.submit(self._snapshot_server.held, self._store.local_host()).result(self._timeout_s)
         except (SnapshotServerGone, TimeoutError) as error:
-            rejected = (f"rank {self._position}: {error or 'the keeper of its node does not answer'}",)
+            rejected = (f"rank {self._position}: {error or 'the snapshot_server of its node does not answer'}",)
         else:
             held, slices = told.held, told.slices
             rejected = tuple(
@@ -110,7 +110,7 @@ class SnapshotLoader:
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
             self._own |= {_Copy(one.attempt, one.slice): one.sha256 for one in slices}
             copies = [[*copy, sha256] for copy, sha256 in self._own.items()]
-            self._store.put(_keeper_key(self._member, self._position), json.dumps([told.server, copies]))
+            self._store.put(_server_key(self._member, self._position), json.dumps([told.server, copies]))
         finally:
             asking.shutdown(wait=False)
         gathered = self._agreement.gathered((held, slices, rejected))
@@ -162,7 +162,7 @@ class SnapshotLoader:
         if copy not in self._own:
             return "nobody has it"
         try:
-            self._read(_pieces_of(self._keeper.memory(*copy)), self._own[copy], begin)
+            self._read(_pieces_of(self._snapshot_server.memory(*copy)), self._own[copy], begin)
         except (SnapshotServerGone, ForeignState, _Unusable) as error:
             return str(error)
         return ""
@@ -225,7 +225,7 @@ class SnapshotLoader:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}
         for holder in in_order_to_ask(holders, members, self._member.group):
-            server, copies = json.loads(self._store.wait(_keeper_key(holder, self._position), self._timeout_s))
+            server, copies = json.loads(self._store.wait(_server_key(holder, self._position), self._timeout_s))
             for attempt, number, sha256 in copies:
                 if (attempt, number) == copy:
                     found[server] = _Holder(holder, sha256)
@@ -261,6 +261,6 @@ def _pieces_of(memory: mmap.mmap) -> Callable[[Piece], memoryview]:
     return lambda piece: memoryview(bytearray(memory[piece.start : piece.stop]))
 
 
-def _keeper_key(member: Member, rank: int) -> str:
+def _server_key(member: Member, rank: int) -> str:
     """Store key of the address of a rank's snapshot server and of the copies it has of that rank's state."""
     return f"keeper/{member.group}/{member.incarnation}/{rank}"

@@ -37,15 +37,15 @@ class _Copy:
 
 
 class Snapshotter:
-    """Copies this rank's state when its group is to keep it. `keeper` connects to the node's snapshot server."""
+    """Copies this rank's state when its group is to keep it. `snapshot_server` is the connection to the node's."""
 
     def __init__(
-        self, *, member: Member, position: int, trainer: GroupTrainer, keeper: SnapshotClient, probe: RankProbe
+        self, *, member: Member, position: int, trainer: GroupTrainer, snapshot_server: SnapshotClient, probe: RankProbe
     ) -> None:
         self._member = member
         self._position = position
         self._trainer = trainer
-        self._keeper = keeper
+        self._snapshot_server = snapshot_server
         self._probe = probe
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._asking: Future[None] | None = None
@@ -140,7 +140,7 @@ class Snapshotter:
         action = copy.action
         num_bytes = {number: part.num_bytes for number, part in copy.parts.items()}
         try:
-            self._keeper.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
+            self._snapshot_server.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
             copy.failure = ""
         except (SnapshotServerGone, _GivenUp) as error:
             copy.failure = str(error)
@@ -158,7 +158,7 @@ class Snapshotter:
 
     def _pass_over(self, action: TakeSnapshot) -> None:
         with contextlib.suppress(SnapshotServerGone):  # with all that it kept
-            self._keeper.pass_over(action.attempt, action.previous)
+            self._snapshot_server.pass_over(action.attempt, action.previous)
 
 
 class _GivenUp(Exception):

@@ -1,22 +1,14 @@
-"""`spare config`: what a configuration says, where each value comes from, and what it comes to."""
+"""`spare config`: what a configuration says, where each value comes from, and the sizes that follow."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import load_without_problems, refusal
-from spare_megatron.config.implications import Implications
-from spare_megatron.config.loader import LoadedConfig
-from spare_megatron.config.resolved import settings
-from spare_megatron.journal.quantities import format_bytes, format_count, format_large
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -39,6 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command("show")
 def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and what the numbers come to: ranks, parameters, batch, memory."""
+    from spare_megatron.cli.config_table import print_implications, print_settings
     from spare_megatron.config.implications import implications
     from spare_megatron.config.resolved import settings
 
@@ -127,48 +120,3 @@ def fitting_machine(config: "RunConfig") -> "Machine":
 
     num_ranks = config.parallel.num_ranks
     return Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True, can_isolate=True)
-
-
-def print_settings(loaded: LoadedConfig) -> None:
-    """Every setting, its value, and the file or argument that set it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("from", overflow="fold")
-    for key, value in settings(loaded.config):
-        table.add_row(key, _text(value), loaded.provenance.get(key, ""))
-    RunConsole().print(table)
-
-
-def print_implications(facts: Implications, endured_losses: float) -> None:
-    """What the numbers come to."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    for row in _rows(facts, endured_losses):
-        table.add_row(*row)
-    RunConsole().print(table)
-
-
-def _rows(facts: Implications, endured_losses: float) -> Iterator[tuple[str, str]]:
-    memory = facts.memory
-    yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group"
-    yield "parameters", format_large(facts.num_parameters)
-    batch = f"{facts.microbatches_per_step} microbatches, {facts.sequences_per_step} sequences"
-    yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
-    yield "tokens of the run", format_large(facts.tokens)
-    yield "losses endured", f"{format_count(endured_losses)} on average, if no group came back"
-    yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, and what libraries take"
-    for name, size in (
-        ("parameters", memory.weights_bytes),
-        ("gradients", memory.gradients_bytes),
-        ("reduction", memory.reduction_bytes),
-        ("optimizer", memory.optimizer_bytes),
-        ("activations, at most about", memory.activations_bytes),
-    ):
-        yield f"  {name}", format_bytes(size)
-    yield "a checkpoint", format_bytes(facts.checkpoint_bytes)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "absent"
-    return str(value).lower() if isinstance(value, bool) else str(value)

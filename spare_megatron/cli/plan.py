@@ -10,7 +10,7 @@ import typer
 
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_plot_file
-from spare_megatron.cli.plan_output import Answer, as_figures
+from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.plan_question import (
     ASSUMED_MICROBATCHES,
     ASSUMED_SLICE_COPY,
@@ -155,13 +155,13 @@ def _show(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(as_figures(answer)))
         return
-    from spare_megatron.cli.plan_output import print_answer
+    from spare_megatron.cli.plan_table import print_answer
 
     print_answer(answer)
 
 
 def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
-    from spare_megatron.cli.plan_output import write_plot
+    from spare_megatron.cli.plan_plot import write_plot
 
     write_plot(plot, answer.facts, answer.plan, answer.alternatives)
     if not as_json:

@@ -311,7 +311,7 @@ def _write_journal(request: Request, scenario: "Scenario", num_steps: float) -> 
 
 
 def _draw(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> None:
-    from spare_megatron.cli.simulate_output import write_plot
+    from spare_megatron.cli.simulate_plot import write_plot
     from spare_megatron.simulator.engine import timeline_of
     from spare_megatron.simulator.world import Stalled
 
@@ -332,7 +332,7 @@ def _show(request: Request, figures: "Sequence[Figures]", measured: "Measured | 
     if request.as_json:
         typer.echo(json.dumps(as_json_figures(figures, measured)))
         return
-    from spare_megatron.cli.simulate_output import print_figures
+    from spare_megatron.cli.simulate_table import print_figures
 
     console = RunConsole()
     if measured is not None:

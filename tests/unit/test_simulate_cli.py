@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
-from spare_megatron.cli.simulate_output import percent_with_bounds
+from spare_megatron.cli.simulate_table import percent_with_bounds
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord

@@ -1,116 +1,26 @@
-"""Output of `spare simulate`: tables and the plot."""
+"""The curves of `spare simulate --plot`. Lines are simulated; the paper's results are points without a line."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+
+mpl.use("agg")
+
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from spare_megatron.cli.plan_output import INK, POLICY_STYLES
+from spare_megatron.cli.plan_plot import INK, POLICY_STYLES
 from spare_megatron.journal.output import whole_file
-from spare_megatron.journal.quantities import format_count, format_duration
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.engine import Moment
-from spare_megatron.simulator.failures import UNNAMED
 from spare_megatron.simulator.presets import published
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.sweep import Estimate, Figures, variant_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-_SMALLEST_TERM = 5e-4
-"""Smaller terms of the ratio round to zero and are left out."""
-
-
-def print_figures(listed: Sequence[Figures], console: Console) -> None:
-    """Prints one scenario in full, or one line for each of several and the best in full."""
-    best = min(listed, key=lambda figures: figures.time_to_train_ratio.mean)
-    if len(listed) > 1:
-        console.print(_comparison(listed, best))
-    console.print(_two_columns(_title(best, is_best=len(listed) > 1), _rows(best)))
-    console.print(_two_columns("what keeps it from 1", _term_rows(best)))
-    if best.losses_by_cause.keys() - {UNNAMED}:
-        console.print(_two_columns("losses by cause", _cause_rows(best)))
-
-
-def _title(figures: Figures, *, is_best: bool) -> str:
-    return f"{'best: ' if is_best else ''}{figures.name}, {variant_name(figures.policy, figures.granularity)}"
-
-
-def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    yield "groups, hosts per shard", f"{figures.num_groups}, {figures.redundancy}"
-    yield "seeds", str(figures.seeds)
-    yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 3)} x failure-free"
-    yield "availability", f"{percent_with_bounds(figures.availability, 2)} %"
-    yield "restarts", format_count(figures.restarts)
-    if figures.state_wipe_outs:
-        yield "of them for lost optimizer state", format_count(figures.state_wipe_outs)
-    yield "losses", format_count(figures.losses)
-    for point in published(figures.name):
-        if point.policy == figures.policy:
-            said = f"{point.time_to_train_ratio} x, {point.availability:.2%} at r = {point.redundancy}"
-            yield f"the paper's {point.policy}", f"{said}, at its settings"
-    yield "simulated in", f"{format_duration(figures.wall_s)}, {format_duration(figures.decision_s)} of it deciding"
-
-
-def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    """The terms that add up to the ratio, the largest first."""
-    yield "without losses and saves", " 1.000"
-    for name, share in sorted(figures.terms.items(), key=lambda item: -item[1]):
-        if abs(share) >= _SMALLEST_TERM:
-            yield name.replace("_", " "), f"{share:+.3f}"
-
-
-def _cause_rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    for name, count in sorted(figures.losses_by_cause.items(), key=lambda item: -item[1]):
-        yield name.replace("_", " "), f"{count:.1f} ({count / figures.losses:.1%})"
-
-
-def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
-    table = Table(title="simulated", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name in ("policy", "hosts", "time to train", "availability %", "restarts", "losses"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for figures in listed:
-        table.add_row(
-            variant_name(figures.policy, figures.granularity),
-            str(figures.redundancy),
-            _with_interval(figures.time_to_train_ratio, 2),
-            percent_with_bounds(figures.availability, 1),
-            format_count(figures.restarts),
-            format_count(figures.losses),
-            style="bold" if figures is best else "",
-        )
-    return table
-
-
-def _with_interval(found: Estimate, digits: int) -> str:
-    text = f"{found.mean:.{digits}f}"
-    return text if found.ci95 is None else f"{text} +- {found.ci95:.{digits}f}"
-
-
-def percent_with_bounds(found: Estimate, digits: int) -> str:
-    """A share in percent with the bounds of its interval, which is asymmetric for few, widely differing seeds."""
-    text = f"{100 * found.mean:.{digits}f}"
-    if found.ci95 is None:
-        return text
-    low, high = found.share_interval()
-    return f"{text} ({100 * low:.{digits}f} to {100 * high:.{digits}f})"
-
-
-def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-mpl.use("agg")
 
 
 STYLES = {

@@ -1,0 +1,61 @@
+"""The tables of `spare config show`."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.config.implications import Implications
+from spare_megatron.config.loader import LoadedConfig
+from spare_megatron.config.resolved import settings
+from spare_megatron.journal.quantities import format_bytes, format_count, format_large
+
+if TYPE_CHECKING:
+    pass
+
+
+def print_settings(loaded: LoadedConfig) -> None:
+    """Every setting, its value, and the file or argument that set it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", overflow="fold")
+    for key, value in settings(loaded.config):
+        table.add_row(key, _text(value), loaded.provenance.get(key, ""))
+    RunConsole().print(table)
+
+
+def print_implications(facts: Implications, endured_losses: float) -> None:
+    """What the numbers come to."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    for row in _rows(facts, endured_losses):
+        table.add_row(*row)
+    RunConsole().print(table)
+
+
+def _rows(facts: Implications, endured_losses: float) -> Iterator[tuple[str, str]]:
+    memory = facts.memory
+    yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group"
+    yield "parameters", format_large(facts.num_parameters)
+    batch = f"{facts.microbatches_per_step} microbatches, {facts.sequences_per_step} sequences"
+    yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
+    yield "tokens of the run", format_large(facts.tokens)
+    yield "losses endured", f"{format_count(endured_losses)} on average, if no group came back"
+    yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, and what libraries take"
+    for name, size in (
+        ("parameters", memory.weights_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("reduction", memory.reduction_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations, at most about", memory.activations_bytes),
+    ):
+        yield f"  {name}", format_bytes(size)
+    yield "a checkpoint", format_bytes(facts.checkpoint_bytes)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "absent"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,121 @@
+"""The tables of `spare plan`."""
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.table import Table
+
+from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.plan_answer import Answer, read_s
+from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
+from spare_megatron.planner.plan import closed_form_redundancy
+
+_DESCRIPTIONS = {
+    "stack": "whole shards",
+    "microbatch": "single microbatches",
+    "rejoin": "microbatches, groups come back",
+}
+
+_LONG_CADENCE_S = 86400.0
+
+
+def print_answer(answer: Answer) -> None:
+    console = RunConsole()
+    console.print(_two_columns("plan", _plan_rows(answer)))
+    console.print(_two_columns("optimizer state in slices", _slice_rows(answer)))
+    console.print(_two_columns("for this cluster", _fact_rows(answer)))
+    console.print(_alternatives(answer))
+    if answer.plan.redundancy == 1 and not answer.facts.last_resort:
+        console.print("Restarting at every loss costs less here than going on without the lost groups.")
+    if answer.plan.cadence_s > _LONG_CADENCE_S:
+        console.print(
+            "Wipe-outs are so rare here that other failures (storage, software, the site) decide how often to save."
+        )
+    if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
+        console.print("Wipe-outs come sooner than saves pay off: take a higher redundancy.")
+
+
+def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    plan, limits = answer.plan, answer.limits
+    yield "policy", f"{plan.policy} ({_DESCRIPTIONS[plan.policy]})"
+    yield "redundancy", f"{_hosts(plan.redundancy)} per shard"
+    frugal = answer.frugal
+    if frugal.redundancy < plan.redundancy:
+        yield "hardly slower", f"{_hosts(frugal.redundancy)} per shard: {frugal.time_to_train_ratio:.2f} x"
+    yield "save every", format_duration(plan.cadence_s)
+    yield "time to train", f"{plan.time_to_train_ratio:.2f} x that without losses and saves"
+    yield "mean step between wipe-outs", f"{plan.stretch:.2f} x that without losses"
+    yield "availability", f"{plan.availability:.1%}"
+    yield "losses endured", f"{format_count(plan.endured_losses)} before a wipe-out"
+    yield "wipe-out every", format_duration(plan.time_to_wipe_out_s)
+    if limits is None:
+        yield "memory for shards", f"{plan.redundancy} x that of one shard per group (--shard-size)"
+        return
+    of_limit = "" if limits.memory_bytes is None else f" of {format_bytes(limits.memory_bytes)}"
+    yield "memory for shards", f"{format_bytes(plan.redundancy * limits.shard_bytes)}{of_limit} per group"
+    reading_s = read_s(answer)
+    if reading_s is not None:
+        yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
+
+
+def _slice_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    slices = answer.slices
+    copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
+    yield "redundancy", f"{_hosts(slices.redundancy)} per slice"
+    yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, a copy of a slice taking {copy}"
+    yield "without copies", format_duration(slices.time_to_wipe_out_without_copies_s)
+    yield "time to train", f"{slices.time_to_train_ratio:.2f} x"
+
+
+def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    facts = answer.facts
+    mark = dict.fromkeys(answer.assumed, " (assumed)")
+    yield "groups", str(facts.num_groups)
+    yield "a group is lost every", format_duration(facts.times.loss_interval_s)
+    yield "restart, save", f"{format_duration(facts.checkpoint.restart_s)}, {format_duration(facts.checkpoint.save_s)}"
+    yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
+    yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")
+    yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
+    rejoin = facts.rejoin
+    if rejoin is not None:
+        yield "lost hardware is repaired after", format_duration(rejoin.repair_s)
+        yield (
+            "state transfer, join",
+            (f"{format_duration(rejoin.transfer_s)}, {format_duration(rejoin.join_s)}" + mark.get("join", "")),
+        )
+        yield "spare groups", str(rejoin.num_spares)
+    if facts.has_domains:
+        yield "groups in a domain", str(facts.groups_per_domain)
+        yield "a domain is lost every", format_duration(facts.domain_interval_s)
+    if facts.last_resort:
+        yield "last resort", f"any group, reading a shard in {format_duration(facts.fetch_s)}"
+
+
+def _alternatives(answer: Answer) -> Table:
+    table = Table(title="best of each policy", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for name in ("policy", "hosts", "time to train", "availability", "save every", "endured"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for plan in answer.alternatives:
+        table.add_row(
+            plan.policy,
+            str(plan.redundancy),
+            f"{plan.time_to_train_ratio:.2f} x",
+            f"{plan.availability:.1%}",
+            format_duration(plan.cadence_s),
+            format_count(plan.endured_losses),
+        )
+    closed = closed_form_redundancy(answer.facts.num_groups)
+    table.caption = f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}"
+    table.caption_justify = "left"
+    return table
+
+
+def _hosts(number: int) -> str:
+    return f"{number} {'host' if number == 1 else 'hosts'}"
+
+
+def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

@@ -17,7 +17,7 @@ from spare_megatron.stacking.state_partitions import Ownership, recipients
 class Staging:
     """A pool of uninitialized flat tensors of one size, for bucket sums and gather rounds.
 
-    Do not give back the tensors of an abandoned transfer: it may still write them.
+    Do not release the tensors of an abandoned transfer: it may still write them.
     """
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
@@ -31,10 +31,10 @@ class Staging:
             self._free.append(self._make())
         return self._free[-1].nbytes
 
-    def take(self) -> Tensor:
+    def acquire(self) -> Tensor:
         return self._free.pop() if self._free else self._make()
 
-    def give_back(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         """Returns a tensor that nothing reads or writes any more."""
         self._free.append(tensor)
 

@@ -113,7 +113,7 @@ class ParamsGather:
         for number, sent in enumerate(rounds):
             if len(posted) == MAX_STAGED and not self._take(posted, (num_rows, width), is_over):
                 return False
-            staging = self._staging.take()
+            staging = self._staging.acquire()
             rows = self._rows(staging, (num_rows, width))
             share = sent[mine]
             if share is not None:
@@ -139,7 +139,7 @@ class ParamsGather:
             for share, values in zip(sent, self._rows(staging, shape)[:-1], strict=True):
                 if share is not None and self.is_lacking:
                     self._optimizer.write_values(share.slice, share.start, values[: share.stop - share.start])
-            self._staging.give_back(staging)
+            self._staging.release(staging)
         return bool(num_come)
 
     def _rows(self, staging: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

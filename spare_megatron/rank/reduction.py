@@ -117,7 +117,7 @@ class Reduction:
         if num_kept > self._window.num_complete:
             raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
         self._write(num_kept)
-        # Dropped, not given back: abandoned transfers may still write into these buffers.
+        # Dropped, not released: abandoned transfers may still write into these buffers.
         self._staged.clear()
         self._sums.keep(num_kept)
         self._window = BucketWindow(len(self._sums.buckets), num_kept)
@@ -162,7 +162,7 @@ class Reduction:
     def _put(self, bucket: int) -> None:
         staged = self._staged.pop(bucket)
         self._sums.put(bucket, staged, self._bucket_sums.places(bucket))
-        self._staging.give_back(staged)
+        self._staging.release(staged)
 
     # ------------------------------------------------------------------------------------------------ an attempt
 
@@ -257,7 +257,7 @@ class Reduction:
 
     def _post(self) -> bool:
         bucket = self._window.post()
-        self._staged[bucket] = staging = self._staging.take()
+        self._staged[bucket] = staging = self._staging.acquire()
         return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
 
     def _take_in(self) -> int:

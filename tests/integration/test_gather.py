@@ -145,8 +145,8 @@ def test_all_parameters_come_through_three_staging_buffers_of_any_kind(dtype: to
     sent_by_1 = Rank(1, dtype, nothing)
     sent_by_1.run()
     rank = Rank(0, dtype, sent_by_1.communicator.sent)
-    bucket = rank.staging.take()
-    rank.staging.give_back(bucket)
+    bucket = rank.staging.acquire()
+    rank.staging.release(bucket)
     rank.run()
     assert not rank.gather.is_lacking
     expected = [
@@ -163,7 +163,7 @@ def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
     assert rank.gather.is_lacking
     under_way = {staging.data_ptr() for staging in rank.stagings}
     assert len(under_way) == MAX_STAGED
-    assert under_way.isdisjoint(rank.staging.take().data_ptr() for _ in range(MAX_STAGED))
+    assert under_way.isdisjoint(rank.staging.acquire().data_ptr() for _ in range(MAX_STAGED))
 
 
 def test_whoever_sees_a_gather_break_says_so() -> None:

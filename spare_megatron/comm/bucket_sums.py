@@ -43,51 +43,51 @@ class BucketSums(Protocol):
     """How the buckets of one rank are summed over groups, and which sums this rank receives.
 
     Attributes:
-        is_concluded: Whether everything beyond the bucket sums has been exchanged.
+        is_finished: Whether everything beyond the bucket sums has been exchanged.
         squares: Sum of squared gradients for the norm, as `GroupTrainer.update` takes it; None if all sums are local.
     """
 
-    is_concluded: bool
+    is_finished: bool
     squares: float | None
 
-    def begin(self, action: AttemptReduce, /) -> None:
+    def start_attempt(self, action: AttemptReduce, /) -> None:
         """Starts an attempt. Everything posted in earlier attempts is complete or abandoned."""
 
     def post(self, bucket: int, staged: torch.Tensor, /) -> bool:
         """Starts to sum a staged bucket, as `CrossGroupCommunicator.post` does."""
 
-    def arrived(self, bucket: int, staged: torch.Tensor, /) -> None:
+    def on_summed(self, bucket: int, staged: torch.Tensor, /) -> None:
         """Called when a bucket's sum is complete on this rank."""
 
     def places(self, bucket: int, /) -> Sequence[slice]:
         """The ranges of the bucket whose sums this rank receives."""
 
-    def conclude(self, is_decided: Callable[[], bool], /) -> None:
+    def finish_attempt(self, is_decided: Callable[[], bool], /) -> None:
         """Exchanges what the bucket sums do not carry, once all buckets are complete on this rank."""
 
 
 class AllReducedBuckets:
     """Sums every bucket on every group by all-reduce."""
 
-    is_concluded = True
+    is_finished = True
     squares: float | None = None
 
     def __init__(self, communicator: CrossGroupCommunicator) -> None:
         self._communicator = communicator
 
-    def begin(self, _action: AttemptReduce) -> None:
+    def start_attempt(self, _action: AttemptReduce) -> None:
         pass
 
     def post(self, _bucket: int, staged: torch.Tensor) -> bool:
         return self._communicator.post(staged)
 
-    def arrived(self, _bucket: int, _staged: torch.Tensor) -> None:
+    def on_summed(self, _bucket: int, _staged: torch.Tensor) -> None:
         pass
 
     def places(self, _bucket: int) -> Sequence[slice]:
         return (slice(None),)
 
-    def conclude(self, _is_decided: Callable[[], bool]) -> None:
+    def finish_attempt(self, _is_decided: Callable[[], bool]) -> None:
         pass
 
 
@@ -105,21 +105,21 @@ class ScatteredBuckets:
         self._ownership: Ownership | None = None
         self._recipients: tuple[tuple[GroupId, ...], ...] = ()
         self._squares: dict[int, list[tuple[PartitionId, torch.Tensor]]] = {}
-        self.is_concluded = False
+        self.is_finished = False
         self.squares: float | None = None
 
-    def begin(self, action: AttemptReduce) -> None:
+    def start_attempt(self, action: AttemptReduce) -> None:
         assert action.ownership is not None, "only slices have recipients"
         if action.ownership is not self._ownership:
             self._ownership, self._recipients = action.ownership, recipients(action.ownership)
-        self.is_concluded, self.squares = False, None
+        self.is_finished, self.squares = False, None
 
     def post(self, bucket: int, staged: torch.Tensor) -> bool:
         parts = self._parts[bucket]
         shares = [(staged[p.place], () if p.number is None else self._recipients[p.number]) for p in parts]
         return self._communicator.post_shares(shares, staged[-NUM_EXTRAS:])
 
-    def arrived(self, bucket: int, staged: torch.Tensor) -> None:
+    def on_summed(self, bucket: int, staged: torch.Tensor) -> None:
         """Stores the squares of every partition received here; the final owner is not known yet."""
         self._squares[bucket] = [
             (part.number, self._sums.squares(staged[place]))
@@ -135,7 +135,7 @@ class ScatteredBuckets:
             if part.number is None or self._group in self._recipients[part.number]
         ]
 
-    def conclude(self, is_decided: Callable[[], bool]) -> None:
+    def finish_attempt(self, is_decided: Callable[[], bool]) -> None:
         """Sums the squared gradients of all partitions, each contributed by its owner, whichever group that is.
 
         Collective over: rank j of every member group.
@@ -147,7 +147,7 @@ class ScatteredBuckets:
                     by_slice[number] += squares
         posted = self._communicator.post(by_slice) and self._communicator.wait(is_decided)
         if posted and self._communicator.poll():
-            self.squares, self.is_concluded = float(by_slice.sum()), True
+            self.squares, self.is_finished = float(by_slice.sum()), True
 
 
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:

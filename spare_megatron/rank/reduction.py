@@ -125,7 +125,7 @@ class Reduction:
         self._has_left_early = False
         self._finding = GradientFinding.SOUND
         self._communicator.begin()
-        self._bucket_sums.begin(action)
+        self._bucket_sums.start_attempt(action)
 
     def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
         """Allows buckets to be sent while the last microbatches of the attempt are computed.
@@ -198,7 +198,7 @@ class Reduction:
 
     @property
     def _is_complete(self) -> bool:
-        return self._window.is_complete and self._bucket_sums.is_concluded
+        return self._window.is_complete and self._bucket_sums.is_finished
 
     def _judge_all(self, step: int, num_computed: int) -> None:
         for bucket in range(self._first, len(self._guards)):
@@ -236,7 +236,7 @@ class Reduction:
             if not self._communicator.wait(is_decided) or not self._take_in():
                 return
         if self._window.is_complete:
-            self._bucket_sums.conclude(is_decided)
+            self._bucket_sums.finish_attempt(is_decided)
 
     def _send(self, num_ready: int, step: int, num_computed: int) -> bool:
         """Sends finished buckets as far as the window allows. False if this attempt can send no more."""
@@ -266,7 +266,7 @@ class Reduction:
         for _ in range(num_come):
             arrived = self._window.num_complete
             self._sums.arrived(arrived, self._staged[arrived])
-            self._bucket_sums.arrived(arrived, self._staged[arrived])
+            self._bucket_sums.on_summed(arrived, self._staged[arrived])
             for bucket in self._window.complete():
                 self._put(bucket)
         return num_come

@@ -120,7 +120,7 @@ class PeerGroup:
 
     def _arrived(self) -> None:
         for bucket, buffer in enumerate(self.buffers):
-            self._sums.arrived(bucket, buffer)
+            self._sums.on_summed(bucket, buffer)
 
     def write(self, kind: EventKind, step: int, num_microbatches: int = 0) -> None:
         """Tells an event. It is stored when this returns, whatever becomes of the process."""

@@ -56,7 +56,7 @@ class GradientSums(Protocol):
     def add_count(self, num_microbatches: int) -> None:
         """Counts microbatches that are summed, or will be before any bucket is staged."""
 
-    def keep(self, num_kept: int) -> None:
+    def mark_kept(self, num_kept: int) -> None:
         """Marks the first buckets as holding sums over groups."""
 
     def new_staging(self) -> Tensor:
@@ -71,7 +71,7 @@ class GradientSums(Protocol):
         Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
         """
 
-    def arrived(self, bucket: int, staging: Tensor) -> None:
+    def on_summed(self, bucket: int, staging: Tensor) -> None:
         """Stores the count and loss of a staged bucket whose sum over groups is complete."""
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
@@ -121,14 +121,14 @@ class _Staged:
     def _kept_end(self) -> int:
         return self.buckets[self._num_kept - 1].stop if self._num_kept else 0
 
-    def keep(self, num_kept: int) -> None:
+    def mark_kept(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._next = min(num_kept, len(self.buckets) - 1)
 
     def new_staging(self) -> Tensor:
         return torch.empty(len(self.buckets[0]) + NUM_EXTRAS, dtype=self._dtype, device=self._device)
 
-    def arrived(self, bucket: int, staging: Tensor) -> None:
+    def on_summed(self, bucket: int, staging: Tensor) -> None:
         self._totals[bucket] = self._part(bucket, staging)[-NUM_EXTRAS:]
 
     def squares(self, values: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class FloatSums(_Staged):
             chunk.module.zero_grad_buffer()
         self._loss.zero_()
         self._count = 0
-        self.keep(0)
+        self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
         return _diverted(self._parameters, self._kept_end) if self._num_kept else nullcontext()
@@ -262,7 +262,7 @@ class FixedPointSums(_Staged):
         self._sums.zero_()
         self._extras.zero_()
         self._largest.zero_()
-        self.keep(0)
+        self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
         return nullcontext()

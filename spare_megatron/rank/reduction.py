@@ -119,7 +119,7 @@ class Reduction:
         self._write(num_kept)
         # Dropped, not released: abandoned transfers may still write into these buffers.
         self._staged.clear()
-        self._sums.keep(num_kept)
+        self._sums.mark_kept(num_kept)
         self._window = BucketWindow(len(self._sums.buckets), num_kept)
         self._first, self._middle = num_kept, (num_kept + len(self._sums.buckets)) // 2
         self._has_left_early = False
@@ -265,7 +265,7 @@ class Reduction:
         num_come = self._communicator.poll()
         for _ in range(num_come):
             arrived = self._window.num_complete
-            self._sums.arrived(arrived, self._staged[arrived])
+            self._sums.on_summed(arrived, self._staged[arrived])
             self._bucket_sums.on_summed(arrived, self._staged[arrived])
             for bucket in self._window.complete():
                 self._put(bucket)

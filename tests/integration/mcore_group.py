@@ -176,7 +176,7 @@ def kept_sums(
         staging = sums.new_staging()
         sums.stage(bucket, staging).mul_(3)
         sums.put(bucket, staging)
-    sums.keep(num_kept)
+    sums.mark_kept(num_kept)
     trainer.compute(after)
     kept = staged(trainer).numpy()
     trainer.begin_step(0)
@@ -213,7 +213,7 @@ def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
         staging = torch.cat([total[elements.start : elements.stop], extras])
-        sums.arrived(bucket, staging)
+        sums.on_summed(bucket, staging)
         sums.put(bucket, staging)
     return sums.totals()
 

@@ -22,7 +22,7 @@ def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
         staged = sums.stage(bucket, sums.new_staging())
         for part in of_bucket:
             squares += sum(float(sums.squares(staged[place])) for place in part.counted)
-        sums.arrived(bucket, staged)
+        sums.on_summed(bucket, staged)
     num_counted = min(sums.totals().num_microbatches)
     trainer._num_microbatches = num_counted  # of a step of one group
     loss = trainer.loss_sum() or 0.0

@@ -37,7 +37,7 @@ class Sums:
         self.kept: list[int] = []
         self.put_back: list[int] = []
 
-    def keep(self, num_kept: int) -> None:
+    def mark_kept(self, num_kept: int) -> None:
         self.kept.append(num_kept)
 
     def new_staging(self) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Sums:
     def norm(self, bucket: int) -> float:
         return float(torch.linalg.vector_norm(self.of(bucket)))
 
-    def arrived(self, bucket: int, staging: torch.Tensor) -> None:
+    def on_summed(self, bucket: int, staging: torch.Tensor) -> None:
         assert float(staging[0]) == 2.0, "only what is complete has arrived"
 
     def put(self, bucket: int, staging: torch.Tensor, _places: Sequence[slice]) -> None:

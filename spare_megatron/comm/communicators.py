@@ -27,7 +27,7 @@ _POLL_S = 0.0005
 _PAUSE_S = 0.050
 """Longest sleep between two progress reports while waiting for something that wakes the rank (a gloo work, a build)."""
 _NUM_TAGS = 1 << 30
-_MOST_MET = 2
+_MAX_RENDEZVOUS = 2
 """Number of latest rendezvous where other members may still be; what this rank left at earlier ones is removed."""
 
 
@@ -73,33 +73,34 @@ class CrossGroupCommunicator:
         self._members: tuple[GroupId, ...] = (group,)
         self._num_shares = 0  # posted to this communicator
         self._in_flight: deque[Transfer] = deque()
-        self._ended: Any = None  # the last backend that was aborted
+        self._aborted: Any = None  # the last backend that was aborted
         self._abandoned: list[Transfer] = []
         self._abandoned_builds: list[_Build] = []
-        self._met: deque[tuple[str, int]] = deque()  # the latest rendezvous, with this rank's index in each
+        self._rendezvous: deque[tuple[str, int]] = deque()  # the latest rendezvous, with this rank's index in each
         self.evidence = ""
         """Why the last wait ended without a result."""
         self.ready_at_s: float | None = None
         """Monotonic time at which the current attempt had its communicator; None before that."""
 
-    def begin_build(self, key: int, members: Sequence[GroupId]) -> None:
+    def start_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Drops the current communicator and starts to build the next one in a thread."""
-        self._let_go()
+        self._abandon()
         self._members, self._num_shares = tuple(members), 0
         if self._is_alone:
             return
-        self._met.append((f"communicator/{key}/{self._position}", list(members).index(self._group)))
+        self._rendezvous.append((f"communicator/{key}/{self._position}", list(members).index(self._group)))
+        former = self._rendezvous.popleft() if len(self._rendezvous) > _MAX_RENDEZVOUS else None
         build = _Build(
             thread=threading.Thread(
                 target=lambda *where: build.result.append(self._construct(build, len(members), *where)),
-                args=(*self._met[-1], self._met.popleft() if len(self._met) > _MOST_MET else None),
+                args=(*self._rendezvous[-1], former),
             )
         )
         build.thread.daemon = True
         build.thread.start()
         self._build = build
 
-    def begin(self) -> None:
+    def start_attempt(self) -> None:
         """Starts an attempt: clears `evidence` and `ready_at_s`, and frees abandoned work that has ended."""
         self._sweep()
         self.evidence, self.ready_at_s = "", None
@@ -168,7 +169,7 @@ class CrossGroupCommunicator:
     def _start(self, tensors: Sequence[torch.Tensor], start: Callable[[Transfer], None]) -> bool:
         transfer = Transfer(backend=self._backend, tensors=tensors)
         if self._is_alone or self._backend is not None:
-            self._in_flight.append(transfer)  # before posting, which a lost member may block: `end` must find it
+            self._in_flight.append(transfer)  # first, as a lost member may block posting: `abort_sum` must find it
         if self._is_alone:
             return True
         if self._backend is None:
@@ -199,8 +200,8 @@ class CrossGroupCommunicator:
         """`Transfer.advance`, but raises RuntimeError if the communicator was aborted."""
         is_over = transfer.advance()
         # Checked afterwards: an aborted sum looks complete, and another thread may abort it at any moment.
-        if transfer.backend is not None and transfer.backend is self._ended:
-            raise RuntimeError("ended, for nobody needed it any more")
+        if transfer.backend is not None and transfer.backend is self._aborted:
+            raise RuntimeError("aborted: the log has moved on")
         return is_over
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
@@ -231,7 +232,7 @@ class CrossGroupCommunicator:
 
         Collective over: rank j of every member group.
         """
-        self.begin()
+        self.start_attempt()
         return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 
     def give_up(self, error: RuntimeError | None = None) -> Literal[False]:
@@ -243,18 +244,18 @@ class CrossGroupCommunicator:
         return False
 
     def first_in_flight(self) -> object | None:
-        """The oldest sum in flight, for `end`; None on CPUs, where nothing can be ended. Any thread may call this."""
+        """The oldest sum in flight, for `abort_sum`; None on CPUs, which abort none. Callable from any thread."""
         try:
             return self._in_flight[0] if self._device.type == "cuda" else None
         except IndexError:
             return None
 
-    def end(self, in_flight: object) -> None:
+    def abort_sum(self, in_flight: object) -> None:
         """Aborts a sum's communicator; `poll` counts none of its sums afterwards. Callable from any thread; never
         waits.
         """
         assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
-        self._end(in_flight.backend)
+        self._abort_backend(in_flight.backend)
 
     @property
     def _is_alone(self) -> bool:
@@ -311,7 +312,7 @@ class CrossGroupCommunicator:
                 ask_log_at_s = time.monotonic() + self._ask_interval_s
         return True
 
-    def _let_go(self) -> None:
+    def _abandon(self) -> None:
         if self._build is not None:
             self._build.is_wanted = False
             self._abandoned_builds.append(self._build)
@@ -324,13 +325,13 @@ class CrossGroupCommunicator:
         self._in_flight.clear()
         if self._backend is not None:
             self._abandoned.append(Transfer(backend=self._backend))
-            self._end(self._backend)
+            self._abort_backend(self._backend)
             self._backend = None
 
-    def _end(self, backend: Any) -> None:
-        if self._device.type == "cuda" and backend is not None and backend is not self._ended:
-            self._ended = backend
-            nccl.end(backend)
+    def _abort_backend(self, backend: Any) -> None:
+        if self._device.type == "cuda" and backend is not None and backend is not self._aborted:
+            self._aborted = backend
+            nccl.abort(backend)
 
     def _sweep(self) -> None:
         """Frees abandoned transfers and builds that have ended."""
@@ -338,5 +339,5 @@ class CrossGroupCommunicator:
         for build in self._abandoned_builds:
             is_done = not build.thread.is_alive()
             if is_done and self._device.type == "cuda" and not isinstance(build.result[0], Exception):
-                nccl.end(build.result[0])
+                nccl.abort(build.result[0])
         self._abandoned_builds = [build for build in self._abandoned_builds if build.thread.is_alive()]

@@ -117,14 +117,14 @@ def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object
         return backend._end_coalescing()
 
 
-def end(backend: Any) -> threading.Thread:
+def abort(backend: Any) -> threading.Thread:
     """Starts to abort a backend in a new thread. Its kernels end soon; its sums must not be read."""
-    thread = threading.Thread(target=_abort, args=(backend,), name="nccl-abort", daemon=True)
+    thread = threading.Thread(target=_abort_quietly, args=(backend,), name="nccl-abort", daemon=True)
     thread.start()
     return thread
 
 
-def _abort(backend: Any) -> None:
+def _abort_quietly(backend: Any) -> None:
     # An abort that times out raises; the communicator is unusable either way.
     with contextlib.suppress(RuntimeError):
         backend.abort()

@@ -52,7 +52,7 @@ class SumWatch:
             return
         if was_in_vain_at == head:
             assert first is not None
-            self._communicator.end(first)
+            self._communicator.abort_sum(first)
         else:
             self._in_vain_at = head
 

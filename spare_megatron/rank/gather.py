@@ -98,7 +98,7 @@ class ParamsGather:
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
         """Returns whether everything has arrived here."""
-        self._communicator.begin()
+        self._communicator.start_attempt()
         if not self._communicator.connect(is_over):
             return False
         slices = self._optimizer.slices

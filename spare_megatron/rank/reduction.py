@@ -96,7 +96,7 @@ class Reduction:
         return self._bucket_sums.squares
 
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
-        self._communicator.begin_build(key, members)
+        self._communicator.start_build(key, members)
 
     def start_repairs(self, action: StartRepairs) -> None:
         assert self._repairs is not None, "only slices are repaired"
@@ -124,7 +124,7 @@ class Reduction:
         self._first, self._middle = num_kept, (num_kept + len(self._sums.buckets)) // 2
         self._has_left_early = False
         self._finding = GradientFinding.SOUND
-        self._communicator.begin()
+        self._communicator.start_attempt()
         self._bucket_sums.start_attempt(action)
 
     def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:

@@ -51,12 +51,12 @@ def wait_in_vain(device: torch.device, config: RunConfig) -> tuple[float, str, S
     )
     before = set(threading.enumerate())
     started_s = time.monotonic()
-    communicator.begin_build(0, [GroupId(0), GroupId(1)])
-    communicator.begin()
+    communicator.start_build(0, [GroupId(0), GroupId(1)])
+    communicator.start_attempt()
     assert not communicator.connect(lambda: time.monotonic() >= started_s + DECIDED_S)
     waited_s, evidence = time.monotonic() - started_s, communicator.evidence
     builders = set(threading.enumerate()) - before
-    communicator.begin_build(1, [GroupId(0)])
+    communicator.start_build(1, [GroupId(0)])
     tensor = torch.tensor([3.0], device=device)
     assert communicator.reduce(tensor, lambda: False)
     for thread in builders:
@@ -87,5 +87,5 @@ def sum_abort_and_sum_again(device: torch.device, config: RunConfig) -> list[lis
             tensor = torch.tensor([5.0], device=device)
             backend.allreduce([tensor], dist.AllreduceOptions()).wait()
             sums.append(tensor.tolist())
-            nccl.end(backend).join(PATIENCE_S)
+            nccl.abort(backend).join(PATIENCE_S)
     return sums

@@ -44,7 +44,7 @@ class _Rank:
             ask_interval_s=ask_interval_s,
             probe=self.probe,
         )
-        self.communicator.begin_build(0, [GroupId(0), GroupId(1)])
+        self.communicator.start_build(0, [GroupId(0), GroupId(1)])
 
     def is_decided(self) -> bool:
         self.num_asked += 1

@@ -214,7 +214,7 @@ def test_what_communicators_leave_in_the_embedded_store_does_not_add_up() -> Non
                 probe=probe,
             )
             for key in range(8):
-                communicator.begin_build(key, [GroupId(0), GroupId(1), GroupId(2)])
+                communicator.start_build(key, [GroupId(0), GroupId(1), GroupId(2)])
                 buffer = torch.ones(1)
                 assert communicator.reduce(buffer, lambda: False)
                 assert buffer.item() == 3.0
@@ -243,12 +243,12 @@ def test_communicators_that_could_not_be_built_leave_no_descriptors(spec: StoreS
     gc.disable()
     try:
         for key in range(6):
-            communicator.begin_build(key, [GroupId(0), GroupId(1)])  # the second one never comes
+            communicator.start_build(key, [GroupId(0), GroupId(1)])  # the second one never comes
             assert communicator._build is not None
             communicator._build.thread.join(30.0)
             assert not communicator.connect(lambda: False)
             assert communicator.evidence.startswith("rebuild: ")
-            communicator.begin()
+            communicator.start_attempt()
             held.append(psutil.Process().num_fds())
     finally:
         gc.enable()

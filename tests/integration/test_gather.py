@@ -81,7 +81,7 @@ class Communicator:
         self.in_flight: deque[torch.Tensor] = deque()
         self.most_in_flight = self.num_complete = 0
 
-    def begin(self) -> None:
+    def start_attempt(self) -> None:
         pass
 
     def connect(self, _is_decided: Callable[[], bool]) -> bool:

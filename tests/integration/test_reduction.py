@@ -79,7 +79,7 @@ class Communicator:
         self.abandoned: list[torch.Tensor] = []
         self._num_complete = 0
 
-    def begin(self) -> None:
+    def start_attempt(self) -> None:
         self._num_complete = 0
 
     def is_ready(self) -> bool:

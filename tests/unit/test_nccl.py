@@ -127,8 +127,8 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> CrossGroupCommunicator:
 
 def post(communicator: CrossGroupCommunicator, key: int) -> Backend:
     """Builds a communicator and posts two sums."""
-    communicator.begin_build(key, [GroupId(0), GroupId(1)])
-    communicator.begin()
+    communicator.start_build(key, [GroupId(0), GroupId(1)])
+    communicator.start_attempt()
     assert communicator.connect(lambda: False)
     assert communicator.post(torch.zeros(1))
     assert communicator.post(torch.zeros(1))
@@ -141,12 +141,12 @@ def test_sums_that_were_ended_do_not_count_though_they_look_complete(communicato
     assert communicator.poll() == 1
     first = communicator.first_in_flight()
     assert first is not None
-    communicator.end(first)
+    communicator.abort_sum(first)
     assert backend.is_aborted.wait(PATIENCE.total_seconds())
     assert backend.works[1].is_completed()
     assert communicator.poll() == 0
     assert communicator.first_in_flight() is None
-    assert communicator.evidence == "connection: ended, for nobody needed it any more"
+    assert communicator.evidence == "connection: aborted: the log has moved on"
     assert not communicator.post(torch.zeros(1))
 
 
@@ -156,12 +156,12 @@ def test_sums_that_are_ended_while_they_are_looked_at_do_not_count(communicator:
     assert first is not None
 
     def is_completed() -> bool:
-        communicator.end(first)
+        communicator.abort_sum(first)
         return backend.is_aborted.wait(PATIENCE.total_seconds())
 
     backend.works[0].is_completed = is_completed  # type: ignore[method-assign]
     assert communicator.poll() == 0
-    assert communicator.evidence == "connection: ended, for nobody needed it any more"
+    assert communicator.evidence == "connection: aborted: the log has moved on"
 
 
 def test_each_backend_is_ended_once_and_the_next_is_sound(communicator: CrossGroupCommunicator) -> None:
@@ -180,12 +180,12 @@ def test_a_group_alone_has_nothing_to_end(
 ) -> None:
     ended: list[object] = []
     monkeypatch.setattr(nccl, "end", ended.append)
-    communicator.begin_build(0, [GroupId(0)])
-    communicator.begin()
+    communicator.start_build(0, [GroupId(0)])
+    communicator.start_attempt()
     assert communicator.post(torch.zeros(1))
     alone = communicator.first_in_flight()
     assert alone is not None
-    communicator.end(alone)
+    communicator.abort_sum(alone)
     assert communicator.poll() == 1
     assert ended == []
 
@@ -245,7 +245,7 @@ class Scene:
         monkeypatch.setattr(
             sum_watch, "DecisionLog", lambda _store: SimpleNamespace(has=lambda index: index < self.num_written)
         )
-        watched: Any = SimpleNamespace(first_in_flight=lambda: self.in_flight, end=self.ended.append)
+        watched: Any = SimpleNamespace(first_in_flight=lambda: self.in_flight, abort_sum=self.ended.append)
         self.watch = SumWatch(watched, self._connect, lambda: self.head)
 
     def _connect(self) -> Any:

@@ -33,13 +33,13 @@ class SumWatch:
         self._log: DecisionLog | None = None
         self._last: object | None = None
         """The oldest sum in flight at the last check."""
-        self._in_vain_at: int | None = None
+        self._obsolete_at: int | None = None
         """The head at the last check, if the next entry had been written by then."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="sum-watch", daemon=True).start()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Aborts the sums in flight if the oldest was in flight and obsolete at the previous check too.
 
         Raises:
@@ -47,14 +47,14 @@ class SumWatch:
         """
         first, head = self._communicator.first_in_flight(), self._head()
         is_same, self._last = first is not None and first is self._last, first
-        was_in_vain_at, self._in_vain_at = self._in_vain_at, None
+        was_obsolete_at, self._obsolete_at = self._obsolete_at, None
         if not is_same or not self._is_written(head):
             return
-        if was_in_vain_at == head:
+        if was_obsolete_at == head:
             assert first is not None
             self._communicator.abort_sum(first)
         else:
-            self._in_vain_at = head
+            self._obsolete_at = head
 
     def _is_written(self, index: int) -> bool:
         self._log = self._log or DecisionLog(self._connect())
@@ -64,6 +64,6 @@ class SumWatch:
         try:
             while True:
                 time.sleep(_INTERVAL_S)
-                self.look()
+                self.poll()
         except StoreLost:
             return  # the main thread notices this itself

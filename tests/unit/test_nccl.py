@@ -253,7 +253,7 @@ class Scene:
 
     def look(self, times: int) -> None:
         for _ in range(times):
-            self.watch.look()
+            self.watch.poll()
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ def test_a_group_alone_has_nothing_to_end(
     communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[object] = []
-    monkeypatch.setattr(nccl, "end", ended.append)
+    monkeypatch.setattr(nccl, "abort", ended.append)
     communicator.start_build(0, [GroupId(0)])
     communicator.start_attempt()
     assert communicator.post(torch.zeros(1))

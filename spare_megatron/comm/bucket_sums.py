@@ -95,11 +95,11 @@ class ScatteredBuckets:
     """Sums the gradients of each state partition only for the groups that host or copy it; needs stacked state."""
 
     def __init__(self, group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
-        assert trainer.stacked is not None, "only slices have recipients"
+        assert trainer.stacked is not None, "only partitions have recipients"
         self._group = group
         self._sums = trainer.gradients
         self._parts = trainer.gradient_parts()
-        self._num_slices = trainer.stacked.slices.num_slices
+        self._num_partitions = trainer.stacked.partitions.num_partitions
         self._device = trainer.stacked.device
         self._communicator = communicator
         self._ownership: Ownership | None = None
@@ -109,7 +109,7 @@ class ScatteredBuckets:
         self.squares: float | None = None
 
     def start_attempt(self, action: AttemptReduce) -> None:
-        assert action.ownership is not None, "only slices have recipients"
+        assert action.ownership is not None, "only partitions have recipients"
         if action.ownership is not self._ownership:
             self._ownership, self._recipients = action.ownership, recipients(action.ownership)
         self.is_finished, self.squares = False, None
@@ -140,14 +140,14 @@ class ScatteredBuckets:
 
         Collective over: rank j of every member group.
         """
-        by_slice = torch.zeros(self._num_slices, dtype=torch.float64, device=self._device)
+        by_partition = torch.zeros(self._num_partitions, dtype=torch.float64, device=self._device)
         for bucket in range(len(self._parts)):
             for number, squares in self._squares[bucket]:
                 if self._recipients[number][0] == self._group:
-                    by_slice[number] += squares
-        posted = self._communicator.post(by_slice) and self._communicator.wait(is_decided)
+                    by_partition[number] += squares
+        posted = self._communicator.post(by_partition) and self._communicator.wait(is_decided)
         if posted and self._communicator.poll():
-            self.squares, self.is_finished = float(by_slice.sum()), True
+            self.squares, self.is_finished = float(by_partition.sum()), True
 
 
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:

@@ -95,9 +95,9 @@ class ShardedPartitions:
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
 
     def parts(self, number: PartitionId, state: Tensor) -> Iterator[ShardedTensor]:
-        """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_slices`), as views of it."""
-        slices = self._optimizer.slices
-        for fragment in slices.fragments(number, slice(0, slices.length(number))):
+        """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_partitions`), as views of it."""
+        partitions = self._optimizer.partitions
+        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
             for first, home in self._homes[fragment.parameter]:
                 start, stop = max(fragment.start, first), min(fragment.stop, first + home.data.numel())
                 place = fragment.offset + start - fragment.start
@@ -163,22 +163,22 @@ class GroupState:
         optimizer: Optimizer | StackedOptimizer,
         groups: ProcessGroupCollection,
         copies: HostCopies,
-        slices: Collection[PartitionId] = (),
+        partitions: Collection[PartitionId] = (),
         *,
         has_rest: bool = True,
     ) -> None:
         """Refers to the live tensors, so it is valid until the next update unless `copy` is called before.
 
-        It contributes the state of the partitions in `slices`, each of which must be whole here, and with `has_rest`
+        Contributes the state of these `partitions`, each of which must be whole here, and with `has_rest`
         everything else.
         """
         model = _model_state(chunks, groups)
-        self._slices: dict[PartitionId, _Parts] = {}
+        self._partitions: dict[PartitionId, _Parts] = {}
         if isinstance(optimizer, StackedOptimizer):
-            sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_slices()
-            for number in slices:
-                has_any = optimizer.slices.length(number) > 0
-                self._slices[number] = _by_key(sharded.parts(number, states[number]) if has_any else ())
+            sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_partitions()
+            for number in partitions:
+                has_any = optimizer.partitions.length(number) > 0
+                self._partitions[number] = _by_key(sharded.parts(number, states[number]) if has_any else ())
         self._rest: _Parts = {}
         self._common: dict[str, Any] = {}
         if has_rest:
@@ -191,7 +191,7 @@ class GroupState:
         self._as_of = copies.now()
 
     def _tensors(self) -> Iterator[ShardedTensor]:
-        for parts in (self._rest, *self._slices.values()):
+        for parts in (self._rest, *self._partitions.values()):
             yield from (part for row in parts.values() for part in row if isinstance(part, ShardedTensor))
 
     def copy(self) -> None:
@@ -209,9 +209,9 @@ class GroupState:
         folder: Path,
         ranks: dist.ProcessGroup,
         on_write: Callable[[], None],
-        slices: Collection[PartitionId] | None = None,
+        partitions: Collection[PartitionId] | None = None,
     ) -> Written:
-        """Writes the copied partitions in `slices`, or everything else if None, into an empty folder.
+        """Writes these copied partitions, or everything else if None, into an empty folder.
 
         The first rank adds the metadata. `on_write` is called at the first bytes of this rank. The contents of the
         files that it returns are synced to disk, their directory entries may not be.
@@ -223,13 +223,13 @@ class GroupState:
             CheckpointException: Another rank could not write.
         """
         files = _HashingFiles(on_write)
-        parts: _Parts = dict(self._rest) if slices is None else {}
-        for number in slices or ():
-            for key, row in self._slices[number].items():
+        parts: _Parts = dict(self._rest) if partitions is None else {}
+        for number in partitions or ():
+            for key, row in self._partitions[number].items():
                 parts[key] = [*parts.get(key, ()), *row]
         writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # `_HashingFiles` syncs on close
         writer.fs = files
-        planner = MCoreSavePlanner if slices is None else _SlicesPlanner
+        planner = MCoreSavePlanner if partitions is None else _PartitionsPlanner
         try:
             torch_checkpoint.save(
                 mcore_to_pyt_state_dict(parts),
@@ -240,7 +240,7 @@ class GroupState:
         except CheckpointException as error:
             # On a full disk torch reports a corrupt archive, which hides the cause.
             raise files.error or error from None
-        if ranks.rank() == 0 and slices is None:
+        if ranks.rank() == 0 and partitions is None:
             with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
                 torch.save(self._common, file)
             with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
@@ -248,7 +248,7 @@ class GroupState:
         return files.written
 
 
-def join_slices(folder: Path, names: Iterable[str]) -> Written:
+def join_partitions(folder: Path, names: Iterable[str]) -> Written:
     """Joins a checkpoint without partitions and the partitions in its subfolders `names` into one checkpoint.
 
     The first subfolder that contains a box counts. Returns the new metadata file; those of the subfolders are deleted.
@@ -284,11 +284,11 @@ def load_checkpoint(
     optimizer: Optimizer | StackedOptimizer,
     groups: ProcessGroupCollection,
     on_read: Callable[[], None],
-    slices: Collection[PartitionId] = (),
+    partitions: Collection[PartitionId] = (),
 ) -> None:
     """Loads a checkpoint that was written with any layout, with stacked or replicated optimizer state.
 
-    With stacked state, the partitions in `slices` are held afterwards. `on_read` is called when all tensors are read
+    With stacked state, `partitions` are held afterwards. `on_read` is called when all tensors are read
     and not all are installed. Collective over: all ranks of the group.
 
     Raises:
@@ -297,7 +297,7 @@ def load_checkpoint(
     model = _model_state(chunks, groups)
     if isinstance(optimizer, StackedOptimizer):
         sharded = ShardedPartitions(model, optimizer)
-        states = {number: optimizer.empty_state(number) for number in slices}
+        states = {number: optimizer.empty_state(number) for number in partitions}
         parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}
         # This rank asks only for its own partitions, so access to the others must not be required.
         asked = {"model": model, "slices": parts}
@@ -340,7 +340,7 @@ def _by_key(parts: Iterable[ShardedBase]) -> _Parts:
     return found
 
 
-class _SlicesPlanner(MCoreSavePlanner):
+class _PartitionsPlanner(MCoreSavePlanner):
     """Accepts incomplete tensors, which the planner of whole checkpoints rejects."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], torch_checkpoint.Metadata]:

@@ -82,10 +82,10 @@ class GradientPart:
 
 
 def gradient_parts(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: StatePartitions, buckets: Sequence[range]
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions, buckets: Sequence[range]
 ) -> tuple[tuple[GradientPart, ...], ...]:
     """As few parts of each bucket as possible, ascending."""
-    ranges = sorted(_ranges(chunks, groups, slices), key=lambda part: part.place.start)
+    ranges = sorted(_ranges(chunks, groups, partitions), key=lambda part: part.place.start)
     parts: list[list[GradientPart]] = [[] for _ in buckets]
     index = 0
     for bucket, of_bucket in zip(buckets, parts, strict=True):
@@ -121,12 +121,14 @@ def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -
     return frozenset(found)
 
 
-def _ranges(chunks: Sequence[Chunk], groups: ProcessGroupCollection, slices: StatePartitions) -> Iterator[GradientPart]:
+def _ranges(
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
+) -> Iterator[GradientPart]:
     """The range of every partition fragment in the flat gradient space."""
     starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
     everywhere = needed_everywhere(chunks, groups)
-    for number in map(PartitionId, range(slices.num_slices)):
-        for fragment in slices.fragments(number, slice(0, slices.length(number))):
+    for number in map(PartitionId, range(partitions.num_partitions)):
+        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
             first = starts[fragment.parameter]
             place = slice(first + fragment.start, first + fragment.stop)
             if fragment.parameter in everywhere:

@@ -46,14 +46,14 @@ class Fragment:
 
 
 class StatePartitions:
-    """The state partitions of a rank: `num_slices` of them, in pieces of `piece_elements`."""
+    """The state partitions of a rank: `num_partitions` of them, in pieces of `piece_elements`."""
 
-    def __init__(self, chunks: Sequence[Chunk], num_slices: int, piece_elements: int = PIECE_ELEMENTS) -> None:
+    def __init__(self, chunks: Sequence[Chunk], num_partitions: int, piece_elements: int = PIECE_ELEMENTS) -> None:
         self._parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
         *self._firsts, self._size = accumulate((p.numel() for p in self._parameters), initial=0)
-        self._length = -(-self._size // num_slices)
+        self._length = -(-self._size // num_partitions)
         self._piece = piece_elements
-        self.num_slices = num_slices
+        self.num_partitions = num_partitions
 
     def length(self, number: PartitionId) -> int:
         """Elements of a partition."""

@@ -70,10 +70,10 @@ class StackedOptimizer:
         chunks: Sequence[Chunk],
         groups: ProcessGroupCollection,
         *,
-        slices: StatePartitions,
+        partitions: StatePartitions,
         hosted: Iterable[PartitionId],
     ) -> None:
-        self.slices = slices
+        self.partitions = partitions
         parameter = next(iter(chunks[0].module.parameters()))
         self.values_dtype, self.device = parameter.dtype, parameter.device
         self._clip_grad = config.optimizer.clip_grad
@@ -137,7 +137,7 @@ class StackedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the schedule's position. Raises ValueError if partitions are already held."""
         if self._hosted:
-            raise ValueError(f"the place in the schedule is that of the slices held here: {sorted(self._hosted)}")
+            raise ValueError(f"the place in the schedule is that of the partitions held here: {sorted(self._hosted)}")
         self.schedule.load_state_dict(state["schedule"])
 
     def common_state(self) -> dict[str, Any]:
@@ -150,17 +150,17 @@ class StackedOptimizer:
 
     def read_values(self, number: PartitionId, start: int, out: Tensor) -> None:
         """Copies model parameters of a partition, from element `start` on, into a flat tensor."""
-        for fragment in self.slices.fragments(number, slice(start, start + out.numel())):
+        for fragment in self.partitions.fragments(number, slice(start, start + out.numel())):
             out[fragment.offset - start :][: fragment.stop - fragment.start].copy_(fragment.values)
 
     def write_values(self, number: PartitionId, start: int, values: Tensor) -> None:
         """Writes gathered parameters from element `start` of a partition on, except pieces just updated here."""
         stop = start + values.numel()
-        for piece in range(self.slices.num_pieces(number)):
-            place = self.slices.place(number, piece)
+        for piece in range(self.partitions.num_pieces(number)):
+            place = self.partitions.place(number, piece)
             place = slice(max(place.start, start), min(place.stop, stop))
             if place.start < place.stop and not self._was_updated(number, piece):
-                for fragment in self.slices.fragments(number, place):
+                for fragment in self.partitions.fragments(number, place):
                     fragment.values.copy_(values[fragment.offset - start :][: fragment.stop - fragment.start])
 
     def _was_updated(self, number: PartitionId, piece: int) -> bool:
@@ -173,10 +173,13 @@ class StackedOptimizer:
     @property
     def hosted(self) -> frozenset[PartitionId]:
         """The partitions whose whole state is here, including all empty ones."""
-        numbers = (PartitionId(number) for number in range(self.slices.num_slices))
-        return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
+        cut = self.partitions
+        numbers = (PartitionId(number) for number in range(cut.num_partitions))
+        return frozenset(
+            number for number in numbers if self._num_installed(number) == self.partitions.num_pieces(number)
+        )
 
-    def whole_slices(self) -> dict[int, Tensor]:
+    def whole_partitions(self) -> dict[int, Tensor]:
         """State of the partitions that are whole here, rows as in `PieceState.data`; empty ones may be missing."""
         return {int(number): self._hosted[number].state for number in sorted(self.hosted) if number in self._hosted}
 
@@ -204,7 +207,7 @@ class StackedOptimizer:
         """SHA-256 of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
         digest = sha256()
         with self._lock:
-            for fragment in self.slices.fragments(number, slice(0, self.slices.length(number))):
+            for fragment in self.partitions.fragments(number, slice(0, self.partitions.length(number))):
                 digest.update(_bytes_of(fragment.values))
             if number in self._hosted:
                 digest.update(_bytes_of(self._hosted[number].state))
@@ -213,7 +216,7 @@ class StackedOptimizer:
     def read_piece(self, number: PartitionId, piece: int) -> PieceState:
         """The state of a held piece, consistent as of one update."""
         with self._lock:
-            state = self._hosted[number].state[:, self.slices.place(number, piece)]
+            state = self._hosted[number].state[:, self.partitions.place(number, piece)]
             return PieceState(num_updates=self.num_updates, data=state.cpu().contiguous().numpy().tobytes())
 
     def install_piece(self, number: PartitionId, piece: int, state: PieceState) -> bool:
@@ -226,10 +229,10 @@ class StackedOptimizer:
             if state.num_updates != self.num_updates:
                 return False
             if number in self._hosted and piece in self._hosted[number].installed_at:
-                raise ValueError(f"piece {piece} of slice {number} is held already")
-            rows = self._rows_of(number)[:, self.slices.place(number, piece)]
+                raise ValueError(f"piece {piece} of partition {number} is held already")
+            rows = self._rows_of(number)[:, self.partitions.place(number, piece)]
             if len(state.data) != rows.numel() * rows.element_size():
-                raise ValueError(f"piece {piece} of slice {number} takes {rows.nbytes} bytes, not {len(state.data)}")
+                raise ValueError(f"piece {piece} of partition {number} has {rows.nbytes} bytes, not {len(state.data)}")
             received = torch.frombuffer(bytearray(state.data), dtype=torch.float32)
             rows.copy_(received.view(rows.shape))
             self._update_from_now_on(number, piece)
@@ -238,30 +241,30 @@ class StackedOptimizer:
     def begin(self, numbers: Iterable[PartitionId]) -> None:
         """Starts partitions with zero moments and the model's parameters. Raises ValueError after the first update."""
         if self.num_updates:
-            raise ValueError(f"after {self.num_updates} updates no slice's state can begin")
+            raise ValueError(f"after {self.num_updates} updates no partition can start from zero moments")
         with self._lock:
             for number in numbers:
                 rows = self._rows_of(number)
-                for piece in range(self.slices.num_pieces(number)):
+                for piece in range(self.partitions.num_pieces(number)):
                     if self.has_main:
-                        for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
+                        for fragment in self.partitions.fragments(number, self.partitions.place(number, piece)):
                             rows[0, fragment.place].copy_(fragment.values)
                     self._update_from_now_on(number, piece)
 
-    def restore(self, state: dict[str, Any], slices: Mapping[PartitionId, Tensor]) -> None:
+    def restore(self, state: dict[str, Any], partitions: Mapping[PartitionId, Tensor]) -> None:
         """Replaces everything held here by a `state_dict` and whole partitions, made by `empty_state` and filled."""
         for number in sorted(self._hosted):
             self.drop(number)
         self.schedule.num_steps = 0  # Megatron adds the steps that it loads to those taken
         self.load_state_dict(state)
-        self.hold(slices)
+        self.hold(partitions)
 
-    def hold(self, slices: Mapping[PartitionId, Tensor]) -> None:
+    def hold(self, partitions: Mapping[PartitionId, Tensor]) -> None:
         """Takes over whole partitions of the same update count, not held yet, made by `empty_state` and filled."""
         with self._lock:
-            for number, rows in slices.items():
+            for number, rows in partitions.items():
                 self._hosted[number] = _Hosted(state=rows)
-                for piece in range(self.slices.num_pieces(number)):
+                for piece in range(self.partitions.num_pieces(number)):
                     self._update_from_now_on(number, piece)
 
     def drop(self, number: PartitionId) -> None:
@@ -281,14 +284,14 @@ class StackedOptimizer:
         return self._hosted[number].state
 
     def empty_state(self, number: PartitionId) -> Tensor:
-        """Zeros in the form of a partition's state in `whole_slices`."""
+        """Zeros in the form of a partition's state in `whole_partitions`."""
         num_rows = _NUM_MOMENTS + self.has_main
-        return torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
+        return torch.zeros(num_rows, self.partitions.length(number), dtype=torch.float32, device=self.device)
 
     def _update_from_now_on(self, number: PartitionId, piece: int) -> None:
         hosted = self._hosted[number]
         hosted.installed_at[piece] = self.num_updates
-        for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
+        for fragment in self.partitions.fragments(number, self.partitions.place(number, piece)):
             *main, first, second = hosted.state[:, fragment.place]
             values = main[0] if main else fragment.values
             self._updated.append(_Updated(number=number, fragment=fragment, values=values))

@@ -123,9 +123,9 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimi
     return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
 
 
-def slice_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:
-    assert number in optimizer.hosted, f"slice {number} is not here whole"
-    state = optimizer.whole_slices().get(number)
+def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:
+    assert number in optimizer.hosted, f"partition {number} is not here whole"
+    state = optimizer.whole_partitions().get(number)
     return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # None if empty
 
 
@@ -136,7 +136,7 @@ def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | Stack
         "optimizer": optimizer.state_dict(),
     }
     if isinstance(optimizer, StackedOptimizer):
-        state["slices"] = optimizer.whole_slices()
+        state["slices"] = optimizer.whole_partitions()
     with HashingWriter(path) as file:
         torch.save(state, file)
     return file.num_bytes, file.digest.hexdigest()
@@ -146,11 +146,11 @@ def load_state(
     paths: Sequence[Path],
     chunks: Sequence[Chunk],
     optimizer: Optimizer | StackedOptimizer,
-    slices: Collection[PartitionId] = (),
+    partitions: Collection[PartitionId] = (),
 ) -> None:
     """Loads files that `save_state` wrote for this position. Raises ForeignState for another model.
 
-    With stacked state the files together have all partitions, and those in `slices` are held. The optimizer must be
+    With stacked state the files together have all partitions, and `partitions` are held. The optimizer must be
     new.
     """
     is_stacked = isinstance(optimizer, StackedOptimizer)
@@ -166,7 +166,7 @@ def load_state(
         optimizer.load_state_dict(states[0]["optimizer"])
         return
     found: dict[int, torch.Tensor] = {number: one for state in states for number, one in state["slices"].items()}
-    hosted = {number: optimizer.empty_state(number) for number in slices}
+    hosted = {number: optimizer.empty_state(number) for number in partitions}
     for number, place in hosted.items():
         if place.numel():
             place.copy_(found[int(number)])

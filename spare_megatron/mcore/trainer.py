@@ -37,8 +37,8 @@ from spare_megatron.mcore.state import (
     StateCopy,
     load_state,
     outgoing_state,
+    partition_state,
     save_state,
-    slice_state,
 )
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import PartitionId
@@ -92,8 +92,8 @@ class GroupTrainer:
         self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
-            slices = StatePartitions(self.chunks, config.layout.num_groups)
-            self.stacked = StackedOptimizer(config, self.chunks, groups, slices=slices, hosted=hosted)
+            partitions = StatePartitions(self.chunks, config.layout.num_groups)
+            self.stacked = StackedOptimizer(config, self.chunks, groups, partitions=partitions, hosted=hosted)
         self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
@@ -190,15 +190,15 @@ class GroupTrainer:
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         """The parts of each bucket, by state partition (`flat_gradients.gradient_parts`)."""
         assert self.stacked is not None, "only stacked state has slices"
-        return gradient_parts(self.chunks, self.process_groups, self.stacked.slices, self.gradients.buckets)
+        return gradient_parts(self.chunks, self.process_groups, self.stacked.partitions, self.gradients.buckets)
 
     def save_state(self, path: Path) -> tuple[int, str]:
         """Writes the rank's whole state to a file, between two steps. Returns the file's bytes and SHA-256."""
         return save_state(path, self.chunks, self._optimizer)
 
-    def load_state(self, paths: Sequence[Path], slices: Collection[PartitionId] = ()) -> None:
+    def load_state(self, paths: Sequence[Path], partitions: Collection[PartitionId] = ()) -> None:
         """Loads files of this position, together with all state partitions, into a new rank. Raises ForeignState."""
-        load_state(paths, self.chunks, self._optimizer, slices)
+        load_state(paths, self.chunks, self._optimizer, partitions)
         self._probe(FaultPoint.LOAD_READ)
 
     def outgoing_state(self) -> OutgoingState:
@@ -209,26 +209,28 @@ class GroupTrainer:
         """The rank's state to be copied to host memory, valid until the next update."""
         return StateCopy(self.outgoing_state(), self._copies)
 
-    def slice_copy(self, number: PartitionId) -> StateCopy:
+    def partition_copy(self, number: PartitionId) -> StateCopy:
         """A state partition that is whole here, to be copied to host memory; valid until the next update."""
         assert self.stacked is not None, "only stacked state has slices"
-        return StateCopy(slice_state(self.stacked, number), self._copies)
+        return StateCopy(partition_state(self.stacked, number), self._copies)
 
     def incoming_state(self, description: bytes) -> IncomingState:
         """Prepares to take the state of the same position in another group. Raises ForeignState for another model."""
         return IncomingState(description, self.chunks, self._optimizer)
 
-    def checkpoint_state(self, slices: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
-        """This rank's part of a checkpoint, between two updates: `slices` and, if `has_rest`, everything else."""
-        return GroupState(self.chunks, self._optimizer, self.process_groups, self._copies, slices, has_rest=has_rest)
+    def checkpoint_state(self, partitions: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
+        """This rank's part of a checkpoint, between two updates: `partitions` and, if `has_rest`, everything else."""
+        return GroupState(
+            self.chunks, self._optimizer, self.process_groups, self._copies, partitions, has_rest=has_rest
+        )
 
-    def load_checkpoint(self, folder: Path, slices: Collection[PartitionId] = ()) -> None:
-        """Loads a checkpoint of any layout; with stacked state, `slices` are hosted afterwards.
+    def load_checkpoint(self, folder: Path, partitions: Collection[PartitionId] = ()) -> None:
+        """Loads a checkpoint of any layout; with stacked state, `partitions` are hosted afterwards.
 
         Collective over: all ranks of the group.
         """
         on_read = partial(self._probe, FaultPoint.LOAD_READ)
-        load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, slices)
+        load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
     def params_sha256(self) -> str:
         return parameters_sha256(self.chunks)

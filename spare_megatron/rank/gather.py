@@ -101,8 +101,8 @@ class ParamsGather:
         self._communicator.start_attempt()
         if not self._communicator.connect(is_over):
             return False
-        slices = self._optimizer.slices
-        lengths = [slices.length(PartitionId(number)) for number in range(slices.num_slices)]
+        partitions = self._optimizer.partitions
+        lengths = [partitions.length(PartitionId(number)) for number in range(partitions.num_partitions)]
         # One row per member for received parameters and one for those sent. Received ones are copied out, because
         # abandoned transfers may still write into their buffer.
         num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize

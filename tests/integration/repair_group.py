@@ -65,23 +65,23 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
         _advance([*trainers, newcomer], hosts, config, step, source)
         step += 1
     _advance([*trainers, newcomer], hosts, config, step, source)
-    slices = stacked(donor).slices
+    partitions = stacked(donor).partitions
     _assert_same_slices(donor, newcomer, wanted)
 
     # The log names it a host of the first, and wants no more of the others.
     as_host = tuple((*row, me) if number == wanted[0] else row for number, row in enumerate(everybody))
     repairs.assign(StartRepairs(repairs=(), hosts=as_host))
-    assert {number for number in stacked(newcomer).hosted if slices.length(number)} == {wanted[0]}
+    assert {number for number in stacked(newcomer).hosted if partitions.length(number)} == {wanted[0]}
     _advance([*trainers, newcomer], hosts, config, step + 1, source)
     server.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "pieces"]
-    num_pieces = sum(slices.num_pieces(number) for number in wanted)
+    num_pieces = sum(partitions.num_pieces(number) for number in wanted)
     return {"slices": len(wanted), "pieces": num_pieces, "steps": step - 1}
 
 
 def _assert_same_slices(donor: GroupTrainer, newcomer: GroupTrainer, numbers: Sequence[PartitionId]) -> None:
     for number in numbers:
-        for piece in range(stacked(donor).slices.num_pieces(number)):
+        for piece in range(stacked(donor).partitions.num_pieces(number)):
             assert stacked(donor).read_piece(number, piece) == stacked(newcomer).read_piece(number, piece)
     assert stacked(newcomer).hosted == stacked(donor).hosted
 

@@ -36,10 +36,10 @@ def assert_every_element_is_in_the_part_of_its_slice(trainer: GroupTrainer) -> N
     flat = list(flat_parameters(trainer.chunks))
     everywhere = needed_everywhere(trainer.chunks, trainer.process_groups)
     expected = np.full(trainer.gradients.buckets[-1].stop, nobody)
-    slices = stacked(trainer).slices
+    partitions = stacked(trainer).partitions
     starts = {item.parameter: item.start for item in flat}
-    for number in map(PartitionId, range(slices.num_slices)):
-        for fragment in slices.fragments(number, slice(0, slices.length(number))):
+    for number in map(PartitionId, range(partitions.num_partitions)):
+        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
             start = starts[fragment.parameter]
             owner = everybody if fragment.parameter in everywhere else number
             expected[start + fragment.start : start + fragment.stop] = owner

@@ -53,7 +53,7 @@ def gather(trainers: Sequence[GroupTrainer], owners: Sequence[int]) -> None:
 
 def values_of(trainer: GroupTrainer, number: PartitionId) -> torch.Tensor:
     dtype = next(trainer.chunks[0].module.parameters()).dtype
-    out = torch.empty(stacked(trainer).slices.length(number), dtype=dtype)
+    out = torch.empty(stacked(trainer).partitions.length(number), dtype=dtype)
     stacked(trainer).read_values(number, 0, out)
     return out
 
@@ -104,8 +104,8 @@ def digests_of_changed_state(config: RunConfig) -> list[str]:
     advance(trainers, hosts, config, 0)
     optimizer, number = stacked(trainers[hosts[1][0]]), PartitionId(1)
     digests = [optimizer.state_sha256(number)]
-    model = [fragment.values for fragment in optimizer.slices.fragments(number, slice(0, 3))]
-    for values in (model[0], *optimizer.whole_slices()[number]):
+    model = [fragment.values for fragment in optimizer.partitions.fragments(number, slice(0, 3))]
+    for values in (model[0], *optimizer.whole_partitions()[number]):
         flip_bit([values], 0)
         digests.append(optimizer.state_sha256(number))
     return digests
@@ -114,7 +114,7 @@ def digests_of_changed_state(config: RunConfig) -> list[str]:
 def assert_alike_on_hosts(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]]) -> None:
     for number, row in enumerate(hosts):
         assert len({stacked(trainers[group]).state_sha256(PartitionId(number)) for group in row}) == 1
-        for piece in range(stacked(trainers[0]).slices.num_pieces(PartitionId(number))):
+        for piece in range(stacked(trainers[0]).partitions.num_pieces(PartitionId(number))):
             states = {stacked(trainers[group]).read_piece(PartitionId(number), piece) for group in row}
             assert len(states) == 1
             assert any(states.pop().data)
@@ -153,7 +153,7 @@ def repair_a_group(config: RunConfig, piece_elements: int) -> int:
     newcomer = GroupTrainer(config, CPU)
     hand_over(donor, newcomer)
     assert stacked(newcomer).hosted == frozenset()
-    num_pieces = stacked(donor).slices.num_pieces(number)
+    num_pieces = stacked(donor).partitions.num_pieces(number)
     for piece in range(num_pieces):
         state = stacked(donor).read_piece(number, piece)
         if piece % 2 == 0:  # an update between reading and installing: the piece is too old

@@ -25,7 +25,7 @@ from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
-from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
+from spare_megatron.mcore.checkpoint import GroupState, Written, join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId
@@ -280,7 +280,7 @@ class Saver:
         for share in shares:
             everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
         if shares:
-            everything |= _stored(join_slices(aside, [share.folder for share in shares]))
+            everything |= _stored(join_partitions(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
         manifest = manifest_of(self._config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)

@@ -62,7 +62,7 @@ class PartitionContent:
     def __init__(self, optimizer: StackedOptimizer, number: PartitionId) -> None:
         self._optimizer = optimizer
         self._number = number
-        self.num_bytes = optimizer.slices.length(number) * optimizer.element_bytes
+        self.num_bytes = optimizer.partitions.length(number) * optimizer.element_bytes
 
     @property
     def name(self) -> str:
@@ -70,11 +70,11 @@ class PartitionContent:
 
     @property
     def num_pieces(self) -> int:
-        return self._optimizer.slices.num_pieces(self._number)
+        return self._optimizer.partitions.num_pieces(self._number)
 
     def piece(self, index: int) -> Piece:
         """The byte range of one of its pieces."""
-        place = self._optimizer.slices.place(self._number, index)
+        place = self._optimizer.partitions.place(self._number, index)
         return Piece(place.start * self._optimizer.element_bytes, place.stop * self._optimizer.element_bytes)
 
     def read(self, piece: Piece) -> bytes:
@@ -91,4 +91,4 @@ class PartitionContent:
 
 def slice_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     """All state partitions by number, hosted here or not."""
-    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.slices.num_slices)]
+    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]

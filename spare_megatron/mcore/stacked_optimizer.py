@@ -85,7 +85,7 @@ class StackedOptimizer:
         self._lock = threading.Lock()
         self._hosted: dict[PartitionId, _Hosted] = {}
         self._updated: list[_Updated] = []
-        self.begin(hosted)
+        self.start_partitions(hosted)
 
     # ---------------------------------------------------------------------------------------------------- update
 
@@ -235,10 +235,10 @@ class StackedOptimizer:
                 raise ValueError(f"piece {piece} of partition {number} has {rows.nbytes} bytes, not {len(state.data)}")
             received = torch.frombuffer(bytearray(state.data), dtype=torch.float32)
             rows.copy_(received.view(rows.shape))
-            self._update_from_now_on(number, piece)
+            self._start_updating(number, piece)
             return True
 
-    def begin(self, numbers: Iterable[PartitionId]) -> None:
+    def start_partitions(self, numbers: Iterable[PartitionId]) -> None:
         """Starts partitions with zero moments and the model's parameters. Raises ValueError after the first update."""
         if self.num_updates:
             raise ValueError(f"after {self.num_updates} updates no partition can start from zero moments")
@@ -249,7 +249,7 @@ class StackedOptimizer:
                     if self.has_main:
                         for fragment in self.partitions.fragments(number, self.partitions.place(number, piece)):
                             rows[0, fragment.place].copy_(fragment.values)
-                    self._update_from_now_on(number, piece)
+                    self._start_updating(number, piece)
 
     def restore(self, state: dict[str, Any], partitions: Mapping[PartitionId, Tensor]) -> None:
         """Replaces everything held here by a `state_dict` and whole partitions, made by `empty_state` and filled."""
@@ -257,15 +257,15 @@ class StackedOptimizer:
             self.drop(number)
         self.schedule.num_steps = 0  # Megatron adds the steps that it loads to those taken
         self.load_state_dict(state)
-        self.hold(partitions)
+        self.install_partitions(partitions)
 
-    def hold(self, partitions: Mapping[PartitionId, Tensor]) -> None:
+    def install_partitions(self, partitions: Mapping[PartitionId, Tensor]) -> None:
         """Takes over whole partitions of the same update count, not held yet, made by `empty_state` and filled."""
         with self._lock:
             for number, rows in partitions.items():
                 self._hosted[number] = _Hosted(state=rows)
                 for piece in range(self.partitions.num_pieces(number)):
-                    self._update_from_now_on(number, piece)
+                    self._start_updating(number, piece)
 
     def drop(self, number: PartitionId) -> None:
         with self._lock:
@@ -288,7 +288,7 @@ class StackedOptimizer:
         num_rows = _NUM_MOMENTS + self.has_main
         return torch.zeros(num_rows, self.partitions.length(number), dtype=torch.float32, device=self.device)
 
-    def _update_from_now_on(self, number: PartitionId, piece: int) -> None:
+    def _start_updating(self, number: PartitionId, piece: int) -> None:
         hosted = self._hosted[number]
         hosted.installed_at[piece] = self.num_updates
         for fragment in self.partitions.fragments(number, self.partitions.place(number, piece)):

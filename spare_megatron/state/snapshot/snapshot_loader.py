@@ -155,7 +155,7 @@ class SnapshotLoader:
         states = {number: optimizer.empty_state(number) for number in slices}
         for number, state in states.items():
             load_part(number, partial(_in_place, state))
-        optimizer.hold(states)
+        optimizer.install_partitions(states)
 
     def _load_own(self, copy: _Copy, begin: Callable[[bytes], TensorBytes]) -> str:
         """Loads the copy on the rank's own node; returns why it cannot, empty if it has."""

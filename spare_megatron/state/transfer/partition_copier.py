@@ -87,7 +87,7 @@ class PartitionRepairs:
                 if number not in kept:
                     self._optimizer.drop(PartitionId(number))
             if missing := hosted - self._optimizer.hosted:
-                self._optimizer.begin(sorted(missing))
+                self._optimizer.start_partitions(sorted(missing))
             donors = self._copying.donors
             self._servers = {donor: self._servers.get(donor) or self._find_server(donor) for donor in donors}
         self._wake.set()

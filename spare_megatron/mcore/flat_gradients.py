@@ -155,7 +155,7 @@ def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
     return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)
 
 
-Tell = Callable[[int], None]
+OnReady = Callable[[int], None]
 """Called with the number of leading buckets whose gradients are complete. An exception ends the backward pass."""
 
 
@@ -170,7 +170,7 @@ class ReadyBuckets:
             for flat in flat_parameters(chunks)
         }
         self._num_buckets = len(buckets)
-        self._tell: Tell | None = None
+        self._on_ready: OnReady | None = None
         self._passes_left: dict[object, int] = {}
         self._num_awaited: list[int] = []
         self._num_ready = 0
@@ -180,9 +180,9 @@ class ReadyBuckets:
                 node.register_hook(lambda *_, parameter=node.variable: self._passed(parameter))
 
     @contextmanager
-    def telling(self, num_passes: int, tell: Tell | None) -> Iterator[None]:
+    def reporting(self, num_passes: int, on_ready: OnReady | None) -> Iterator[None]:
         """In this context, reports buckets whose parameters have all had `num_passes` backward passes."""
-        self._tell = tell
+        self._on_ready = on_ready
         self._passes_left = dict.fromkeys(self._buckets_of, num_passes)
         self._num_awaited = [0] * self._num_buckets
         for touched in self._buckets_of.values():
@@ -192,10 +192,10 @@ class ReadyBuckets:
         try:
             yield
         finally:
-            self._tell = None
+            self._on_ready = None
 
     def _passed(self, parameter: object) -> None:
-        if self._tell is None:
+        if self._on_ready is None:
             return
         self._passes_left[parameter] -= 1
         if self._passes_left[parameter]:
@@ -205,4 +205,4 @@ class ReadyBuckets:
         while self._num_ready < self._num_buckets and not self._num_awaited[self._num_ready]:
             self._num_ready += 1
         if self._num_ready:
-            self._tell(self._num_ready)
+            self._on_ready(self._num_ready)

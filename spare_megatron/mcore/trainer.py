@@ -19,7 +19,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.flat_gradients import GradientPart, ReadyBuckets, Tell, gradient_parts
+from spare_megatron.mcore.flat_gradients import GradientPart, OnReady, ReadyBuckets, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
@@ -118,7 +118,7 @@ class GroupTrainer:
         self.gradients.reset()
         self._optimizer.zero_grad()
 
-    def compute(self, work: Sequence[Microbatch], on_ready: Tell | None = None) -> list[Microbatch]:
+    def compute(self, work: Sequence[Microbatch], on_ready: OnReady | None = None) -> list[Microbatch]:
         """Adds the gradients and losses of some microbatches to the local sums of the buckets that are not kept.
 
         During the backward passes `on_ready` is called with the number of leading buckets whose local sums are
@@ -138,13 +138,13 @@ class GroupTrainer:
             self.gradients.add_count(len(self._seen))
             is_counted = True
 
-        def tell(num_ready: int) -> None:
+        def report(num_ready: int) -> None:
             count()  # no bucket may be sent before its microbatches are counted
             assert on_ready is not None
             on_ready(num_ready)
 
-        told = None if on_ready is None else tell
-        with self.gradients.adding(), self._ready.telling(self._pipeline.num_passes(work), told):
+        reported = None if on_ready is None else report
+        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(work), reported):
             self._pipeline.run(work, self._forward)
         count()
         return list(self._seen)

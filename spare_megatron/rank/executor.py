@@ -254,7 +254,7 @@ class GroupExecutor:
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)
         if self._gather is not None:
-            self._gather.updated()
+            self._gather.on_update()
             self._digests.forget()
         step_s = self._now.spent_s
         self._write_if_leader(self._now.update_record(self._group, attempt, result, self._reduction.compute_s, step_s))
@@ -292,7 +292,7 @@ class GroupExecutor:
         """Gathers all parameters from their owners. After a broken gather the group lacks parameters."""
         assert self._gather is not None, "only slices are gathered"
         if action.is_anew:
-            self._gather.updated()
+            self._gather.on_update()
             self._digests.is_wanted = True
             if self._step is not None:
                 self._step.plans.clear()  # they were computed with parameters that may be wrong

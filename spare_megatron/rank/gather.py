@@ -42,7 +42,7 @@ class ParamsGather:
         self.evidence = ""
         """Why the last broken gather failed, as far as this rank knows."""
 
-    def updated(self) -> None:
+    def on_update(self) -> None:
         """The local state partitions are updated: all other parameters are out of date."""
         self.is_lacking = True
 
@@ -111,7 +111,7 @@ class ParamsGather:
         mine = members.index(self._agreement.member.group)
         posted: deque[tuple[Round, torch.Tensor]] = deque()
         for number, sent in enumerate(rounds):
-            if len(posted) == MAX_STAGED and not self._take(posted, (num_rows, width), is_over):
+            if len(posted) == MAX_STAGED and not self._receive(posted, (num_rows, width), is_over):
                 return False
             staging = self._staging.acquire()
             rows = self._rows(staging, (num_rows, width))
@@ -124,11 +124,11 @@ class ParamsGather:
                 return False
             posted.append((sent, staging))
         while posted:
-            if not self._take(posted, (num_rows, width), is_over):
+            if not self._receive(posted, (num_rows, width), is_over):
                 return False
         return True
 
-    def _take(
+    def _receive(
         self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_over: Callable[[], bool]
     ) -> bool:
         """Waits for the oldest round in flight and copies out what has arrived; False if it breaks."""

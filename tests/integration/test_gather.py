@@ -129,7 +129,7 @@ class Rank:
             probe=SilentProbe(),
             staging=self.staging,
         )
-        self.gather.updated()
+        self.gather.on_update()
 
     def run(self) -> None:
         self.gather.run(GatherParams(step=0, owners=OWNERS), MEMBERS, HEAD)

@@ -166,9 +166,9 @@ class GroupExecutor:
         self._trainer.begin_step(plan.step)
         self._compute(plan, action.into)
         if is_again:
-            self._clock.patched(len(self._now.computed))
+            self._clock.on_patched(len(self._now.computed))
         else:
-            self._clock.computed()
+            self._clock.on_computed()
 
     def compute_patch(self, action: ComputePatch) -> None:
         """Adds this group's part of a patch to the local sums that are not kept, once, if it has all parameters."""
@@ -178,7 +178,7 @@ class GroupExecutor:
         self._begin_attempt(action.into)
         self._probe(FaultPoint.PATCH)
         self._compute(action.plan, action.into)
-        self._clock.patched(len(action.plan.work.of(self._group)))
+        self._clock.on_patched(len(action.plan.work.of(self._group)))
 
     def _compute(self, plan: StepPlan, into: AttemptReduce | None) -> None:
         self._begin_attempt(into)
@@ -206,7 +206,7 @@ class GroupExecutor:
         if self._gather is not None and self._gather.is_lacking:
             return self._reduction.abstain(action, self._gather.evidence)
         events = self._reduction.attempt(action, self._now.computed, digests=self._digests.told, head=self._head)
-        self._clock.reduced(self._reduction.ready_at_s)
+        self._clock.on_reduced(self._reduction.ready_at_s)
         return events
 
     # --------------------------------------------------------------------------------------------------- the log
@@ -233,10 +233,10 @@ class GroupExecutor:
         if isinstance(entry, Fence):
             if entry.hits(self._agreement.member):
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
-            self._clock.lost(self.num_steps if self._step is None else self._step.step, entry.group)
+            self._clock.on_group_lost(self.num_steps if self._step is None else self._step.step, entry.group)
             self._digests.is_wanted = True
         else:
-            self._clock.decided()
+            self._clock.on_decided()
         return [EntryRead(index=index, entry=entry)]
 
     # ---------------------------------------------------------------------------------------------------- update
@@ -246,7 +246,7 @@ class GroupExecutor:
         self._digests.proven(copies)
 
     def update_model(self, step: int, attempt: int) -> None:
-        self._clock.committed()
+        self._clock.on_commit()
         self._reduction.commit()
         recoveries = self._write_recoveries()
         self._probe(FaultPoint.AFTER_COMMIT)
@@ -319,7 +319,7 @@ class GroupExecutor:
 
     def stop(self, step: int) -> None:
         """Journals how the group ends and waits for its saves. Collective over: all ranks of the group."""
-        self._clock.stopped()
+        self._clock.on_stop()
         self._write_recoveries()
         if not self._digests.value.params and not self.lacks_params:
             self._digests.check(step, self.num_restarts)
@@ -334,7 +334,7 @@ class GroupExecutor:
         return self._step
 
     def _write_recoveries(self) -> list[RecoveryRecord]:
-        ended = [replace(record, num_restarts=self.num_restarts) for record in self._clock.take_finished()]
+        ended = [replace(record, num_restarts=self.num_restarts) for record in self._clock.pop_finished()]
         for record in ended:
             self._write_if_leader(record)
         return ended

@@ -49,12 +49,12 @@ class RecoveryClock:
         self._without_communicator: _Recovery | None = None  # committed, and not over yet
         self._finished: list[_Recovery] = []
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         self._computed_at_s = time.time()
         if self._without_communicator is not None:
             self._without_communicator.lap_from_s = time.monotonic()
 
-    def lost(self, step: int, group: GroupId) -> None:
+    def on_group_lost(self, step: int, group: GroupId) -> None:
         now_s = time.monotonic()
         self._close(self._without_communicator)
         self._without_communicator = None
@@ -72,18 +72,18 @@ class RecoveryClock:
         self._open.is_agreeing, self._open.has_communicator = True, False
         self._open.lost.append(group)
 
-    def patched(self, num_microbatches: int) -> None:
+    def on_patched(self, num_microbatches: int) -> None:
         if self._open is not None:
             self._open.num_patched += num_microbatches
             self._open.lap("patch", time.monotonic())
 
-    def decided(self) -> None:
+    def on_decided(self) -> None:
         """The attempt that was under way at the loss is decided."""
         if self._open is not None and self._open.is_agreeing:
             self._open.lap("agree", time.monotonic())
             self._open.is_agreeing = False
 
-    def reduced(self, ready_at_s: float | None) -> None:
+    def on_reduced(self, ready_at_s: float | None) -> None:
         """A reduction has ended whose communicator was ready at this monotonic time; None if it never was."""
         recovery = self._open or self._without_communicator
         if recovery is None or ready_at_s is None:
@@ -94,7 +94,7 @@ class RecoveryClock:
             self._close(recovery)
             self._without_communicator = None
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         if self._open is None:
             return
         self._open.lap("reduce", time.monotonic())
@@ -104,12 +104,12 @@ class RecoveryClock:
             self._without_communicator = self._open
         self._open = None
 
-    def stopped(self) -> None:
+    def on_stop(self) -> None:
         """The run stops: no recovery waits for a communicator any more."""
         self._close(self._without_communicator)
         self._without_communicator = None
 
-    def take_finished(self) -> list[RecoveryRecord]:
+    def pop_finished(self) -> list[RecoveryRecord]:
         """The recoveries that have ended since the last call."""
         finished, self._finished = self._finished, []
         return [self._record(recovery) for recovery in finished]

@@ -190,7 +190,7 @@ class GroupExecutor:
 
     def _begin_attempt(self, into: AttemptReduce | None) -> None:
         if into is not None:
-            self._reduction.begin(into)
+            self._reduction.start_attempt(into)
 
     # ---------------------------------------------------------------------------------------------------- reduce
 

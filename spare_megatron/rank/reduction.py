@@ -104,7 +104,7 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------ between attempts
 
-    def begin(self, action: AttemptReduce) -> None:
+    def start_attempt(self, action: AttemptReduce) -> None:
         """Settles the previous attempt, before the patch of this one is computed.
 
         Kept sums replace local sums, the rest is dropped. Raises `RuntimeError` if this rank does not hold all that is
@@ -130,7 +130,7 @@ class Reduction:
     def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
         """Allows buckets to be sent while the last microbatches of the attempt are computed.
 
-        Call it on all ranks of the group, after `begin` and before computing. The leader journals the contribution
+        Call it on all ranks of the group, after `start_attempt` and before computing. The leader journals the contribution
         `brought`, all microbatches that the local sums will hold. What other ranks send depends on the leader's
         computation, so that nothing is sent before the record. Returns None without overlap, else a callback for the
         backward passes that takes the number of finished buckets.
@@ -180,7 +180,7 @@ class Reduction:
         Raises:
             UnsoundGradient: This group's gradient is not finite or an outlier.
         """
-        self.begin(action)
+        self.start_attempt(action)
         if not self._has_left_early:
             self._probe(FaultPoint.BEFORE_REDUCE)
             self._judge_all(action.step, len(computed))
@@ -287,7 +287,7 @@ class Reduction:
 
     def abstain(self, action: AttemptReduce, evidence: str) -> list[Event]:
         """Votes without reducing, as the group lacks parameters. Collective over: all ranks of the group."""
-        self.begin(action)
+        self.start_attempt(action)
         self._communicator.evidence, self.compute_s = evidence, ()
         opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
         return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)

@@ -176,7 +176,7 @@ class Rank:
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:
         """What is told of ready buckets before the attempt."""
-        self.reduction.begin(action(number, *kept))
+        self.reduction.start_attempt(action(number, *kept))
         tell = self.reduction.leave_early(action(number, *kept), COMPUTED)
         assert tell is not None
         return tell

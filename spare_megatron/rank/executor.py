@@ -65,7 +65,7 @@ class GroupExecutor:
         journal: JournalWriter,
         source: StateSource,
         transfer: StateTransfer,
-        start_over: RestartLoader,
+        restart_loader: RestartLoader,
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
         tells_steps: bool,
@@ -82,7 +82,7 @@ class GroupExecutor:
         self._journal = journal
         self._source = source
         self._transfer = transfer
-        self._start_over = start_over
+        self._restart_loader = restart_loader
         self._join_timeout_s = join_timeout_s
         self._report, self._tells_steps = report, tells_steps
         self._probe = probe
@@ -107,12 +107,12 @@ class GroupExecutor:
         Collective over: all ranks of the group. Raises `JoinFailed` if the state cannot be loaded.
         """
         self._head = head
-        self._start_over.load(action, self._agreement.member, head)
+        self._restart_loader.load(action, self._agreement.member, head)
         self._step = None
         self.num_steps = action.step
         self._digests.check(action.step, self.num_restarts)
         member = self._agreement.member
-        record = self._start_over.record(member, action)
+        record = self._restart_loader.record(member, action)
         self._write_if_leader(record)
         rejected = tuple(record.rejected)
         self._report(GroupRestarted(member=member, step=action.step, source=record.loaded_from, rejected=rejected))

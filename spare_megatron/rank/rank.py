@@ -166,7 +166,7 @@ class _Rank:
         reduction = self._build_reduction(voting, communicator, staging)
         source = self._serve_state()
         keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
-        self._start_over = keeping.start_over(self._store)
+        self._restart_loader = keeping.restart_loader(self._store)
         return GroupExecutor(
             trainer=self._trainer,
             voting=voting,
@@ -175,7 +175,7 @@ class _Rank:
             journal=self._journal,
             source=source,
             transfer=self._build_transfer(agreement, source),
-            start_over=self._start_over,
+            restart_loader=self._restart_loader,
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             tells_steps=self._is_first_on_node,
@@ -268,8 +268,8 @@ class _Rank:
     def _serve_state(self) -> StateSource:
         """Starts the server of this rank's state and publishes its address in the control store."""
         optimizer = self._trainer.stacked
-        slices = [] if optimizer is None else slice_contents(optimizer)
-        source = StateSource({content.name: content for content in slices})
+        partitions = [] if optimizer is None else slice_contents(optimizer)
+        source = StateSource({content.name: content for content in partitions})
         server = PieceServer(self._store.local_host(), source, self._spec.config.reduce.timeout_s)
         server.start()
         self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
@@ -282,7 +282,7 @@ class _Rank:
 
     def _start(self, executor: GroupExecutor) -> deque[Action]:
         """Starts together with all other groups."""
-        self._start_over.begin(self._hosted())
+        self._restart_loader.load_initial(self._hosted())
         executor.start(self._controller.step)
         wait_for_all_groups(self._spec, self._store, self._ranks)
         self._report_ready()
@@ -295,7 +295,7 @@ class _Rank:
             controller=self._controller,
             agreement=self._agreement,
             journal=self._journal,
-            start_over=self._start_over,
+            restart_loader=self._restart_loader,
             groups=_all_groups(config),
             may_restart=config.checkpoint.max_restarts > 0,
             probe=self._probe,

@@ -26,7 +26,7 @@ class Rejoin:
     """One rank's part in its group's return, with a new controller.
 
     Args:
-        start_over: Finds and loads the state of a restart.
+        restart_loader: Finds and loads the state of a restart.
         may_restart: Whether the group waits after a wipe-out; else a wipe-out ends the run.
         announced: Called when the group has announced that it waits; the argument says whether for a restart.
     """
@@ -37,7 +37,7 @@ class Rejoin:
         controller: Controller,
         agreement: GroupAgreement,
         journal: JournalWriter,
-        start_over: RestartLoader,
+        restart_loader: RestartLoader,
         groups: Sequence[GroupId],
         may_restart: bool,
         probe: RankProbe,
@@ -46,8 +46,8 @@ class Rejoin:
         self._controller = controller
         self._agreement = agreement
         self._journal = journal
-        self._start_over = start_over
-        self._search = RestartSearch(controller, agreement, start_over, groups)
+        self._restart_loader = restart_loader
+        self._search = RestartSearch(controller, agreement, restart_loader, groups)
         self._may_restart = may_restart
         self._probe = probe
         self._announced = announced
@@ -62,7 +62,7 @@ class Rejoin:
         Collective over: all ranks of the group. Raises `Fenced` if the group is fenced while it waits.
         """
         controller, agreement = self._controller, self._agreement
-        controller.handle(RunStarted(), now_s=self._start_over.now_s())
+        controller.handle(RunStarted(), now_s=self._restart_loader.now_s())
         while True:
             is_wiped_out = controller.restarts.wipe_out is not None
             if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
@@ -86,7 +86,7 @@ class Rejoin:
             raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
         # Up to the restart time stands still at the wipe-out: the outage does not count as time without a save.
         is_restart = isinstance(entry, Restart) and agreement.member in entry.members
-        now_s = time.monotonic() if is_restart else self._start_over.now_s()
+        now_s = time.monotonic() if is_restart else self._restart_loader.now_s()
         actions = controller.handle(EntryRead(index=index, entry=entry), now_s=now_s)
         agreement.head = controller.head
         self._note(index, entry, was_wiped_out)
@@ -97,15 +97,15 @@ class Rejoin:
         for number, action in enumerate(actions):
             match action:
                 case StopWipeOut(reason="") if self._may_restart:
-                    self._start_over.wiped_out()
+                    self._restart_loader.on_wipe_out()
                 case RefuseCheckpoint() if self._agreement.is_leader:
-                    self._start_over.refuse(action)
+                    self._restart_loader.refuse(action)
                 case AdmitGroups(members=members) if self._agreement.member in members:
                     return deque(list(actions)[number:])
                 case LoadCheckpoint() if self._agreement.member in self._controller.voters:
                     return deque(list(actions)[number:])
                 case LoadCheckpoint():
-                    self._start_over.left_out()
+                    self._restart_loader.on_left_out()
                 case _ if isinstance(action, Stop):
                     return action
         return None
@@ -114,10 +114,10 @@ class Rejoin:
         if is_wiped_out:
             self._probe.between_steps(self._controller.step, FaultPoint.LOAD_SEARCH)
             if self._agreement.is_leader:
-                self._search.begin()
-            held, slices = self._start_over.held()
+                self._search.start()
+            held, partitions = self._restart_loader.find_snapshots()
             if self._agreement.is_leader:
-                self._search.tell(held, slices)
+                self._search.announce_snapshots(held, partitions)
             self._probe(FaultPoint.LOAD_WAIT)
         else:
             self._probe.between_steps(self._controller.step, FaultPoint.JOIN_WAIT)

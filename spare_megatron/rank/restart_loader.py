@@ -86,7 +86,7 @@ class RestartLoader:
         """The time at which log entries are folded: up to the restart, that of the wipe-out."""
         return time.monotonic() if self._wiped_out_at_s is None else self._wiped_out_at_s
 
-    def wiped_out(self) -> None:
+    def on_wipe_out(self) -> None:
         """The rank has read of a wipe-out in the log."""
         self._wiped_out_at_s = self.now_s()
         self._withdrawn = {}
@@ -95,7 +95,7 @@ class RestartLoader:
         """Marks a checkpoint that holds wrong state: the groups that found it may be lost."""
         refuse(self._folder, action)
 
-    def left_out(self) -> None:
+    def on_left_out(self) -> None:
         """Training goes on without the rank, which came too late."""
         self.reader.stop()
         self._wiped_out_at_s = None
@@ -137,26 +137,26 @@ class RestartLoader:
         if offer in self._offered:
             self.reader.read(offer, self._offered[offer], numbers)
 
-    def held(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...]]:
+    def find_snapshots(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...]]:
         """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold.
 
         Collective over: all ranks of the group, after `offers`, if that is called.
         """
         if self._snapshots is None:
             return (), ()
-        held, slices, rejected = self._snapshots.held()
+        held, partitions, rejected = self._snapshots.held()
         self.rejected += rejected
-        return held, slices
+        return held, partitions
 
     def _require_folder(self) -> None:
         if self._takes_checkpoints:
             require_folder(self._folder)
 
-    def begin(self, slices: Collection[PartitionId]) -> None:
+    def load_initial(self, partitions: Collection[PartitionId]) -> None:
         """Loads `checkpoint.load`, if set, with these partitions. Collective over: all ranks of the group."""
         if self._first is not None:
             with self._loading(step_of(self._first)):
-                self._load_first(self._first, slices)
+                self._load_first(self._first, partitions)
 
     def load(self, action: LoadCheckpoint, member: Member, head: int) -> None:
         """Loads the checkpoint, the snapshot or the run's initial state, with the group's state partitions.
@@ -166,30 +166,30 @@ class RestartLoader:
         """
         self.reader.stop()
         began_s = time.monotonic()
-        slices = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
+        partitions = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         with self._loading(action.step + action.rework_steps):
             if action.snapshot is None:
-                self._load_checkpoint(action, slices)
+                self._load_checkpoint(action, partitions)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot, slices, action.members, head)
+                self._snapshots.load(action.snapshot, partitions, action.members, head)
         self._load_s = time.monotonic() - began_s
 
-    def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[PartitionId]) -> None:
+    def _load_checkpoint(self, action: LoadCheckpoint, partitions: Collection[PartitionId]) -> None:
         path = checkpoint_path(self._folder, action.step)
         if path.exists():
-            self._trainer.load_checkpoint(path, slices)
+            self._trainer.load_checkpoint(path, partitions)
         elif self._first is not None and action.step == step_of(self._first):
-            self._load_first(self._first, slices)
+            self._load_first(self._first, partitions)
         elif action.step > 0:  # a new process already has the state of step 0
             raise JoinFailed(f"the checkpoint {path} is gone")
 
-    def _load_first(self, path: Path, slices: Collection[PartitionId]) -> None:
+    def _load_first(self, path: Path, partitions: Collection[PartitionId]) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
         if is_last_state(path):
-            self._trainer.load_state(files_for(path, assemble(path).files, self._rank), slices)
+            self._trainer.load_state(files_for(path, assemble(path).files, self._rank), partitions)
         else:
-            self._trainer.load_checkpoint(path, slices)
+            self._trainer.load_checkpoint(path, partitions)
 
     @contextmanager
     def _loading(self, step: int) -> Iterator[None]:
@@ -227,30 +227,34 @@ class RestartSearch:
     """The leader's part in finding the state to restart from: announces, reads, and lets the controller decide."""
 
     def __init__(
-        self, controller: Controller, agreement: GroupAgreement, start_over: RestartLoader, groups: Sequence[GroupId]
+        self,
+        controller: Controller,
+        agreement: GroupAgreement,
+        restart_loader: RestartLoader,
+        groups: Sequence[GroupId],
     ) -> None:
         self._controller = controller
         self._agreement = agreement
-        self._start_over = start_over
+        self._restart_loader = restart_loader
         self._groups = groups
         self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
         self._since_s = self._searched_at_s = 0.0
         self._own = RestartState(member=agreement.member, offers=())
-        self._told: RestartState | None = None
+        self._announced: RestartState | None = None
         self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Forgets what was announced before and searches for checkpoints."""
         self._since_s = time.monotonic()
         self._own = RestartState(member=self._agreement.member, offers=())
-        self._told = None
+        self._announced = None
         self._heard = {}
         self._search()
 
-    def tell(self, held: tuple[Held, ...], slices: tuple[HeldPartition, ...]) -> None:
+    def announce_snapshots(self, held: tuple[Held, ...], partitions: tuple[HeldPartition, ...]) -> None:
         """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
-        self._own = replace(self._own, held=held, slices=slices)
-        self._tell()
+        self._own = replace(self._own, held=held, slices=partitions)
+        self._announce()
 
     def seek(self, index: int) -> None:
         """Works on the restart for some seconds, until the entry at the index is written."""
@@ -260,25 +264,25 @@ class RestartSearch:
                 self._search()
             if self._decide():
                 return
-            self._tell()
+            self._announce()
             time.sleep(self._pause_s)
 
     def _decide(self) -> bool:
         """Lets the controller decide. Returns whether an entry is written."""
         waited_s = time.monotonic() - self._since_s
         event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
-        for action in self._controller.handle(event, now_s=self._start_over.now_s()):
+        for action in self._controller.handle(event, now_s=self._restart_loader.now_s()):
             match action:
                 case AppendEntry(index=index, entry=entry):
                     self._agreement.append(index, entry)
                     return True
                 case ReadFiles(offer=offer, numbers=numbers):
-                    self._start_over.read(offer, numbers)
+                    self._restart_loader.read(offer, numbers)
                 case WithdrawOffers(reasons=reasons):
-                    self._start_over.withdraw(reasons)
+                    self._restart_loader.withdraw(reasons)
                     self._search()
                 case _:
-                    raise AssertionError(f"nothing asks who waits for {action}")
+                    raise AssertionError(f"a waiting leader does not execute {action}")
         return False
 
     def _listen(self) -> tuple[RestartState, ...]:
@@ -295,16 +299,16 @@ class RestartSearch:
         offers: tuple[CheckpointCandidate, ...] = ()
         failure = ""
         try:
-            offers = self._start_over.offers()
+            offers = self._restart_loader.offers()
         except OSError as error:
             failure = str(error)
         self._own = replace(self._own, offers=offers, failure=failure)
         self._searched_at_s = time.monotonic()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         """Announces what has changed."""
-        reader = self._start_over.reader
+        reader = self._restart_loader.reader
         own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
-        if own != self._told:
+        if own != self._announced:
             self._agreement.announce_restart(own)
-            self._told = own
+            self._announced = own

@@ -127,7 +127,7 @@ class StateKeeping:
             ended=ended,
         )
 
-    def start_over(self, store: ControlStore) -> RestartLoader:
+    def restart_loader(self, store: ControlStore) -> RestartLoader:
         return RestartLoader(
             config=self._spec.config,
             run_dir=self._spec.run_dir,

@@ -61,7 +61,7 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
         )
     )
     wiped_out_at_s = time.monotonic() - RESTART_S
-    start_over: Any = SimpleNamespace(now_s=lambda: wiped_out_at_s, wiped_out=lambda: None)
+    restart_loader: Any = SimpleNamespace(now_s=lambda: wiped_out_at_s, on_wipe_out=lambda: None)
     nothing: Any = None
     num_turns = 0
 
@@ -75,7 +75,7 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
         controller=controller,
         agreement=agreement,
         journal=nothing,
-        start_over=start_over,
+        restart_loader=restart_loader,
         groups=GROUPS,
         may_restart=True,
         probe=probe,

@@ -95,7 +95,7 @@ class ScatteredBuckets:
     """Sums the gradients of each state partition only for the groups that host or copy it; needs stacked state."""
 
     def __init__(self, group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
-        assert trainer.stacked is not None, "only partitions have recipients"
+        assert trainer.stacked is not None, "only stacked state has recipients"
         self._group = group
         self._sums = trainer.gradients
         self._parts = trainer.gradient_parts()
@@ -109,7 +109,7 @@ class ScatteredBuckets:
         self.squares: float | None = None
 
     def start_attempt(self, action: AttemptReduce) -> None:
-        assert action.ownership is not None, "only partitions have recipients"
+        assert action.ownership is not None, "only stacked state has recipients"
         if action.ownership is not self._ownership:
             self._ownership, self._recipients = action.ownership, recipients(action.ownership)
         self.is_finished, self.squares = False, None

@@ -189,7 +189,7 @@ class GroupTrainer:
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         """The parts of each bucket, by state partition (`flat_gradients.gradient_parts`)."""
-        assert self.stacked is not None, "only stacked state has slices"
+        assert self.stacked is not None, "only stacked state has partitions"
         return gradient_parts(self.chunks, self.process_groups, self.stacked.partitions, self.gradients.buckets)
 
     def save_state(self, path: Path) -> tuple[int, str]:
@@ -211,7 +211,7 @@ class GroupTrainer:
 
     def partition_copy(self, number: PartitionId) -> StateCopy:
         """A state partition that is whole here, to be copied to host memory; valid until the next update."""
-        assert self.stacked is not None, "only stacked state has slices"
+        assert self.stacked is not None, "only stacked state has partitions"
         return StateCopy(partition_state(self.stacked, number), self._copies)
 
     def incoming_state(self, description: bytes) -> IncomingState:

@@ -281,7 +281,7 @@ class GroupExecutor:
     def take_snapshot(self, action: TakeSnapshot) -> None:
         self.saves.take_snapshot(action, has_params=not self.lacks_params)
 
-    # ---------------------------------------------------------------------------------------------------- slices
+    # --------------------------------------------------------------------------------------------- stacked state
 
     @property
     def lacks_params(self) -> bool:
@@ -290,7 +290,7 @@ class GroupExecutor:
 
     def gather_params(self, action: GatherParams) -> None:
         """Gathers all parameters from their owners. After a broken gather the group lacks parameters."""
-        assert self._gather is not None, "only slices are gathered"
+        assert self._gather is not None, "only stacked state is gathered"
         if action.is_anew:
             self._gather.on_update()
             self._digests.is_wanted = True

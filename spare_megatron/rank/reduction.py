@@ -99,7 +99,7 @@ class Reduction:
         self._communicator.start_build(key, members)
 
     def start_repairs(self, action: StartRepairs) -> None:
-        assert self._repairs is not None, "only slices are repaired"
+        assert self._repairs is not None, "only stacked state is repaired"
         self._repairs.start(action)
 
     # ------------------------------------------------------------------------------------------ between attempts

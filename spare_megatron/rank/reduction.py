@@ -130,10 +130,10 @@ class Reduction:
     def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
         """Allows buckets to be sent while the last microbatches of the attempt are computed.
 
-        Call it on all ranks of the group, after `start_attempt` and before computing. The leader journals the contribution
-        `brought`, all microbatches that the local sums will hold. What other ranks send depends on the leader's
-        computation, so that nothing is sent before the record. Returns None without overlap, else a callback for the
-        backward passes that takes the number of finished buckets.
+        Call it on all ranks of the group, after `start_attempt` and before computing. The leader journals the
+        contribution `brought`, all microbatches that the local sums will hold. What other ranks send depends on the
+        leader's computation, so that nothing is sent before the record. Returns None without overlap, else a callback
+        for the backward passes that takes the number of finished buckets.
         """
         if not self._overlaps:
             return None

@@ -227,15 +227,11 @@ class RestartSearch:
     """The leader's part in finding the state to restart from: announces, reads, and lets the controller decide."""
 
     def __init__(
-        self,
-        controller: Controller,
-        agreement: GroupAgreement,
-        restart_loader: RestartLoader,
-        groups: Sequence[GroupId],
+        self, controller: Controller, agreement: GroupAgreement, loader: RestartLoader, groups: Sequence[GroupId]
     ) -> None:
         self._controller = controller
         self._agreement = agreement
-        self._restart_loader = restart_loader
+        self._loader = loader
         self._groups = groups
         self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
         self._since_s = self._searched_at_s = 0.0
@@ -271,15 +267,15 @@ class RestartSearch:
         """Lets the controller decide. Returns whether an entry is written."""
         waited_s = time.monotonic() - self._since_s
         event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
-        for action in self._controller.handle(event, now_s=self._restart_loader.now_s()):
+        for action in self._controller.handle(event, now_s=self._loader.now_s()):
             match action:
                 case AppendEntry(index=index, entry=entry):
                     self._agreement.append(index, entry)
                     return True
                 case ReadFiles(offer=offer, numbers=numbers):
-                    self._restart_loader.read(offer, numbers)
+                    self._loader.read(offer, numbers)
                 case WithdrawOffers(reasons=reasons):
-                    self._restart_loader.withdraw(reasons)
+                    self._loader.withdraw(reasons)
                     self._search()
                 case _:
                     raise AssertionError(f"a waiting leader does not execute {action}")
@@ -299,7 +295,7 @@ class RestartSearch:
         offers: tuple[CheckpointCandidate, ...] = ()
         failure = ""
         try:
-            offers = self._restart_loader.offers()
+            offers = self._loader.offers()
         except OSError as error:
             failure = str(error)
         self._own = replace(self._own, offers=offers, failure=failure)
@@ -307,7 +303,7 @@ class RestartSearch:
 
     def _announce(self) -> None:
         """Announces what has changed."""
-        reader = self._restart_loader.reader
+        reader = self._loader.reader
         own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
         if own != self._announced:
             self._agreement.announce_restart(own)

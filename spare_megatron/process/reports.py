@@ -279,6 +279,11 @@ class EndEarly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopProcess:
+    """From a process to its child, as from the driver to a supervisor: end now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 

@@ -16,7 +16,14 @@ from typing import NoReturn, Protocol
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
-from spare_megatron.process.reports import LastReportAcknowledged, NodeEnded, NodeMissing, NodeReport, RanksReady
+from spare_megatron.process.reports import (
+    LastReportAcknowledged,
+    NodeEnded,
+    NodeMissing,
+    NodeReport,
+    RanksReady,
+    StopProcess,
+)
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.open_store import open_store, without_credentials
 
@@ -204,7 +211,7 @@ class _RemoteSupervisor:
         if supervisor is not None:
             with contextlib.suppress(OSError):
                 supervisor.send(order)
-        if order == "stop":
+        if isinstance(order, StopProcess):
             raise _Over
 
     def _end_step(self, patience_s: float = 0.0) -> None:

@@ -12,6 +12,7 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.driver import examination
 from spare_megatron.process import processes
 from spare_megatron.process.processes import Child, stop_children
+from spare_megatron.process.reports import StopProcess
 
 
 class FakeProcess:
@@ -24,10 +25,11 @@ class FakeProcess:
         self._is_there = not is_gone
         self._is_gone = is_gone
 
-    def send(self, order: str) -> None:
+    def send(self, order: object) -> None:
         if self._is_gone:
             raise BrokenPipeError
-        self._told.append(f"{order} {self._name}")
+        assert order == StopProcess()
+        self._told.append(f"stop {self._name}")
 
     def join(self, timeout_s: float) -> None:
         self._told.append(f"join {self._name}")

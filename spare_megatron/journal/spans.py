@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from spare_megatron.journal.files import AppendingFile
+from spare_megatron.journal.records import RecoveryRecord
+from spare_megatron.stacking.layout import GroupId
 
 FOLDER = "timeline"
 
@@ -19,6 +21,41 @@ RECOVERY_NAMES: Mapping[RecoveryStage, str] = {
     "reduce": "recovery: reduce",
 }
 """Span names of the stages of a recovery; these spans begin and end in the middle of others."""
+
+
+@dataclass(slots=True)
+class RecoveryTimes:
+    """The stages of one recovery, timed one after the other.
+
+    Attributes:
+        computed_at_s: Wall-clock time, as noticed_at_s; both as in `RecoveryRecord`.
+        timed_until_s: End of the last stage, on the clock of the stages.
+    """
+
+    computed_at_s: float
+    noticed_at_s: float
+    timed_until_s: float
+    lost: list[GroupId] = field(default_factory=list)
+    spent_s: dict[RecoveryStage, float] = field(default_factory=lambda: dict.fromkeys(RECOVERY_NAMES, 0.0))
+
+    def end_stage(self, stage: RecoveryStage, at_s: float) -> None:
+        """Counts the time since the end of the last stage as this one's."""
+        self.spent_s[stage] += at_s - self.timed_until_s
+        self.timed_until_s = at_s
+
+    def record(self, group: GroupId, step: int, num_patched: int) -> RecoveryRecord:
+        return RecoveryRecord(
+            group=group,
+            step=step,
+            lost=[int(lost) for lost in self.lost],
+            computed_at_s=self.computed_at_s,
+            noticed_at_s=self.noticed_at_s,
+            agree_s=self.spent_s["agree"],
+            patch_s=self.spent_s["patch"],
+            rebuild_s=self.spent_s["rebuild"],
+            reduce_s=self.spent_s["reduce"],
+            num_patched=num_patched,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spare_megatron.journal.records import RecoveryRecord
-from spare_megatron.journal.spans import RecoveryStage
+from spare_megatron.journal.spans import RecoveryStage, RecoveryTimes
 from spare_megatron.stacking.layout import GroupId
 
 Listener = Callable[[RecoveryStage, float, float], None]
@@ -15,22 +15,10 @@ Listener = Callable[[RecoveryStage, float, float], None]
 @dataclass(slots=True)
 class _Recovery:
     step: int
-    computed_at_s: float
-    noticed_at_s: float
-    lost: list[GroupId]
-    lap_from_s: float
-    listener: Listener
+    times: RecoveryTimes
     num_patched: int = 0
     is_agreeing: bool = True
     has_communicator: bool = False
-    spent_s: dict[RecoveryStage, float] = field(default_factory=dict)
-
-    def lap(self, stage: RecoveryStage, until_s: float) -> None:
-        """Assigns the time since the last lap to this stage."""
-        if until_s > self.lap_from_s:
-            self.spent_s[stage] = self.spent_s.get(stage, 0.0) + until_s - self.lap_from_s
-            self.listener(stage, self.lap_from_s, until_s)
-            self.lap_from_s = until_s
 
 
 class RecoveryClock:
@@ -52,35 +40,28 @@ class RecoveryClock:
     def on_computed(self) -> None:
         self._computed_at_s = time.time()
         if self._without_communicator is not None:
-            self._without_communicator.lap_from_s = time.monotonic()
+            self._without_communicator.times.timed_until_s = time.monotonic()
 
     def on_group_lost(self, step: int, group: GroupId) -> None:
         now_s = time.monotonic()
         self._close(self._without_communicator)
         self._without_communicator = None
         if self._open is None:
-            self._open = _Recovery(
-                step=step,
-                computed_at_s=self._computed_at_s,
-                noticed_at_s=time.time(),
-                lost=[],
-                lap_from_s=now_s,
-                listener=self._listener,
-            )
+            self._open = _Recovery(step, RecoveryTimes(self._computed_at_s, time.time(), timed_until_s=now_s))
         elif not self._open.is_agreeing:
-            self._open.lap("reduce", now_s)
+            self._end_stage(self._open, "reduce", now_s)
         self._open.is_agreeing, self._open.has_communicator = True, False
-        self._open.lost.append(group)
+        self._open.times.lost.append(group)
 
     def on_patched(self, num_microbatches: int) -> None:
         if self._open is not None:
             self._open.num_patched += num_microbatches
-            self._open.lap("patch", time.monotonic())
+            self._end_stage(self._open, "patch", time.monotonic())
 
     def on_decided(self) -> None:
         """The attempt that was under way at the loss is decided."""
         if self._open is not None and self._open.is_agreeing:
-            self._open.lap("agree", time.monotonic())
+            self._end_stage(self._open, "agree", time.monotonic())
             self._open.is_agreeing = False
 
     def on_reduced(self, ready_at_s: float | None) -> None:
@@ -88,7 +69,7 @@ class RecoveryClock:
         recovery = self._open or self._without_communicator
         if recovery is None or ready_at_s is None:
             return
-        recovery.lap("rebuild", ready_at_s)
+        self._end_stage(recovery, "rebuild", ready_at_s)
         recovery.has_communicator = True
         if recovery is self._without_communicator:
             self._close(recovery)
@@ -97,7 +78,7 @@ class RecoveryClock:
     def on_commit(self) -> None:
         if self._open is None:
             return
-        self._open.lap("reduce", time.monotonic())
+        self._end_stage(self._open, "reduce", time.monotonic())
         if self._open.has_communicator:
             self._close(self._open)
         else:
@@ -112,23 +93,14 @@ class RecoveryClock:
     def pop_finished(self) -> list[RecoveryRecord]:
         """The recoveries that have ended since the last call."""
         finished, self._finished = self._finished, []
-        return [self._record(recovery) for recovery in finished]
+        return [recovery.times.record(self._group, recovery.step, recovery.num_patched) for recovery in finished]
+
+    def _end_stage(self, recovery: _Recovery, stage: RecoveryStage, at_s: float) -> None:
+        began_s = recovery.times.timed_until_s
+        if at_s > began_s:  # a communicator may have been ready before the stage began
+            recovery.times.end_stage(stage, at_s)
+            self._listener(stage, began_s, at_s)
 
     def _close(self, recovery: _Recovery | None) -> None:
         if recovery is not None:
             self._finished.append(recovery)
-
-    def _record(self, recovery: _Recovery) -> RecoveryRecord:
-        spent_s = recovery.spent_s
-        return RecoveryRecord(
-            group=self._group,
-            step=recovery.step,
-            lost=[int(group) for group in recovery.lost],
-            computed_at_s=recovery.computed_at_s,
-            noticed_at_s=recovery.noticed_at_s,
-            agree_s=spent_s.get("agree", 0.0),
-            patch_s=spent_s.get("patch", 0.0),
-            rebuild_s=spent_s.get("rebuild", 0.0),
-            reduce_s=spent_s.get("reduce", 0.0),
-            num_patched=recovery.num_patched,
-        )

@@ -16,12 +16,12 @@ from spare_megatron.journal.records import (
     LossRecord,
     ParamsRecord,
     Record,
-    RecoveryRecord,
     RunRecord,
     UpdateRecord,
     VoteRecord,
     digest_of_work,
 )
+from spare_megatron.journal.spans import RecoveryTimes
 from spare_megatron.simulator.compute_fit import finish_times
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.world import World
@@ -36,18 +36,8 @@ SOURCE = "simulator"
 class _Recovery:
     """The recovery in progress, with the same times for all survivors."""
 
-    computed_at_s: float
-    noticed_at_s: float
-    lap_from_s: float
-    lost: list[GroupId] = field(default_factory=list)
-    spent_s: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("agree", "patch", "rebuild", "reduce"), 0.0)
-    )
+    times: RecoveryTimes
     patches: list[StepPlan] = field(default_factory=list)
-
-    def lap(self, stage: str, now_s: float) -> None:
-        self.spent_s[stage] += now_s - self.lap_from_s
-        self.lap_from_s = now_s
 
 
 class SimulatedJournal:
@@ -94,12 +84,12 @@ class SimulatedJournal:
         self._computed_at_s = dict.fromkeys(self._computed_at_s, self._world.now_s)
         if self._recovery is not None:
             self._recovery.patches.append(plan)
-            self._recovery.lap("patch", self._world.now_s)
+            self._recovery.times.end_stage("patch", self._world.now_s)
 
     def rebuilt(self) -> None:
         """The new communicator is built, or no longer needed."""
         if self._recovery is not None:
-            self._recovery.lap("rebuild", self._world.now_s)
+            self._recovery.times.end_stage("rebuild", self._world.now_s)
 
     def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
         """Writes the contributions of the voters to an attempt, and their votes."""
@@ -140,31 +130,21 @@ class SimulatedJournal:
         self._write(record, at_s)
         if self._recovery is None:
             computed_at_s = max(self._computed_at_s.values(), default=at_s)
-            self._recovery = _Recovery(computed_at_s, world.fenced_at_s, lap_from_s=world.fenced_at_s)
-        elif self._recovery.lap_from_s < world.fenced_at_s:
-            self._recovery.lap("reduce", world.fenced_at_s)
-        self._recovery.lap("agree", world.now_s)
-        self._recovery.lost.append(group)
+            times = RecoveryTimes(computed_at_s, world.fenced_at_s, timed_until_s=world.fenced_at_s)
+            self._recovery = _Recovery(times)
+        elif self._recovery.times.timed_until_s < world.fenced_at_s:
+            self._recovery.times.end_stage("reduce", world.fenced_at_s)
+        self._recovery.times.end_stage("agree", world.now_s)
+        self._recovery.times.lost.append(group)
 
     def _recovered(self, action: AttemptReduce, survivors: Sequence[GroupId]) -> None:
         recovery, self._recovery = self._recovery, None
         if recovery is None:
             return
-        recovery.lap("reduce", self._world.now_s)
+        recovery.times.end_stage("reduce", self._world.now_s)
         for group in survivors:
-            record = RecoveryRecord(
-                group=group,
-                step=action.step,
-                lost=[int(lost) for lost in recovery.lost],
-                computed_at_s=recovery.computed_at_s,
-                noticed_at_s=recovery.noticed_at_s,
-                agree_s=recovery.spent_s["agree"],
-                patch_s=recovery.spent_s["patch"],
-                rebuild_s=recovery.spent_s["rebuild"],
-                reduce_s=recovery.spent_s["reduce"],
-                num_patched=sum(len(plan.work.of(group)) for plan in recovery.patches),
-            )
-            self._write(record)
+            num_patched = sum(len(plan.work.of(group)) for plan in recovery.patches)
+            self._write(recovery.times.record(group, action.step, num_patched))
 
     def read(self, index: int, entry: Entry) -> None:
         """An entry is folded; recorded by the lowest group that is up."""

@@ -17,16 +17,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.actions import UpdateModel
 from spare_megatron.driver.run import start_run
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
-from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.rank.step_executor import StepExecutor
 
 NUM_WARMUP = 3
 """Steps at the start of a run that are not measured."""
 
 
-class _TimedExecutor(GroupExecutor):
+class _TimedExecutor(StepExecutor):
     """Writes down the processor time of its steps and of what is measured in them."""
 
     def __init__(self, spec: RankSpec, **parts: Any) -> None:
@@ -48,8 +49,8 @@ class _TimedExecutor(GroupExecutor):
 
         return run
 
-    def update_model(self, step: int, attempt: int) -> None:
-        super().update_model(step, attempt)
+    def update_model(self, action: UpdateModel) -> None:
+        super().update_model(action)
         now_s = time.process_time()
         self._lines.append(json.dumps({**self._spent_s, "step": now_s - self._began_s}))
         self._spent_s, self._began_s = {"norm": 0.0, "hash": 0.0}, now_s
@@ -61,7 +62,7 @@ class _TimedExecutor(GroupExecutor):
 
 def run_timed_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process."""
-    vars(rank)["GroupExecutor"] = partial(_TimedExecutor, spec)
+    vars(rank)["StepExecutor"] = partial(_TimedExecutor, spec)
     rank.run_rank(spec, reports)
 
 

@@ -82,6 +82,11 @@ class CrossGroupCommunicator:
         self.ready_at_s: float | None = None
         """Monotonic time at which the current attempt had its communicator; None before that."""
 
+    @property
+    def members(self) -> tuple[GroupId, ...]:
+        """The groups of the current communicator, ascending."""
+        return self._members
+
     def start_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Drops the current communicator and starts to build the next one in a thread."""
         self._abandon()

@@ -14,6 +14,7 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import Round, gather_rounds
 from spare_megatron.store.interface import StoreLost
@@ -31,26 +32,19 @@ class ParamsGather:
         communicator: CrossGroupCommunicator,
         probe: RankProbe,
         staging: Staging,
+        progress: RankProgress,
     ) -> None:
         self._optimizer = optimizer
         self._agreement = agreement
         self._communicator = communicator
         self._probe = probe
         self._staging = staging
-        self.is_lacking = False
-        """Whether some rank of the group has parameters of an earlier step."""
-        self.evidence = ""
-        """Why the last broken gather failed, as far as this rank knows."""
+        self._progress = progress
 
-    def on_update(self) -> None:
-        """The local state partitions are updated: all other parameters are out of date."""
-        self.is_lacking = True
-
-    def run(self, action: GatherParams, members: Sequence[GroupId], head: int) -> None:
+    def run(self, action: GatherParams) -> None:
         """Sends the parameters that this group owns; takes over those of others if it lacks any.
 
-        `members` are the groups of the communicator, ascending; `head` counts the log entries folded so far. The gather
-        ends once the next entry is written or a rank reports it as broken.
+        Sets `lacks_params`. The gather ends once the next log entry is written or a rank reports it as broken.
 
         Collective over: rank j of every member group, and all ranks of the group.
 
@@ -59,6 +53,7 @@ class ParamsGather:
                 parameters that match them.
         """
         lost: StoreLost | None = None
+        head, members = self._progress.head, self._communicator.members
 
         def is_over() -> bool:
             nonlocal lost
@@ -80,8 +75,8 @@ class ParamsGather:
         if is_broken:
             # Groups that have everything use this communicator for something else next.
             self._communicator.give_up()
-            self.evidence = evidence
-        self.is_lacking = self.is_lacking and is_broken
+            self._progress.gather_evidence = evidence
+        self._progress.lacks_params = self._progress.lacks_params and is_broken
         if lost is not None:
             raise lost
 
@@ -137,7 +132,7 @@ class ParamsGather:
         for _ in range(num_come := self._communicator.poll()):
             sent, staging = posted.popleft()
             for share, values in zip(sent, self._rows(staging, shape)[:-1], strict=True):
-                if share is not None and self.is_lacking:
+                if share is not None and self._progress.lacks_params:
                     self._optimizer.write_values(share.slice, share.start, values[: share.stop - share.start])
             self._staging.release(staging)
         return bool(num_come)

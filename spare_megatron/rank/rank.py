@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_bucket_sums
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
@@ -36,12 +37,17 @@ from spare_megatron.rank.bootstrap import (
     pass_times_on,
     wait_for_all_groups,
 )
-from spare_megatron.rank.executor import GroupExecutor
 from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.rank.group_log import GroupLog
+from spare_megatron.rank.group_saves import GroupSaves, StateKeeping
+from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.rejoin import Rejoin
-from spare_megatron.rank.state_keeping import StateKeeping
-from spare_megatron.rank.train import start, train
+from spare_megatron.rank.stacked_state import StackedState
+from spare_megatron.rank.state_restorer import StateRestorer
+from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank.train import Executors, start, train
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.transfer.partition_copier import GroupRepairs, PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
@@ -97,19 +103,19 @@ class _Rank:
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
-        self._executor: GroupExecutor | None = None
+        self._progress = RankProgress()
 
     def run(self) -> ExitCode:
         """Trains, and maps the ways in which a run can end for this rank to exit codes."""
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
             self._write_code()
-            executor = self._executor = self._build_executor()
-            first = self._come_back(executor) if self._spec.incarnation else self._start(executor)
+            executors = self._build_executors()
+            first = self._rejoin() if self._spec.incarnation else self._start()
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(train(self._controller, executor, first, lambda: bool(self._page.end_asked)))
+                return self._stopped(train(self._controller, executors, first, lambda: bool(self._page.end_asked)))
         except JoinFailed as error:
             say(error)
             return ExitCode.JOIN_FAILED
@@ -133,7 +139,7 @@ class _Rank:
         group, incarnation = self._spec.member
         self._journal.write(RankRecord(group=group, rank=self._spec.rank, incarnation=incarnation, code=code_digest()))
 
-    def _build_executor(self) -> GroupExecutor:
+    def _build_executors(self) -> Executors:
         spec, config = self._spec, self._spec.config
         device = choose_device(spec)
         ranks = self._ranks = join_group(spec, self._store, device)
@@ -163,43 +169,65 @@ class _Rank:
         if device.type == "cuda":
             SumWatch(communicator, lambda: open_store(spec.store), lambda: self._controller.head).start()
         staging = Staging(self._trainer.gradients.new_staging)
-        reduction = self._build_reduction(voting, communicator, staging)
-        source = self._serve_state()
-        keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
-        self._restart_loader = keeping.restart_loader(self._store)
-        return GroupExecutor(
+        bucket_sums = make_bucket_sums(spec.group, self._trainer, communicator)
+        buckets = BucketExchange(
+            position=spec.rank,
             trainer=self._trainer,
-            voting=voting,
-            reduction=reduction,
-            gather=self._build_gather(agreement, communicator, staging),
-            journal=self._journal,
-            source=source,
-            transfer=self._build_transfer(agreement, source),
-            restart_loader=self._restart_loader,
-            join_timeout_s=config.reduce.timeout_s,
-            report=self._reports.send,
-            tells_steps=self._is_first_on_node,
-            probe=self._probe,
-            digests=self._build_digests(agreement),
-            saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
-        )
-
-    def _build_reduction(self, voting: Voting, communicator: CrossGroupCommunicator, staging: Staging) -> Reduction:
-        bucket_sums = make_bucket_sums(self._spec.group, self._trainer, communicator)
-        repairs = self._build_repairs(voting.agreement, awaits_update=isinstance(bucket_sums, ScatteredBuckets))
-        return Reduction(
-            position=self._spec.rank,
-            trainer=self._trainer,
-            voting=voting,
             communicator=communicator,
             bucket_sums=bucket_sums,
             staging=staging,
-            repairs=repairs,
-            journal=self._journal,
+            outlier_factor=config.train.gradient_outlier_factor,
             probe=self._probe,
-            outlier_factor=self._spec.config.train.gradient_outlier_factor,
-            overlaps=self._spec.config.reduce.overlap,
         )
+        repairs = self._build_repairs(agreement, awaits_update=isinstance(bucket_sums, ScatteredBuckets))
+        source = self._serve_state()
+        keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
+        self._restart_loader = keeping.restart_loader(self._store)
+        digests = self._digests = self._build_digests(agreement)
+        reports = RankReports(
+            group=spec.group,
+            journal=self._journal,
+            send=self._reports.send,
+            is_leader=agreement.is_leader,
+            sends_steps=self._is_first_on_node,
+            probe=self._probe,
+            progress=self._progress,
+        )
+        saves = keeping.saves(digests, reports, self._progress)
+        reduction = Reduction(
+            buckets=buckets,
+            voting=voting,
+            repairs=repairs,
+            digests=digests,
+            reports=reports,
+            overlaps=config.reduce.overlap,
+            probe=self._probe,
+            progress=self._progress,
+        )
+        steps = StepExecutor(
+            group=spec.group,
+            trainer=self._trainer,
+            reduction=reduction,
+            source=source,
+            saves=saves,
+            digests=digests,
+            reports=reports,
+            probe=self._probe,
+            progress=self._progress,
+        )
+        log = GroupLog(voting=voting, digests=digests, reports=reports, probe=self._probe, progress=self._progress)
+        restorer = StateRestorer(
+            agreement=agreement,
+            transfer=self._build_transfer(agreement, source),
+            loader=self._restart_loader,
+            digests=digests,
+            reports=reports,
+            join_timeout_s=config.reduce.timeout_s,
+            probe=self._probe,
+            progress=self._progress,
+        )
+        stacked = self._build_stacked(buckets, staging, repairs, saves, digests)
+        return Executors(steps=steps, reduction=reduction, log=log, restorer=restorer, saves=saves, stacked=stacked)
 
     def _build_transfer(self, agreement: GroupAgreement, source: StateSource) -> StateTransfer:
         return StateTransfer(
@@ -235,19 +263,26 @@ class _Rank:
             hosted=() if self._spec.incarnation else self._hosted(),
         )
 
-    def _build_gather(
-        self, agreement: GroupAgreement, communicator: CrossGroupCommunicator, staging: Staging
-    ) -> ParamsGather | None:
+    def _build_stacked(
+        self,
+        buckets: BucketExchange,
+        staging: Staging,
+        repairs: GroupRepairs | None,
+        saves: GroupSaves,
+        digests: StateDigests,
+    ) -> StackedState | None:
         optimizer = self._trainer.stacked
-        if optimizer is None:
+        if optimizer is None or repairs is None:
             return None
-        return ParamsGather(
+        gather = ParamsGather(
             optimizer=optimizer,
-            agreement=agreement,
-            communicator=communicator,
+            agreement=self._agreement,
+            communicator=buckets.communicator,
             probe=self._probe,
             staging=staging,
+            progress=self._progress,
         )
+        return StackedState(gather=gather, repairs=repairs, saves=saves, digests=digests, progress=self._progress)
 
     def _build_repairs(self, agreement: GroupAgreement, *, awaits_update: bool) -> GroupRepairs | None:
         optimizer = self._trainer.stacked
@@ -280,18 +315,19 @@ class _Rank:
         key = _server_key(member, self._spec.rank)
         return Address.parse(self._store.wait(key, self._spec.config.reduce.timeout_s))
 
-    def _start(self, executor: GroupExecutor) -> deque[Action]:
+    def _start(self) -> deque[Action]:
         """Starts together with all other groups."""
         self._restart_loader.load_initial(self._hosted())
-        executor.start(self._controller.step)
+        self._progress.num_steps = self._controller.step
+        self._digests.check(self._controller.step, num_restarts=0)  # the first vote compares the parameters
         wait_for_all_groups(self._spec, self._store, self._ranks)
         self._report_ready()
         return start(self._controller)
 
-    def _come_back(self, executor: GroupExecutor) -> deque[Action] | Stop:
+    def _rejoin(self) -> deque[Action] | Stop:
         """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
         config = self._spec.config
-        catching_up = Rejoin(
+        rejoin = Rejoin(
             controller=self._controller,
             agreement=self._agreement,
             journal=self._journal,
@@ -301,8 +337,9 @@ class _Rank:
             probe=self._probe,
             announced=self._report_waiting,
         )
-        first = catching_up.run()
-        executor.num_restarts = self._controller.restarts.num_restarts
+        first = rejoin.run()
+        self._progress.head = self._controller.head
+        self._progress.num_restarts = self._controller.restarts.num_restarts
         return first
 
     def _report_waiting(self, is_wiped_out: bool) -> None:
@@ -339,13 +376,13 @@ class _Rank:
     def _without_store(self, error: StoreLost) -> ExitCode:
         """Saves the committed state on as many groups as may be needed: nothing can be decided any more."""
         say(error)
-        if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
+        if not self._progress.num_steps or self._progress.lacks_params:
             return ExitCode.STORE_LOST
         # With partitioned optimizer state all groups save: each partition may be needed.
         controller, member = self._controller, self._spec.member
         if member in controller.voters[: None if self._trainer.stacked else _SAVING_GROUPS]:
             save = SaveCheckpoint(
-                step=self._executor.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
+                step=self._progress.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
             )
             hosts = controller.ownership.hosts if controller.ownership else ()
             self._keeping.save_alone(replace(save, hosts=hosts))

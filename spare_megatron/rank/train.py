@@ -1,8 +1,9 @@
-"""The training loop: the controller decides, the executor carries out its actions."""
+"""The training loop: the controller decides, the executors carry out its actions."""
 
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from spare_megatron.core.actions import (
     Action,
@@ -25,8 +26,28 @@ from spare_megatron.core.actions import (
 )
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import Event, RunStarted
-from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.rank.group_log import GroupLog
+from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.reduction import Reduction
+from spare_megatron.rank.stacked_state import StackedState
+from spare_megatron.rank.state_restorer import StateRestorer
+from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.voting.log_follower import Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executors:
+    """The objects that carry out the controller's actions on one rank. They decide nothing.
+
+    `stacked` is None unless optimizer state is stacked.
+    """
+
+    steps: StepExecutor
+    reduction: Reduction
+    log: GroupLog
+    restorer: StateRestorer
+    saves: GroupSaves
+    stacked: StackedState | None
 
 
 def start(controller: Controller) -> deque[Action]:
@@ -34,7 +55,7 @@ def start(controller: Controller) -> deque[Action]:
 
 
 def train(
-    controller: Controller, executor: GroupExecutor, actions: deque[Action], is_end_asked: Callable[[], bool]
+    controller: Controller, executors: Executors, actions: deque[Action], is_end_asked: Callable[[], bool]
 ) -> Stop:
     """Executes actions until the controller stops the run. Returns the stop action, which says why.
 
@@ -45,48 +66,47 @@ def train(
             controller.ends_at_s = time.monotonic()
         action = actions.popleft()
         if isinstance(action, Stop):
-            executor.stop(action.step)
+            executors.steps.stop(action.step)
             return action
-        for event in _execute(action, controller, executor):
+        for event in _execute(action, controller, executors):
             actions.extendleft(reversed(controller.handle(event, now_s=time.monotonic())))
 
 
-def _execute(action: Action, controller: Controller, executor: GroupExecutor) -> list[Event]:
+def _execute(action: Action, controller: Controller, executors: Executors) -> list[Event]:
     """Returns the events that the action causes. The cases are in the order of a step."""
     match action:
         case ComputeStep():
-            executor.compute_step(action, len(controller.members))
-        case BuildCommunicator(key=key, members=members):
-            executor.build_communicator(key, members)
+            executors.steps.compute_step(action, len(controller.members))
+        case BuildCommunicator():
+            executors.reduction.build_communicator(action)
         case AttemptReduce():
-            return executor.attempt_reduce(action)
+            return executors.reduction.attempt(action)
         case ReadVotes():
-            return executor.read_votes(action)
-        case AppendEntry(index=index, entry=entry):
-            executor.append_entry(index, entry)
+            return executors.log.read_votes(action)
+        case AppendEntry():
+            executors.log.append_entry(action)
         case ReadEntry(index=index):
-            return executor.read_entry(index)
+            return executors.log.read_entry(index)
         case ComputePatch():
-            executor.compute_patch(action)
+            executors.steps.compute_patch(action)
         case AdmitGroups():
-            executor.admit(action, controller.head)
+            executors.restorer.admit(action)
         case LoadCheckpoint():
-            executor.restart(action, controller.head)
-        case UpdateModel(step=step, attempt=attempt, proven=proven):
-            executor.copies_proven(proven)
-            executor.update_model(step, attempt)
+            executors.restorer.restart(action)
+        case UpdateModel():
+            executors.steps.update_model(action)
         case SaveCheckpoint():
-            executor.save_checkpoint(action)
+            executors.saves.save(action)
         case RefuseCheckpoint():
-            executor.saves.refuse(action)
+            executors.saves.refuse(action)
         case TakeSnapshot():
-            executor.take_snapshot(action)
-        case GatherParams():
-            executor.gather_params(action)
-        case StartRepairs():
-            executor.start_repairs(action)
+            executors.saves.take_snapshot(action)
+        case GatherParams() if executors.stacked is not None:
+            executors.stacked.gather_params(action)
+        case StartRepairs() if executors.stacked is not None:
+            executors.stacked.start_repairs(action)
         case AttemptFinish():
-            return executor.attempt_finish(action)
+            return executors.log.attempt_finish(action)
         case _:
-            raise AssertionError(f"nothing in a run asks for {action} yet")
+            raise AssertionError(f"this rank cannot execute {action}")
     return []

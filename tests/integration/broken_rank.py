@@ -5,16 +5,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from spare_megatron.core.actions import UpdateModel
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.pipeline import Pipeline
 from spare_megatron.process.reports import ExitCode, RankRaised
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
-from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.interface import StoreLost
@@ -45,7 +45,7 @@ class _Elsewhere(Corpus):
         return super().microbatch(step + 1, microbatch)
 
 
-class _Unconnected(GroupExecutor):
+class _Unconnected(StepExecutor):
     """Loses its connection to the control store in step 1."""
 
     def compute_step(self, action: Any, num_alive: int) -> None:
@@ -54,32 +54,35 @@ class _Unconnected(GroupExecutor):
             raise StoreLost("the control store does not answer")
 
 
-class _Diverging(GroupExecutor):
+class _Diverging(StepExecutor):
     """Has a parameter changed behind its back before the update of step 1, as a bit flip does."""
 
-    def update_model(self, step: int, attempt: int) -> None:
-        if step == 1:
+    def update_model(self, action: UpdateModel) -> None:
+        if action.step == 1:
             named = next(iter(self._trainer.parameters_named()))
             named.parameter.data.view(-1)[0] += 1.0
-        super().update_model(step, attempt)
+        super().update_model(action)
 
 
-class _Outlived(GroupExecutor):
+class _Outlived(StepExecutor):
     """Rank 1 raises in step 1 and takes its time to end, so that the end of rank 0, which lost it, is seen first."""
 
-    def __init__(self, folder: Path, **parts: Any) -> None:
+    def __init__(self, spec: RankSpec, **parts: Any) -> None:
         super().__init__(**parts)
-        self._has_raised = folder / "has-raised"
+        self._is_leader = spec.rank == 0
+        self._has_raised = spec.run_dir / "has-raised"
 
     def compute_step(self, action: Any, num_alive: int) -> None:
         super().compute_step(action, num_alive)
         if action.plan.step != 1:
             return
-        if self._agreement.is_leader:
+        if self._is_leader:
             while not self._has_raised.exists():
                 time.sleep(0.01)
             os._exit(ExitCode.GROUP_BROKEN)
-        self._report(RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1"))
+        self._reports.send(
+            RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1")
+        )
         self._has_raised.touch()
         time.sleep(60.0)
 
@@ -94,9 +97,9 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
         elif fault == "elsewhere":
             trainer.Corpus = _Elsewhere
         elif fault == "outlived":
-            rank.GroupExecutor = partial(_Outlived, spec.run_dir)
+            rank.StepExecutor = partial(_Outlived, spec)
         else:
-            rank.GroupExecutor = _Unconnected if fault == "unconnected" else _Diverging
+            rank.StepExecutor = _Unconnected if fault == "unconnected" else _Diverging
     rank.run_rank(spec, reports)
 
 

@@ -12,6 +12,7 @@ from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.store.interface import StoreLost
 
@@ -73,6 +74,7 @@ class Communicator:
     """
 
     evidence = "connection: reset"
+    members = MEMBERS
     waits_for_ever = False
 
     def __init__(self, others: list[torch.Tensor], other: int) -> None:
@@ -122,17 +124,18 @@ class Rank:
         self.communicator = Communicator(others, 1 - index)
         self.agreement = Agreement(index)
         self.staging = Staging(self._new_staging)
+        self.progress = RankProgress(head=HEAD, lacks_params=True)
         self.gather = ParamsGather(
             optimizer=self.optimizer,
             agreement=self.agreement,  # type: ignore[arg-type]
             communicator=self.communicator,  # type: ignore[arg-type]
             probe=SilentProbe(),
             staging=self.staging,
+            progress=self.progress,
         )
-        self.gather.on_update()
 
     def run(self) -> None:
-        self.gather.run(GatherParams(step=0, owners=OWNERS), MEMBERS, HEAD)
+        self.gather.run(GatherParams(step=0, owners=OWNERS))
 
     def _new_staging(self) -> torch.Tensor:
         self.stagings.append(torch.full((13,), 7, dtype=torch.int64))
@@ -148,7 +151,7 @@ def test_all_parameters_come_through_three_staging_buffers_of_any_kind(dtype: to
     bucket = rank.staging.acquire()
     rank.staging.release(bucket)
     rank.run()
-    assert not rank.gather.is_lacking
+    assert not rank.progress.lacks_params
     expected = [
         100.0 * owner.group + torch.arange(length, dtype=dtype) for owner, length in zip(OWNERS, LENGTHS, strict=True)
     ]
@@ -160,7 +163,7 @@ def test_all_parameters_come_through_three_staging_buffers_of_any_kind(dtype: to
 def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
-    assert rank.gather.is_lacking
+    assert rank.progress.lacks_params
     under_way = {staging.data_ptr() for staging in rank.stagings}
     assert len(under_way) == MAX_STAGED
     assert under_way.isdisjoint(rank.staging.acquire().data_ptr() for _ in range(MAX_STAGED))
@@ -170,7 +173,7 @@ def test_whoever_sees_a_gather_break_says_so() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
     assert rank.agreement.told == [HEAD]
-    assert (rank.gather.is_lacking, rank.gather.evidence) == (True, "connection: reset")
+    assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "connection: reset")
 
 
 def test_who_waits_gives_up_as_soon_as_somebody_has_said_so() -> None:
@@ -179,7 +182,7 @@ def test_who_waits_gives_up_as_soon_as_somebody_has_said_so() -> None:
     rank.agreement.broken.add(HEAD)
     rank.run()
     assert rank.agreement.told == []
-    assert (rank.gather.is_lacking, rank.gather.evidence) == (True, "another group could not gather")
+    assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "another group could not gather")
 
 
 def test_what_comes_without_the_store_is_taken_before_it_is_said_to_be_lost() -> None:
@@ -188,7 +191,7 @@ def test_what_comes_without_the_store_is_taken_before_it_is_said_to_be_lost() ->
     rank.agreement.is_store_there = False
     with pytest.raises(StoreLost):
         rank.run()
-    assert not rank.gather.is_lacking
+    assert not rank.progress.lacks_params
     assert rank.agreement.num_questions == 1, "each may take as long as the store is waited for"
 
 
@@ -197,7 +200,7 @@ def test_without_the_store_a_gather_may_break() -> None:
     rank.agreement.is_store_there = False
     with pytest.raises(StoreLost):
         rank.run()
-    assert rank.gather.is_lacking
+    assert rank.progress.lacks_params
     assert rank.agreement.told == []
 
 
@@ -207,11 +210,11 @@ def test_nobody_is_told_where_the_log_says_more() -> None:
     rank.agreement.written.add(HEAD)
     rank.run()
     assert rank.agreement.told == []
-    assert rank.gather.is_lacking
+    assert rank.progress.lacks_params
 
 
 def test_a_gather_that_comes_to_its_end_says_nothing() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.run()
     assert rank.agreement.told == []
-    assert (rank.gather.is_lacking, rank.gather.evidence) == (False, "")
+    assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (False, "")

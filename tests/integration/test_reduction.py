@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
@@ -17,6 +18,7 @@ from spare_megatron.core.gradient_guard import GradientFinding, UnsoundGradient
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.rank.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -156,28 +158,37 @@ class Rank:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
-        self.reduction = Reduction(
+        step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
+        buckets = BucketExchange(
             position=0,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
-            voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
             communicator=self.communicator,
             bucket_sums=AllReducedBuckets(self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
-            repairs=repairs,
-            journal=SimpleNamespace(write=self.records.append),
-            probe=self.probe,
             outlier_factor=0.0,
+            probe=self.probe,
+        )
+        self.reduction = Reduction(
+            buckets=buckets,
+            voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
+            repairs=repairs,
+            digests=SimpleNamespace(told=Digests),
+            reports=SimpleNamespace(
+                write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
+            ),
             overlaps=overlaps,
+            probe=self.probe,
+            progress=RankProgress(step=step),
         )
 
     def attempt(self, number: int, *kept: int) -> Vote:
-        self.reduction.attempt(action(number, *kept), COMPUTED, digests=Digests, head=0)
+        self.reduction.attempt(action(number, *kept))
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:
         """What is told of ready buckets before the attempt."""
         self.reduction.start_attempt(action(number, *kept))
-        tell = self.reduction.leave_early(action(number, *kept), COMPUTED)
+        tell = self.reduction.send_early(action(number, *kept), COMPUTED)
         assert tell is not None
         return tell
 

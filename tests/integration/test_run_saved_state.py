@@ -19,8 +19,9 @@ from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import rank
-from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.rank import group_saves, rank
+from spare_megatron.rank.group_log import GroupLog
+from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint import saver
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
@@ -57,15 +58,15 @@ def finished_with(main: Callable[[RankSpec, Connection], None], corpus: Path, ru
 # ------------------------------------------------------------------------------------------- found one update later
 
 
-class _WrongMoments(GroupExecutor):
+class _WrongMoments(GroupSaves):
     """Its first moment of one parameter changes before it is saved."""
 
-    def save_checkpoint(self, action: SaveCheckpoint) -> None:
+    def save(self, action: SaveCheckpoint) -> None:
         if action.step == EVERY:
             assert action.member.group == WRONG_GROUP, "it is the first to save"
-            adam = first_moments(self._trainer)
+            adam = first_moments(self._digests._trainer)
             adam["exp_avg"].view(-1)[0] += 0.01
-        super().save_checkpoint(action)
+        super().save(action)
 
 
 def first_moments(trainer: GroupTrainer) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def first_moments(trainer: GroupTrainer) -> dict[str, Any]:
 
 def with_wrong_moments(spec: RankSpec, reports: Connection) -> None:
     if spec.group == WRONG_GROUP:
-        rank.GroupExecutor = _WrongMoments
+        group_saves.GroupSaves = _WrongMoments
     rank.run_rank(spec, reports)
 
 
@@ -100,24 +101,27 @@ def test_what_shows_in_the_parameters_one_update_after_it_was_saved_refuses_the_
 # ----------------------------------------------------------------------------------------------- written after that
 
 
-class _Late(GroupExecutor):
-    """A parameter changes before it is saved. It looks at its fence when it has come to the end of its save."""
+class _WrongParameter(GroupSaves):
+    """A parameter changes before it is saved."""
 
-    def __init__(self, run_dir: Path, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._run_dir = run_dir
-
-    def save_checkpoint(self, action: SaveCheckpoint) -> None:
-        named = next(iter(self._trainer.parameters_named()))
+    def save(self, action: SaveCheckpoint) -> None:
+        named = next(iter(self._digests._trainer.parameters_named()))
         named.parameter.data.view(-1)[0] += 1.0
-        super().save_checkpoint(action)
+        super().save(action)
+
+
+class _LateFence(GroupLog):
+    """Looks at the group's fence when the group has come to the end of its save."""
+
+    def __init__(self, run_dir: Path, savers: list[saver.Saver], **parts: Any) -> None:
+        super().__init__(**parts)
+        self._run_dir, self._savers = run_dir, savers
 
     def read_entry(self, index: int) -> list[Event]:
         try:
             return super().read_entry(index)
         except Fenced:
-            assert self.saves._saver is not None
-            [(save, writing)] = self.saves._saver._under_way
+            [(save, writing)] = self._savers[0]._under_way
             wait([writing], PATIENCE_S)
             (self._run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
             raise
@@ -145,7 +149,14 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     saver.refuse = tell
     saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
     if spec.group == WRONG_GROUP:
-        rank.GroupExecutor = partial(_Late, spec.run_dir)  # type: ignore[misc,assignment]
+        savers: list[saver.Saver] = []
+
+        def make_saves(**parts: Any) -> GroupSaves:
+            savers.append(parts["saver"])
+            return _WrongParameter(**parts)
+
+        group_saves.GroupSaves = make_saves  # type: ignore[misc,assignment]
+        rank.GroupLog = partial(_LateFence, spec.run_dir, savers)  # type: ignore[misc,assignment]
     rank.run_rank(spec, reports)
 
 

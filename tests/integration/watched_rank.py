@@ -19,7 +19,7 @@ import psutil
 
 from spare_megatron.comm.bucket_sums import ScatteredBuckets
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.actions import AttemptReduce, UpdateModel
 from spare_megatron.core.entries import Commit, Entry, decode_entry
 from spare_megatron.core.events import Event
 from spare_megatron.core.failure_detector import Operation
@@ -36,7 +36,8 @@ from spare_megatron.process.piece_wire import NotOffered
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
 from spare_megatron.rank.bootstrap import wait_for_all_groups
-from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.rank.reduction import Reduction
+from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_source import PartitionContent
@@ -94,7 +95,8 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     now = _Now(spec)
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
-    rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
+    rank.Reduction = partial(_WatchedReduction, watch, now)
+    rank.StepExecutor = partial(_WatchedSteps, watch, now)
     rank.GroupAgreement = partial(_TimelyAgreement, watch)
     rank.slice_contents = partial(_late_contents, watch)
     if watch.scatters:
@@ -283,14 +285,14 @@ class _ChoosyInjector(Injector):
         super().__call__(phase)
 
 
-class _WatchedExecutor(GroupExecutor):
-    """Knows the attempt, and counts what the process holds."""
+class _WatchedReduction(Reduction):
+    """Knows the attempt, and enters it only when what is watched for is there."""
 
     def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
         self._watch, self._attempts = watch, now
         super().__init__(**parts)
 
-    def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
+    def attempt(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
         for member in [member for step, member in self._watch.awaited if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
@@ -300,14 +302,14 @@ class _WatchedExecutor(GroupExecutor):
                 _wait_for_spares(self._attempts.spec.config)
         if action.step in self._watch.whole_copies:
             with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_copies(self._reduction._repairs)
+                _wait_for_copies(self._repairs)
         for node in [node for step, node in self._watch.windows if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_for_window(self._attempts.spec.run_dir, node)
         if self._is_held_back(action):
             with self._probe.during(Operation.AWAIT_ENTRY):
-                DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)
-        return super().attempt_reduce(action)
+                DecisionLog(open_store(self._attempts.spec.store)).wait(self._progress.head, _TIMEOUT_S)
+        return super().attempt(action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:
         """Whether this group is the one without which a reduction stays unfinished: the last that is not hit in it."""
@@ -318,12 +320,20 @@ class _WatchedExecutor(GroupExecutor):
             and self._attempts.num_attempts == (2 if moment in self._watch.in_second_attempt else 1)
         }
         is_hit = any(member in hit for member in action.members)
-        return is_hit and self._group == max(member for member in action.members if member not in hit)
+        return is_hit and self._attempts.spec.group == max(member for member in action.members if member not in hit)
 
-    def update_model(self, step: int, attempt: int) -> None:
-        super().update_model(step, attempt)
-        if step in self._watch.census_steps:
-            _take_census(self._attempts.spec, step)
+
+class _WatchedSteps(StepExecutor):
+    """Counts what the process holds."""
+
+    def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
+        self._watch, self._spec = watch, now.spec
+        super().__init__(**parts)
+
+    def update_model(self, action: UpdateModel) -> None:
+        super().update_model(action)
+        if action.step in self._watch.census_steps:
+            _take_census(self._spec, action.step)
 
 
 # ----------------------------------------------------------------------------------------------------------- census

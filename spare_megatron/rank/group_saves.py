@@ -1,6 +1,5 @@
 """Checkpoints and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -8,12 +7,13 @@ import torch.distributed as dist
 
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, TakeSnapshot
 from spare_megatron.core.entries import SaveEnd
-from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import SaveReported
 from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of, manifest_of
@@ -22,15 +22,16 @@ from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
+from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import GroupAgreement
 
 
 class GroupSaves:
-    """One rank's part in its group's checkpoints (`saver`) and snapshots (`snapshotter`); None takes none.
+    """Carries out SaveCheckpoint, RefuseCheckpoint and TakeSnapshot on one rank. It decides nothing.
 
-    `report` sends a save that has ended to the supervisor, `ended` adds it to the group's next vote.
+    `saver` and `snapshotter` are None in a run that takes no checkpoints or no snapshots.
     """
 
     def __init__(
@@ -39,43 +40,47 @@ class GroupSaves:
         saver: Saver | None,
         snapshotter: Snapshotter | None,
         agreement: GroupAgreement,
-        journal: JournalWriter,
-        report: Callable[[SaveReported], None],
-        ended: Callable[[SaveEnd], None],
+        digests: StateDigests,
+        reports: RankReports,
+        progress: RankProgress,
     ) -> None:
         self._saver = saver
         self._snapshotter = snapshotter
         self._agreement = agreement
-        self._journal = journal
-        self._report = report
-        self._ended = ended
+        self._digests = digests
+        self._reports = reports
+        self._progress = progress
 
-    def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
-        """Starts a checkpoint of the present state if this group has a part in it. Arguments as in `Saver.save`.
+    def save(self, action: SaveCheckpoint) -> None:
+        """Starts a checkpoint of the present state if this group has a part in it.
+
+        The state is compared in the next vote and after the next update, so that a wrong checkpoint is found soon.
 
         Collective over: all ranks of the group.
         """
         assert self._saver is not None, "only a run that takes checkpoints asks for one"
-        member = self._agreement.member
-        if action.cadence is not None and action.member == member and self._agreement.is_leader:
-            self._journal.write(CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence)))
-        self._saver.save(action, head, has_params=has_params)
-
-    def go_on(self, step: int) -> None:
-        """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
-        if self._saver is not None:
-            self._saver.go_on(step)
-        if self._snapshotter is not None:
-            self._snapshotter.go_on()
+        progress, member, has_params = self._progress, self._agreement.member, not self._progress.lacks_params
+        self._digests.check_saved(action.step, progress.num_restarts, has_params=has_params, is_last=action.is_last)
+        if action.cadence is not None and action.member == member:
+            record = CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence))
+            self._reports.write_if_leader(record)
+        self._saver.save(action, progress.head, has_params=has_params)
 
     def refuse(self, action: RefuseCheckpoint) -> None:
         assert self._saver is not None, "only a run that takes checkpoints refuses one"
         self._saver.refuse(action)
 
-    def take_snapshot(self, action: TakeSnapshot, *, has_params: bool) -> None:
+    def take_snapshot(self, action: TakeSnapshot) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.take(action, has_params=has_params)
+        self._snapshotter.take(action, has_params=not self._progress.lacks_params)
+
+    def resume_postponed(self, step: int) -> None:
+        """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
+        if self._saver is not None:
+            self._saver.go_on(step)
+        if self._snapshotter is not None:
+            self._snapshotter.go_on()
 
     def await_copies(self, step: int) -> None:
         """Waits until the update that makes `step` committed steps may change the state."""
@@ -91,15 +96,15 @@ class GroupSaves:
         if self._saver is not None:
             self._saver.finish()
 
-    def tell(self) -> None:
+    def report_finished(self) -> None:
         """Journals and reports the saves and snapshots that have ended since the last call."""
         for snapshot in self._snapshotter.take_finished() if self._snapshotter is not None else ():
-            self._journal.write(snapshot)  # every holder: no other group may keep this rank position
+            self._reports.journal.write(snapshot)  # every holder: no other group may keep this rank position
         for record in self._saver.take_finished() if self._saver is not None else ():
+            self._reports.write_if_leader(record)
             if self._agreement.is_leader:
-                self._journal.write(record)
-                self._report(SaveReported(record=record))
-            self._ended(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
+                self._reports.send(SaveReported(record=record))
+            self._progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
 
 class StateKeeping:
@@ -114,17 +119,15 @@ class StateKeeping:
             None if spec.snapshot_server is None else SnapshotClient(spec.snapshot_server, spec.rank)
         )
 
-    def saves(
-        self, journal: JournalWriter, report: Callable[[SaveReported], None], ended: Callable[[SaveEnd], None]
-    ) -> GroupSaves:
-        """Checkpoints and snapshots, with the arguments of `GroupSaves`. Collective over: all ranks of the group."""
+    def saves(self, digests: StateDigests, reports: RankReports, progress: RankProgress) -> GroupSaves:
+        """Checkpoints and snapshots. Collective over: all ranks of the group."""
         return GroupSaves(
             saver=self._saver() if self._spec.config.checkpoint.is_wanted else None,
             snapshotter=None if self._snapshot_server is None else self._snapshotter(self._snapshot_server),
             agreement=self._agreement,
-            journal=journal,
-            report=report,
-            ended=ended,
+            digests=digests,
+            reports=reports,
+            progress=progress,
         )
 
     def restart_loader(self, store: ControlStore) -> RestartLoader:

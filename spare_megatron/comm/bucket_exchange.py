@@ -1,0 +1,195 @@
+"""Sums one rank's gradient buckets over the groups, in order and a few at a time (`core.bucket_window`).
+
+A local sum is checked, copied to a staging buffer and summed over the groups, and the sum replaces the local one once
+every group holds it. A commit writes all staged sums, a new attempt only those that are kept.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from spare_megatron.comm.bucket_sums import BucketSums, Staging
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
+from spare_megatron.mcore.probe import Probe
+from spare_megatron.mcore.trainer import GroupTrainer
+
+
+class BucketExchange:
+    """The buckets of one rank, attempt by attempt.
+
+    Args:
+        position: The rank's index inside its group.
+        bucket_sums: Which part of each summed bucket each group receives.
+        outlier_factor: A bucket's gradient norm is an outlier above this multiple of its usual one; 0 disables the
+            check.
+
+    Attributes:
+        finding: Of the first unsound bucket of this attempt; SOUND if there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        position: int,
+        trainer: GroupTrainer,
+        communicator: CrossGroupCommunicator,
+        bucket_sums: BucketSums,
+        staging: Staging,
+        outlier_factor: float,
+        probe: Probe,
+    ) -> None:
+        self._position = position
+        self._trainer = trainer
+        self._sums = trainer.gradients
+        self.communicator = communicator
+        self._bucket_sums = bucket_sums
+        self._staging = staging
+        self._probe = probe
+        self._num_buckets = len(self._sums.buckets)
+        self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
+        self.finding, self._finder = GradientFinding.SOUND, self._guards[-1]
+        self._window = BucketWindow(self._num_buckets, 0)
+        self._first, self._middle = 0, self._num_buckets // 2
+        self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
+
+    # ---------------------------------------------------------------------------------------------- what is summed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank holds everything that the attempt sums."""
+        return self._window.is_complete and self._bucket_sums.is_finished
+
+    @property
+    def num_complete(self) -> int:
+        """Leading buckets whose sums this rank holds."""
+        return self._window.num_complete
+
+    @property
+    def squares(self) -> float | None:
+        """As in `GroupTrainer.update`, of the last attempt."""
+        return self._bucket_sums.squares
+
+    def loss_sum(self) -> float | None:
+        """The summed loss of a complete attempt; None if it is incomplete or another stage has it."""
+        return self._trainer.loss_sum() if self.is_complete else None
+
+    # ------------------------------------------------------------------------------------------- between attempts
+
+    def start_attempt(self, action: AttemptReduce) -> None:
+        """Kept sums replace local sums, the rest is dropped.
+
+        Raises `RuntimeError` if this rank does not hold all that is kept.
+        """
+        num_kept = action.kept[self._position] if action.kept else 0
+        if num_kept > self._window.num_complete:
+            raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
+        self._write(num_kept)
+        # Dropped, not released: abandoned transfers may still write into these buffers.
+        self._staged.clear()
+        self._sums.mark_kept(num_kept)
+        self._window = BucketWindow(self._num_buckets, num_kept)
+        self._first, self._middle = num_kept, (num_kept + self._num_buckets) // 2
+        self.finding = GradientFinding.SOUND
+        self.communicator.start_attempt()
+        self._bucket_sums.start_attempt(action)
+
+    def commit(self) -> None:
+        """Replaces the local sums by the sums of the attempt."""
+        assert self.is_complete, "a commit needs the group's own complete sum"
+        self._write(self._num_buckets)
+
+    def _write(self, num_buckets: int) -> None:
+        for bucket in sorted(self._staged):
+            if bucket < num_buckets:
+                self._put(bucket)
+
+    def _put(self, bucket: int) -> None:
+        staged = self._staged.pop(bucket)
+        self._sums.put(bucket, staged, self._bucket_sums.places(bucket))
+        self._staging.release(staged)
+
+    # ------------------------------------------------------------------------------------------ checks of gradients
+
+    def check_all(self, step: int, num_computed: int) -> None:
+        """Checks the local sums of `num_computed` microbatches, up to the first unsound one."""
+        for bucket in range(self._first, self._num_buckets):
+            if not self._is_sound(bucket, step, num_computed):
+                break
+
+    def error(self, finding: GradientFinding, step: int) -> UnsoundGradient:
+        """The error for a finding of any rank of the group."""
+        return self._finder.error(finding, step)
+
+    def _is_sound(self, bucket: int, step: int, num_computed: int) -> bool:
+        """Checks a local sum. After a finding the rank sends nothing more in this attempt."""
+        self._finder = self._guards[bucket]
+        self.finding = self._finder.judge(step, self._sums.norm(bucket), num_computed)
+        return self.finding is GradientFinding.SOUND
+
+    # --------------------------------------------------------------------------------------------------- an attempt
+
+    def send_ready(self, num_ready: int, step: int, num_computed: int) -> None:
+        """Sends the first `num_ready` buckets as far as the window allows, each once it is checked.
+
+        Called while others are computed, so it never waits: what cannot be sent or received now is sent or received
+        later.
+        """
+        if self.communicator.is_ready():
+            self._receive()
+            self._send(num_ready, lambda bucket: self._may_send_early(bucket, step, num_computed))
+
+    def sum_rest(self, is_decided: Callable[[], bool], step: int, num_computed: int, *, is_early: bool) -> None:
+        """Sums until this rank is complete, the log decides the attempt, or the connection breaks.
+
+        Collective over: rank j of every member group. `is_early`: `send_ready` may have sent some, and buckets are
+        checked as they are sent; otherwise all are checked before.
+        """
+
+        def may_send(bucket: int) -> bool:
+            return not is_early or self._may_send_early(bucket, step, num_computed)
+
+        self._receive()
+        if self.is_complete or not self.communicator.connect(is_decided):
+            return
+        while self._send(self._num_buckets, may_send) and not self._window.is_complete:
+            if not self.communicator.wait(is_decided) or not self._receive():
+                return
+        if self._window.is_complete:
+            self._bucket_sums.finish_attempt(is_decided)
+
+    def _may_send_early(self, bucket: int, step: int, num_computed: int) -> bool:
+        if self.finding is not GradientFinding.SOUND:
+            return False
+        if bucket == self._first:
+            self._probe(FaultPoint.BEFORE_REDUCE)
+        return self._is_sound(bucket, step, num_computed)
+
+    def _send(self, num_ready: int, may_send: Callable[[int], bool]) -> bool:
+        """Sends buckets as far as the window allows. False if this attempt can send no more."""
+        while self._window.may_post(num_ready):
+            bucket = self._window.num_posted
+            if not may_send(bucket) or not self._post():
+                return False
+            if bucket == self._middle:
+                self._probe(FaultPoint.IN_REDUCE)
+        return True
+
+    def _post(self) -> bool:
+        bucket = self._window.post()
+        self._staged[bucket] = staging = self._staging.acquire()
+        return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
+
+    def _receive(self) -> int:
+        """Takes over the sums that are complete now and returns their number."""
+        num_received = self.communicator.poll()
+        for _ in range(num_received):
+            bucket = self._window.num_complete
+            self._sums.on_summed(bucket, self._staged[bucket])
+            self._bucket_sums.on_summed(bucket, self._staged[bucket])
+            for everywhere in self._window.complete():
+                self._put(everywhere)
+        return num_received

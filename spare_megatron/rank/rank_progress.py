@@ -1,0 +1,62 @@
+"""How far one rank has come in the run and in the step under way. The stages of the training loop share it."""
+
+import time
+from dataclasses import dataclass, field
+
+from spare_megatron.core.entries import SaveEnd
+from spare_megatron.stacking.plans import Microbatch
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """The step under way.
+
+    Attributes:
+        started_s: Monotonic time.
+        makespan: Largest load of the plan, in microbatches.
+        computed: The microbatches in the rank's local sums.
+        plans: Digests of the plans that are computed.
+        num_recomputed: Microbatches recomputed by all groups.
+        epoch: Epoch of the last attempt.
+    """
+
+    step: int
+    started_s: float
+    makespan: int
+    num_alive: int
+    computed: list[Microbatch] = field(default_factory=list)
+    plans: list[str] = field(default_factory=list)
+    num_recomputed: int = 0
+    epoch: int = 0
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+
+@dataclass(slots=True)
+class RankProgress:
+    """How far one rank has come.
+
+    Attributes:
+        head: Log entries folded so far.
+        num_steps: Committed steps in the parameters.
+        num_restarts: Restarts of the run.
+        lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
+        gather_evidence: Why the last broken gather failed, as far as this rank knows.
+        save_ends: Finished saves of the group, which its votes report until a commit records them.
+    """
+
+    head: int = 0
+    num_steps: int = 0
+    num_restarts: int = 0
+    lacks_params: bool = False
+    gather_evidence: str = ""
+    save_ends: list[SaveEnd] = field(default_factory=list)
+    step: StepUnderWay | None = None
+
+    @property
+    def now(self) -> StepUnderWay:
+        """The step under way."""
+        assert self.step is not None, "no step has begun"
+        return self.step

@@ -1,0 +1,103 @@
+"""Where a rank puts what it has done: its journal, reports to its supervisor, and the times of recoveries."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import Record, RecoveryRecord, UpdateRecord
+from spare_megatron.journal.spans import RecoveryStage
+from spare_megatron.mcore.trainer import UpdateResult
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.reports import GroupRejoined, GroupRestarted, SaveReported, StepCommitted
+from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.rank.recovery_clock import RecoveryClock
+from spare_megatron.stacking.layout import GroupId
+
+
+class RankReports:
+    """One rank's journal and reports.
+
+    Args:
+        send: Sends a report to the supervisor.
+        is_leader: Whether this rank journals for its group.
+        sends_steps: Whether this rank also reports committed steps.
+
+    Attributes:
+        clock: Times recoveries; the stages of the loop call it.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: GroupId,
+        journal: JournalWriter,
+        send: Callable[[StepCommitted | GroupRejoined | GroupRestarted | SaveReported], None],
+        is_leader: bool,
+        sends_steps: bool,
+        probe: RankProbe,
+        progress: RankProgress,
+    ) -> None:
+        self._group = group
+        self.journal = journal
+        self.send = send
+        self._is_leader = is_leader
+        self._sends_steps = sends_steps
+        self._probe = probe
+        self._progress = progress
+        self.clock = RecoveryClock(group, self._record_stage)
+
+    def write_if_leader(self, record: Record) -> None:
+        if self._is_leader:
+            self.journal.write(record)
+
+    def write_recoveries(self) -> list[RecoveryRecord]:
+        """Journals the recoveries that have ended since the last call, and returns them."""
+        num_restarts = self._progress.num_restarts
+        ended = [replace(record, num_restarts=num_restarts) for record in self.clock.pop_finished()]
+        for record in ended:
+            self.write_if_leader(record)
+        return ended
+
+    def write_update(self, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float) -> None:
+        """Journals the update with the sums of this attempt."""
+        step = self._progress.now
+        record = UpdateRecord(
+            group=self._group,
+            step=step.step,
+            attempt=attempt,
+            num_microbatches=result.num_microbatches,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            makespan=step.makespan,
+            step_s=round(step_s, 6),
+            compute_s=[round(spent_s, 6) for spent_s in compute_s],
+        )
+        self.write_if_leader(record)
+
+    def send_step(self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord]) -> None:
+        """Reports the committed step, if this rank does."""
+        split_s = self._probe.take_split()
+        if not self._sends_steps:
+            return
+        step = self._progress.now
+        report = StepCommitted(
+            group=self._group,
+            step=step.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            num_alive=step.num_alive,
+            makespan=step.makespan,
+            step_s=step_s,
+            split_s=split_s,
+            head=self._progress.head,
+            epoch=step.epoch,
+            num_recomputed=step.num_recomputed,
+            recoveries=tuple(recoveries),
+        )
+        self.send(report)
+
+    def _record_stage(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        if self._is_leader:
+            self._probe.recovered(stage, began_s, ended_s)

@@ -1,0 +1,49 @@
+"""Stacked optimizer state between the steps of one rank: gathers of all parameters, and repairs of partitions."""
+
+from spare_megatron.core.actions import GatherParams, StartRepairs
+from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.state.transfer.partition_copier import GroupRepairs
+from spare_megatron.state.transfer.state_digests import StateDigests
+
+
+class StackedState:
+    """Carries out GatherParams and StartRepairs, which only stacked state has. It decides nothing."""
+
+    def __init__(
+        self,
+        *,
+        gather: ParamsGather,
+        repairs: GroupRepairs,
+        saves: GroupSaves,
+        digests: StateDigests,
+        progress: RankProgress,
+    ) -> None:
+        self._gather = gather
+        self._repairs = repairs
+        self._saves = saves
+        self._digests = digests
+        self._progress = progress
+
+    def gather_params(self, action: GatherParams) -> None:
+        """Gathers all parameters from their owners. After a broken gather the group lacks parameters."""
+        progress = self._progress
+        if action.is_anew:
+            progress.lacks_params = True
+            self._digests.is_wanted = True
+            if progress.step is not None:
+                progress.step.plans.clear()  # they were computed with parameters that may be wrong
+        lacked = progress.lacks_params
+        try:
+            self._gather.run(action)
+        finally:  # even if the store is lost: this may be the last whole copy
+            if lacked and not progress.lacks_params:
+                progress.num_steps = action.step
+                self._digests.hold(action.step, progress.num_restarts)
+                self._saves.resume_postponed(action.step)
+
+    def start_repairs(self, action: StartRepairs) -> None:
+        """Starts the copies that the group is to make; the digests follow the new hosts."""
+        self._digests.host(action)
+        self._repairs.start(action)

@@ -1,0 +1,128 @@
+"""Computes a step and its patches on one rank, and updates the model once the step is committed."""
+
+import time
+
+from spare_megatron.core.actions import AttemptReduce, ComputePatch, ComputeStep, UpdateModel
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.rank_progress import RankProgress, StepUnderWay
+from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.rank.reduction import Reduction
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.plans import StepPlan
+from spare_megatron.state.transfer.state_digests import StateDigests
+from spare_megatron.state.transfer.state_source import StateSource
+
+
+class StepExecutor:
+    """Carries out ComputeStep, ComputePatch and UpdateModel. It decides nothing.
+
+    `source` is the state that other groups may read from this rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: GroupId,
+        trainer: GroupTrainer,
+        reduction: Reduction,
+        source: StateSource,
+        saves: GroupSaves,
+        digests: StateDigests,
+        reports: RankReports,
+        probe: RankProbe,
+        progress: RankProgress,
+    ) -> None:
+        self._group = group
+        self._trainer = trainer
+        self._reduction = reduction
+        self._source = source
+        self._saves = saves
+        self._digests = digests
+        self._reports = reports
+        self._probe = probe
+        self._progress = progress
+
+    def compute_step(self, action: ComputeStep, num_alive: int) -> None:
+        """Starts the step and computes this group's part of the plan from zero sums.
+
+        Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes
+        nothing.
+        """
+        plan, before = action.plan, self._progress.step
+        if before is not None and before.step != plan.step:
+            before = None
+        if before is not None and plan.digest in before.plans:
+            return
+        self._probe.begin_step(plan.step)
+        self._progress.step = StepUnderWay(
+            step=plan.step,
+            started_s=time.monotonic() if before is None else before.started_s,
+            makespan=plan.work.makespan,
+            num_alive=num_alive,
+            num_recomputed=0 if before is None else before.num_recomputed + plan.work.num_microbatches,
+        )
+        if self._progress.lacks_params:
+            return
+        self._trainer.begin_step(plan.step)
+        self._compute(plan, action.into)
+        if before is not None and before.computed:
+            self._reports.clock.on_patched(len(self._progress.now.computed))
+        else:
+            self._reports.clock.on_computed()
+
+    def compute_patch(self, action: ComputePatch) -> None:
+        """Adds this group's part of a patch to the local sums that are not kept, once, if it has all parameters."""
+        if self._progress.lacks_params or action.plan.digest in self._progress.now.plans:
+            return
+        self._progress.now.num_recomputed += action.plan.work.num_microbatches
+        self._start_attempt(action.into)
+        self._probe(FaultPoint.PATCH)
+        self._compute(action.plan, action.into)
+        self._reports.clock.on_patched(len(action.plan.work.of(self._group)))
+
+    def _compute(self, plan: StepPlan, into: AttemptReduce | None) -> None:
+        self._start_attempt(into)
+        now, work, on_ready = self._progress.now, plan.work.of(self._group), None
+        if into is not None and work:
+            on_ready = self._reduction.send_early(into, [*now.computed, *work])
+        now.computed.extend(self._trainer.compute(work, on_ready))
+        now.plans.append(plan.digest)
+
+    def _start_attempt(self, into: AttemptReduce | None) -> None:
+        if into is not None:
+            self._reduction.start_attempt(into)
+
+    def update_model(self, action: UpdateModel) -> None:
+        """Applies the sums of the committed attempt."""
+        self._digests.proven(action.proven)
+        self._reports.clock.on_commit()
+        self._reduction.commit()
+        recoveries = self._reports.write_recoveries()
+        self._probe(FaultPoint.AFTER_COMMIT)
+        num_steps = action.step + 1
+        self._saves.await_copies(num_steps)
+        with self._probe.during(Operation.UPDATE), self._source.changing(num_steps):
+            result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)
+        step_s = self._progress.now.spent_s
+        self._reports.write_update(action.attempt, result, self._reduction.compute_s, step_s)
+        self._saves.report_finished()
+        if self._trainer.stacked is not None:  # all other parameters are those of the step before
+            self._progress.lacks_params = True
+            self._digests.forget()
+        else:
+            self._progress.num_steps = num_steps
+            self._digests.hold(num_steps, self._progress.num_restarts)
+        self._reports.send_step(result, step_s, recoveries)
+
+    def stop(self, step: int) -> None:
+        """Journals how the group ends and waits for its saves. Collective over: all ranks of the group."""
+        self._reports.clock.on_stop()
+        self._reports.write_recoveries()
+        if not self._digests.value.params and not self._progress.lacks_params:
+            self._digests.check(step, self._progress.num_restarts)
+        self._saves.finish()
+        self._saves.report_finished()

@@ -20,7 +20,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import UpdateModel
 from spare_megatron.driver.run import start_run
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import rank
+from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.step_executor import StepExecutor
 
 NUM_WARMUP = 3
@@ -62,7 +62,7 @@ class _TimedExecutor(StepExecutor):
 
 def run_timed_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process."""
-    vars(rank)["StepExecutor"] = partial(_TimedExecutor, spec)
+    vars(assembly)["StepExecutor"] = partial(_TimedExecutor, spec)
     rank.run_rank(spec, reports)
 
 

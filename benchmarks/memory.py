@@ -57,7 +57,7 @@ def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
     """Trains as one rank of ours and writes down its memory."""
     from spare_megatron.comm import bucket_sums
     from spare_megatron.mcore import trainer
-    from spare_megatron.rank import rank
+    from spare_megatron.rank import assembly, rank
     from spare_megatron.rank.train import train
 
     before = _process_bytes("VmRSS")
@@ -84,7 +84,8 @@ def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
         (folder / f"{spec.name}.json").write_text(json.dumps(memory))
         return ended
 
-    vars(rank).update(GroupTrainer=Trainer, Staging=Staging, train=train_and_measure)
+    vars(assembly).update(GroupTrainer=Trainer, Staging=Staging)
+    vars(rank).update(train=train_and_measure)
     rank.run_rank(spec, reports)
 
 

@@ -1,30 +1,20 @@
 """Checkpoints and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
 from dataclasses import asdict
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, TakeSnapshot
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import SaveReported
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
-from spare_megatron.rank.restart_loader import RestartLoader
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.state.checkpoint.checkpoint_folder import folder_of, manifest_of
+from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, file_of, last_state_path
 from spare_megatron.state.checkpoint.saver import Saver
-from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
-from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.store.interface import ControlStore
-from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import GroupAgreement
 
 
@@ -107,93 +97,23 @@ class GroupSaves:
             self._progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
 
-class StateKeeping:
-    """Builds the parts with which a rank saves and loads its state, as the run's configuration asks for."""
+def save_alone(spec: RankSpec, trainer: GroupTrainer, action: SaveCheckpoint, head: int) -> None:
+    """Saves this rank's part of an emergency checkpoint, without the other ranks.
 
-    def __init__(self, *, spec: RankSpec, trainer: GroupTrainer, agreement: GroupAgreement, probe: RankProbe) -> None:
-        self._spec = spec
-        self._trainer = trainer
-        self._agreement = agreement
-        self._probe = probe
-        self._snapshot_server = (
-            None if spec.snapshot_server is None else SnapshotClient(spec.snapshot_server, spec.rank)
-        )
-
-    def saves(self, digests: StateDigests, reports: RankReports, progress: RankProgress) -> GroupSaves:
-        """Checkpoints and snapshots. Collective over: all ranks of the group."""
-        return GroupSaves(
-            saver=self._saver() if self._spec.config.checkpoint.is_wanted else None,
-            snapshotter=None if self._snapshot_server is None else self._snapshotter(self._snapshot_server),
-            agreement=self._agreement,
-            digests=digests,
-            reports=reports,
-            progress=progress,
-        )
-
-    def restart_loader(self, store: ControlStore) -> RestartLoader:
-        return RestartLoader(
-            config=self._spec.config,
-            run_dir=self._spec.run_dir,
-            rank=self._spec.rank,
-            trainer=self._trainer,
-            wiped_out_at_s=self._spec.wiped_out_at_s,
-            snapshots=None if self._snapshot_server is None else self._loader(self._snapshot_server, store),
-            probe=self._probe,
-        )
-
-    def save_alone(self, action: SaveCheckpoint) -> None:
-        """Saves this rank's part of an emergency checkpoint, without the other ranks.
-
-        `action` describes the state as a checkpoint of this group.
-        """
-        spec, trainer = self._spec, self._trainer
-        path = last_state_path(spec.config, spec.run_dir, action.step)
-        num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
-        optimizer = trainer.stacked
-        saved = SavedRank(
-            run_dir=str(spec.run_dir.absolute()),
-            group=spec.group,
-            rank=spec.rank,
-            num_ranks=spec.config.parallel.ranks_per_group,
-            num_bytes=num_bytes,
-            sha256=sha256,
-            params_sha256=trainer.params_sha256(),
-            slices={} if optimizer is None else {str(one): optimizer.state_sha256(one) for one in optimizer.hosted},
-            manifest=asdict(manifest_of(spec.config, action, self._agreement.head, {})),
-        )
-        describe(path, saved)
-
-    def _saver(self) -> Saver:
-        config = self._spec.config
-        return Saver(
-            config=config,
-            folder=folder_of(config, self._spec.run_dir),
-            trainer=self._trainer,
-            agreement=self._agreement,
-            ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
-            connect=lambda: open_store(self._spec.store),
-            probe=self._probe,
-        )
-
-    def _snapshotter(self, snapshot_server: SnapshotClient) -> Snapshotter:
-        return Snapshotter(
-            member=self._spec.member,
-            position=self._spec.rank,
-            trainer=self._trainer,
-            snapshot_server=snapshot_server,
-            probe=self._probe,
-        )
-
-    def _loader(self, snapshot_server: SnapshotClient, store: ControlStore) -> SnapshotLoader:
-        config = self._spec.config
-        return SnapshotLoader(
-            member=self._spec.member,
-            position=self._spec.rank,
-            trainer=self._trainer,
-            snapshot_server=snapshot_server,
-            agreement=self._agreement,
-            store=store,
-            groups=[GroupId(group) for group in range(config.layout.num_groups)],
-            timeout_s=config.reduce.timeout_s,
-            progress=self._probe.progress,
-        )
+    `action` describes the state as a checkpoint of this group; `head` counts the log entries folded so far.
+    """
+    path = last_state_path(spec.config, spec.run_dir, action.step)
+    num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
+    optimizer = trainer.stacked
+    saved = SavedRank(
+        run_dir=str(spec.run_dir.absolute()),
+        group=spec.group,
+        rank=spec.rank,
+        num_ranks=spec.config.parallel.ranks_per_group,
+        num_bytes=num_bytes,
+        sha256=sha256,
+        params_sha256=trainer.params_sha256(),
+        slices={} if optimizer is None else {str(one): optimizer.state_sha256(one) for one in optimizer.hosted},
+        manifest=asdict(manifest_of(spec.config, action, head, {})),
+    )
+    describe(path, saved)

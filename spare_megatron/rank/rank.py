@@ -8,13 +8,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_bucket_sums
-from spare_megatron.comm.communicators import CrossGroupCommunicator
-from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.run_terms import terms_of_run
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import Action, FinishRun, SaveCheckpoint, StopHalted, StopWipeOut
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import Operation
@@ -23,44 +18,24 @@ from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord, digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.heartbeats import HeartbeatWriter
-from spare_megatron.process.piece_wire import Address
 from spare_megatron.process.processes import close_or_tell, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import ExitCode, FaultStruck, FaultWanted, RanksReady, RestartAwaited, RunStopped
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.bootstrap import (
-    check_shared_data,
-    choose_device,
-    join_group,
-    pass_times_on,
-    wait_for_all_groups,
-)
-from spare_megatron.rank.gather import ParamsGather
-from spare_megatron.rank.group_log import GroupLog
-from spare_megatron.rank.group_saves import GroupSaves, StateKeeping
+from spare_megatron.rank.assembly import Assembly
+from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
+from spare_megatron.rank.group_saves import save_alone
 from spare_megatron.rank.rank_progress import RankProgress
-from spare_megatron.rank.rank_reports import RankReports
-from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.rejoin import Rejoin
-from spare_megatron.rank.stacked_state import StackedState
-from spare_megatron.rank.state_restorer import StateRestorer
-from spare_megatron.rank.step_executor import StepExecutor
-from spare_megatron.rank.train import Executors, start, train
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-from spare_megatron.state.transfer.partition_copier import GroupRepairs, PartitionRepairs
-from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.state.transfer.state_source import StateSource, slice_contents
-from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer
-from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
+from spare_megatron.rank.train import start, train
+from spare_megatron.state.transfer.state_transfer import JoinFailed
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store
-from spare_megatron.voting.agreement import Fenced, GroupAgreement, GroupBroken
+from spare_megatron.voting.agreement import Fenced, GroupBroken
 from spare_megatron.voting.fencing import fence, is_connection_error
 from spare_megatron.voting.log_follower import Stop, controller_setup, why_wiped_out
-from spare_megatron.voting.voting import Voting, open_relay
 
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
@@ -74,17 +49,8 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
     leave(code)
 
 
-def _all_groups(config: RunConfig) -> list[GroupId]:
-    return [GroupId(group) for group in range(config.layout.num_groups)]
-
-
 _SAVING_GROUPS = 2
 """Groups that save their state when the store is lost: two, as one may be lost at the same time."""
-
-
-def _server_key(member: Member, rank: int) -> str:
-    """Store key of the address of a rank's piece server."""
-    return f"pieces/{member.group}/{member.incarnation}/{rank}"
 
 
 class _Rank:
@@ -104,18 +70,21 @@ class _Rank:
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._progress = RankProgress()
+        self._parts: Assembly | None = None
 
     def run(self) -> ExitCode:
         """Trains, and maps the ways in which a run can end for this rank to exit codes."""
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
             self._write_code()
-            executors = self._build_executors()
-            first = self._rejoin() if self._spec.incarnation else self._start()
+            parts = self._parts = self._assemble()
+            first = self._rejoin(parts) if self._spec.incarnation else self._start(parts)
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(train(self._controller, executors, first, lambda: bool(self._page.end_asked)))
+                return self._stopped(
+                    train(self._controller, parts.executors, first, lambda: bool(self._page.end_asked))
+                )
         except JoinFailed as error:
             say(error)
             return ExitCode.JOIN_FAILED
@@ -139,200 +108,41 @@ class _Rank:
         group, incarnation = self._spec.member
         self._journal.write(RankRecord(group=group, rank=self._spec.rank, incarnation=incarnation, code=code_digest()))
 
-    def _build_executors(self) -> Executors:
-        spec, config = self._spec, self._spec.config
-        device = choose_device(spec)
-        ranks = self._ranks = join_group(spec, self._store, device)
-        self._trainer = self._build_trainer(device)
-        agreement = self._agreement = GroupAgreement(
-            spec.member,
-            ranks,
-            self._log,
-            config.control.decision_timeout_s,
-            may_come_back=_all_groups(config) if config.spare.rejoins or config.checkpoint.max_restarts else (),
-            fan_in=config.control.vote_fan_in,
-        )
-        if agreement.is_leader:
-            digest = digest_of_terms(terms_of_run(config))
-            self._journal.write(TermsRecord(group=spec.group, incarnation=spec.incarnation, sha256=digest))
-        relay = open_relay(spec.member, self._store, config) if agreement.is_leader else None
-        voting = Voting(agreement, relay)
-        communicator = CrossGroupCommunicator(
-            group=spec.group,
-            position=spec.rank,
-            device=device,
+    def _assemble(self) -> Assembly:
+        parts = Assembly(
+            self._spec,
+            self._controller,
             store=self._store,
-            timeout_s=config.reduce.timeout_s,
-            ask_interval_s=ask_interval_s(config.parallel.num_ranks),
-            probe=self._probe,
-        )
-        if device.type == "cuda":
-            SumWatch(communicator, lambda: open_store(spec.store), lambda: self._controller.head).start()
-        staging = Staging(self._trainer.gradients.new_staging)
-        bucket_sums = make_bucket_sums(spec.group, self._trainer, communicator)
-        buckets = BucketExchange(
-            position=spec.rank,
-            trainer=self._trainer,
-            communicator=communicator,
-            bucket_sums=bucket_sums,
-            staging=staging,
-            outlier_factor=config.train.gradient_outlier_factor,
-            probe=self._probe,
-        )
-        repairs = self._build_repairs(agreement, awaits_update=isinstance(bucket_sums, ScatteredBuckets))
-        source = self._serve_state()
-        keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
-        self._restart_loader = keeping.restart_loader(self._store)
-        digests = self._digests = self._build_digests(agreement)
-        reports = RankReports(
-            group=spec.group,
+            log=self._log,
             journal=self._journal,
             send=self._reports.send,
-            is_leader=agreement.is_leader,
-            sends_steps=self._is_first_on_node,
             probe=self._probe,
             progress=self._progress,
         )
-        saves = keeping.saves(digests, reports, self._progress)
-        reduction = Reduction(
-            buckets=buckets,
-            voting=voting,
-            repairs=repairs,
-            digests=digests,
-            reports=reports,
-            overlaps=config.reduce.overlap,
-            probe=self._probe,
-            progress=self._progress,
-        )
-        steps = StepExecutor(
-            group=spec.group,
-            trainer=self._trainer,
-            reduction=reduction,
-            source=source,
-            saves=saves,
-            digests=digests,
-            reports=reports,
-            probe=self._probe,
-            progress=self._progress,
-        )
-        log = GroupLog(voting=voting, digests=digests, reports=reports, probe=self._probe, progress=self._progress)
-        restorer = StateRestorer(
-            agreement=agreement,
-            transfer=self._build_transfer(agreement, source),
-            loader=self._restart_loader,
-            digests=digests,
-            reports=reports,
-            join_timeout_s=config.reduce.timeout_s,
-            probe=self._probe,
-            progress=self._progress,
-        )
-        stacked = self._build_stacked(buckets, staging, repairs, saves, digests)
-        return Executors(steps=steps, reduction=reduction, log=log, restorer=restorer, saves=saves, stacked=stacked)
+        if parts.agreement.is_leader:
+            group, incarnation = self._spec.member
+            digest = digest_of_terms(terms_of_run(self._spec.config))
+            self._journal.write(TermsRecord(group=group, incarnation=incarnation, sha256=digest))
+        return parts
 
-    def _build_transfer(self, agreement: GroupAgreement, source: StateSource) -> StateTransfer:
-        return StateTransfer(
-            trainer=self._trainer,
-            agreement=agreement,
-            source=source,
-            find_server=self._find_server,
-            timeout_s=self._spec.config.reduce.timeout_s,
-            probe=self._probe,
-        )
-
-    def _build_trainer(self, device: torch.device) -> GroupTrainer:
-        spec, config = self._spec, self._spec.config
-        # A restarted group has no state: it copies or loads its state partitions.
-        begins = not spec.incarnation and not config.checkpoint.load
-        trainer = GroupTrainer(config, device, self._probe, hosted=self._hosted() if begins else ())
-        if config.data.access == "shared":
-            check_shared_data(trainer.corpus, spec.group, self._store)
-        return trainer
-
-    def _hosted(self) -> tuple[PartitionId, ...]:
-        """The state partitions that the group holds at the start of the run."""
-        ownership = self._controller.ownership
-        return () if ownership is None else ownership.hosted_by(self._spec.member)
-
-    def _build_digests(self, agreement: GroupAgreement) -> StateDigests:
-        return StateDigests(
-            trainer=self._trainer,
-            agreement=agreement,
-            journal=self._journal,
-            probe=self._probe,
-            every_steps=self._spec.config.train.params_check_every_steps,
-            hosted=() if self._spec.incarnation else self._hosted(),
-        )
-
-    def _build_stacked(
-        self,
-        buckets: BucketExchange,
-        staging: Staging,
-        repairs: GroupRepairs | None,
-        saves: GroupSaves,
-        digests: StateDigests,
-    ) -> StackedState | None:
-        optimizer = self._trainer.stacked
-        if optimizer is None or repairs is None:
-            return None
-        gather = ParamsGather(
-            optimizer=optimizer,
-            agreement=self._agreement,
-            communicator=buckets.communicator,
-            probe=self._probe,
-            staging=staging,
-            progress=self._progress,
-        )
-        return StackedState(gather=gather, repairs=repairs, saves=saves, digests=digests, progress=self._progress)
-
-    def _build_repairs(self, agreement: GroupAgreement, *, awaits_update: bool) -> GroupRepairs | None:
-        optimizer = self._trainer.stacked
-        if optimizer is None:
-            return None
-        repairs = PartitionRepairs(
-            member=self._spec.member,
-            optimizer=optimizer,
-            contents=slice_contents(optimizer),
-            bytes_per_s=self._spec.config.optimizer.repair_mib_per_s * 2**20,
-            awaits_update=awaits_update,
-            find_server=self._find_server,
-            probe=self._probe,
-        )
-        repairs.run_in_background()
-        return GroupRepairs(repairs=repairs, agreement=agreement, journal=self._journal, probe=self._probe)
-
-    def _serve_state(self) -> StateSource:
-        """Starts the server of this rank's state and publishes its address in the control store."""
-        optimizer = self._trainer.stacked
-        partitions = [] if optimizer is None else slice_contents(optimizer)
-        source = StateSource({content.name: content for content in partitions})
-        server = PieceServer(self._store.local_host(), source, self._spec.config.reduce.timeout_s)
-        server.start()
-        self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
-        return source
-
-    def _find_server(self, member: Member) -> Address:
-        """The server of the member's rank at the same position, published before the member took part."""
-        key = _server_key(member, self._spec.rank)
-        return Address.parse(self._store.wait(key, self._spec.config.reduce.timeout_s))
-
-    def _start(self) -> deque[Action]:
+    def _start(self, parts: Assembly) -> deque[Action]:
         """Starts together with all other groups."""
-        self._restart_loader.load_initial(self._hosted())
+        parts.loader.load_initial(parts.hosted())
         self._progress.num_steps = self._controller.step
-        self._digests.check(self._controller.step, num_restarts=0)  # the first vote compares the parameters
-        wait_for_all_groups(self._spec, self._store, self._ranks)
+        parts.digests.check(self._controller.step, num_restarts=0)  # the first vote compares the parameters
+        wait_for_all_groups(self._spec, self._store, parts.ranks)
         self._report_ready()
         return start(self._controller)
 
-    def _rejoin(self) -> deque[Action] | Stop:
+    def _rejoin(self, parts: Assembly) -> deque[Action] | Stop:
         """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
         config = self._spec.config
         rejoin = Rejoin(
             controller=self._controller,
-            agreement=self._agreement,
+            agreement=parts.agreement,
             journal=self._journal,
-            restart_loader=self._restart_loader,
-            groups=_all_groups(config),
+            restart_loader=parts.loader,
+            groups=parts.groups,
             may_restart=config.checkpoint.max_restarts > 0,
             probe=self._probe,
             announced=self._report_waiting,
@@ -376,22 +186,23 @@ class _Rank:
     def _without_store(self, error: StoreLost) -> ExitCode:
         """Saves the committed state on as many groups as may be needed: nothing can be decided any more."""
         say(error)
-        if not self._progress.num_steps or self._progress.lacks_params:
+        if self._parts is None or not self._progress.num_steps or self._progress.lacks_params:
             return ExitCode.STORE_LOST
         # With partitioned optimizer state all groups save: each partition may be needed.
-        controller, member = self._controller, self._spec.member
-        if member in controller.voters[: None if self._trainer.stacked else _SAVING_GROUPS]:
+        controller, member, trainer = self._controller, self._spec.member, self._parts.trainer
+        if member in controller.voters[: None if trainer.stacked else _SAVING_GROUPS]:
             save = SaveCheckpoint(
                 step=self._progress.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
             )
             hosts = controller.ownership.hosts if controller.ownership else ()
-            self._keeping.save_alone(replace(save, hosts=hosts))
+            save_alone(self._spec, trainer, replace(save, hosts=hosts), self._parts.agreement.head)
         return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
-            corrupt(self._trainer, fault.kind, fault.bit)
+            assert self._parts is not None, "state is corrupted once it is there"
+            corrupt(self._parts.trainer, fault.kind, fault.bit)
             return
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)

@@ -13,7 +13,7 @@ from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.pipeline import Pipeline
 from spare_megatron.process.reports import ExitCode, RankRaised
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import rank
+from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import Microbatch
@@ -97,9 +97,9 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
         elif fault == "elsewhere":
             trainer.Corpus = _Elsewhere
         elif fault == "outlived":
-            rank.StepExecutor = partial(_Outlived, spec)
+            assembly.StepExecutor = partial(_Outlived, spec)
         else:
-            rank.StepExecutor = _Unconnected if fault == "unconnected" else _Diverging
+            assembly.StepExecutor = _Unconnected if fault == "unconnected" else _Diverging
     rank.run_rank(spec, reports)
 
 

@@ -19,7 +19,7 @@ from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import group_saves, rank
+from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.stacking.layout import GroupId
@@ -78,7 +78,7 @@ def first_moments(trainer: GroupTrainer) -> dict[str, Any]:
 
 def with_wrong_moments(spec: RankSpec, reports: Connection) -> None:
     if spec.group == WRONG_GROUP:
-        group_saves.GroupSaves = _WrongMoments
+        assembly.GroupSaves = _WrongMoments
     rank.run_rank(spec, reports)
 
 
@@ -155,8 +155,8 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
             savers.append(parts["saver"])
             return _WrongParameter(**parts)
 
-        group_saves.GroupSaves = make_saves  # type: ignore[misc,assignment]
-        rank.GroupLog = partial(_LateFence, spec.run_dir, savers)  # type: ignore[misc,assignment]
+        assembly.GroupSaves = make_saves  # type: ignore[misc,assignment]
+        assembly.GroupLog = partial(_LateFence, spec.run_dir, savers)  # type: ignore[misc,assignment]
     rank.run_rank(spec, reports)
 
 

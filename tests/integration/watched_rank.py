@@ -34,7 +34,7 @@ from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.piece_wire import NotOffered
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import rank
+from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.bootstrap import wait_for_all_groups
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.step_executor import StepExecutor
@@ -95,12 +95,12 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     now = _Now(spec)
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
-    rank.Reduction = partial(_WatchedReduction, watch, now)
-    rank.StepExecutor = partial(_WatchedSteps, watch, now)
-    rank.GroupAgreement = partial(_TimelyAgreement, watch)
-    rank.slice_contents = partial(_late_contents, watch)
+    assembly.Reduction = partial(_WatchedReduction, watch, now)
+    assembly.StepExecutor = partial(_WatchedSteps, watch, now)
+    assembly.GroupAgreement = partial(_TimelyAgreement, watch)
+    assembly.slice_contents = partial(_late_contents, watch)
     if watch.scatters:
-        rank.make_bucket_sums = ScatteredBuckets
+        assembly.make_bucket_sums = ScatteredBuckets
     if spec.group in watch.late_groups:
         rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)

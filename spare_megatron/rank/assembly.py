@@ -1,0 +1,324 @@
+"""Builds what one rank is made of, as the run's configuration asks for."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.comm.bucket_exchange import BucketExchange
+from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_bucket_sums
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.sum_watch import SumWatch
+from spare_megatron.core.controller import Controller
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.piece_wire import Address
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank.bootstrap import check_shared_data, choose_device, join_group
+from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.rank.group_log import GroupLog
+from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.rank.reduction import Reduction
+from spare_megatron.rank.restart_loader import RestartLoader
+from spare_megatron.rank.stacked_state import StackedState
+from spare_megatron.rank.state_restorer import StateRestorer
+from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank.train import Executors
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+from spare_megatron.state.checkpoint.saver import Saver
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
+from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.snapshot.snapshotter import Snapshotter
+from spare_megatron.state.transfer.partition_copier import GroupRepairs, PartitionRepairs
+from spare_megatron.state.transfer.piece_server import PieceServer
+from spare_megatron.state.transfer.state_digests import StateDigests
+from spare_megatron.state.transfer.state_source import StateSource, slice_contents
+from spare_megatron.state.transfer.state_transfer import StateTransfer
+from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.open_store import open_store
+from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.voting.voting import Voting, open_relay
+
+
+def _server_key(member: Member, rank: int) -> str:
+    """Store key of the address of a rank's piece server."""
+    return f"pieces/{member.group}/{member.incarnation}/{rank}"
+
+
+class Assembly:
+    """The parts of one rank, built on construction.
+
+    Collective over: all ranks of the group, which may arrive as far apart as the startup timeout allows.
+
+    Attributes:
+        ranks: The group's ranks, for CPU tensors.
+        executors: What the training loop calls.
+        loader: Finds and loads the state of a start or restart.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        controller: Controller,
+        *,
+        store: ControlStore,
+        log: DecisionLog,
+        journal: JournalWriter,
+        send: Callable[[Any], None],
+        probe: RankProbe,
+        progress: RankProgress,
+    ) -> None:
+        self._spec, self._config = spec, spec.config
+        self._controller = controller
+        self._store = store
+        self._journal = journal
+        self._probe = probe
+        self._progress = progress
+        self.groups = [GroupId(group) for group in range(self._config.layout.num_groups)]
+        device = choose_device(spec)
+        self.ranks = join_group(spec, store, device)
+        self.trainer = self._build_trainer(device)
+        self.agreement = self._build_agreement(log)
+        is_leader = self.agreement.is_leader
+        self._voting = Voting(self.agreement, open_relay(spec.member, store, self._config) if is_leader else None)
+        self._communicator = self._build_communicator(device)
+        self._staging = Staging(self.trainer.gradients.new_staging)
+        self._source = self._serve_state()
+        server = spec.snapshot_server
+        self._snapshots = None if server is None else SnapshotClient(server, spec.rank)
+        self.loader = self._build_loader()
+        self.digests = self._build_digests()
+        self._reports = RankReports(
+            group=spec.group,
+            journal=journal,
+            send=send,
+            is_leader=is_leader,
+            sends_steps=self._config.parallel.is_first_on_node(spec.group, spec.rank),
+            probe=probe,
+            progress=progress,
+        )
+        self.executors = self._build_executors()
+
+    def hosted(self) -> tuple[PartitionId, ...]:
+        """The state partitions that the group holds at the start of the run."""
+        ownership = self._controller.ownership
+        return () if ownership is None else ownership.hosted_by(self._spec.member)
+
+    # ----------------------------------------------------------------------------------------------- the executors
+
+    def _build_executors(self) -> Executors:
+        digests, reports, probe, progress = self.digests, self._reports, self._probe, self._progress
+        bucket_sums = make_bucket_sums(self._spec.group, self.trainer, self._communicator)
+        repairs = self._build_repairs(awaits_update=isinstance(bucket_sums, ScatteredBuckets))
+        saves = self._build_saves()
+        reduction = Reduction(
+            buckets=BucketExchange(
+                position=self._spec.rank,
+                trainer=self.trainer,
+                communicator=self._communicator,
+                bucket_sums=bucket_sums,
+                staging=self._staging,
+                outlier_factor=self._config.train.gradient_outlier_factor,
+                probe=probe,
+            ),
+            voting=self._voting,
+            repairs=repairs,
+            digests=digests,
+            reports=reports,
+            overlaps=self._config.reduce.overlap,
+            probe=probe,
+            progress=progress,
+        )
+        steps = StepExecutor(
+            group=self._spec.group,
+            trainer=self.trainer,
+            reduction=reduction,
+            source=self._source,
+            saves=saves,
+            digests=digests,
+            reports=reports,
+            probe=probe,
+            progress=progress,
+        )
+        return Executors(
+            steps=steps,
+            reduction=reduction,
+            log=GroupLog(voting=self._voting, digests=digests, reports=reports, probe=probe, progress=progress),
+            restorer=self._build_restorer(),
+            saves=saves,
+            stacked=None if repairs is None else self._build_stacked(repairs, saves),
+        )
+
+    def _build_restorer(self) -> StateRestorer:
+        timeout_s = self._config.reduce.timeout_s
+        transfer = StateTransfer(
+            trainer=self.trainer,
+            agreement=self.agreement,
+            source=self._source,
+            find_server=self._find_server,
+            timeout_s=timeout_s,
+            probe=self._probe,
+        )
+        return StateRestorer(
+            agreement=self.agreement,
+            transfer=transfer,
+            loader=self.loader,
+            digests=self.digests,
+            reports=self._reports,
+            join_timeout_s=timeout_s,
+            probe=self._probe,
+            progress=self._progress,
+        )
+
+    def _build_stacked(self, repairs: GroupRepairs, saves: GroupSaves) -> StackedState:
+        assert self.trainer.stacked is not None, "only stacked state is repaired"
+        gather = ParamsGather(
+            optimizer=self.trainer.stacked,
+            agreement=self.agreement,
+            communicator=self._communicator,
+            probe=self._probe,
+            staging=self._staging,
+            progress=self._progress,
+        )
+        return StackedState(gather=gather, repairs=repairs, saves=saves, digests=self.digests, progress=self._progress)
+
+    def _build_saves(self) -> GroupSaves:
+        return GroupSaves(
+            saver=self._build_saver() if self._config.checkpoint.is_wanted else None,
+            snapshotter=None if self._snapshots is None else self._build_snapshotter(self._snapshots),
+            agreement=self.agreement,
+            digests=self.digests,
+            reports=self._reports,
+            progress=self._progress,
+        )
+
+    # ------------------------------------------------------------------------------------------------ their parts
+
+    def _build_trainer(self, device: torch.device) -> GroupTrainer:
+        spec, config = self._spec, self._config
+        # A restarted group has no state: it copies or loads its state partitions.
+        begins = not spec.incarnation and not config.checkpoint.load
+        trainer = GroupTrainer(config, device, self._probe, hosted=self.hosted() if begins else ())
+        if config.data.access == "shared":
+            check_shared_data(trainer.corpus, spec.group, self._store)
+        return trainer
+
+    def _build_agreement(self, log: DecisionLog) -> GroupAgreement:
+        config = self._config
+        return GroupAgreement(
+            self._spec.member,
+            self.ranks,
+            log,
+            config.control.decision_timeout_s,
+            may_come_back=self.groups if config.spare.rejoins or config.checkpoint.max_restarts else (),
+            fan_in=config.control.vote_fan_in,
+        )
+
+    def _build_communicator(self, device: torch.device) -> CrossGroupCommunicator:
+        communicator = CrossGroupCommunicator(
+            group=self._spec.group,
+            position=self._spec.rank,
+            device=device,
+            store=self._store,
+            timeout_s=self._config.reduce.timeout_s,
+            ask_interval_s=ask_interval_s(self._config.parallel.num_ranks),
+            probe=self._probe,
+        )
+        if device.type == "cuda":
+            SumWatch(communicator, lambda: open_store(self._spec.store), lambda: self._controller.head).start()
+        return communicator
+
+    def _build_digests(self) -> StateDigests:
+        return StateDigests(
+            trainer=self.trainer,
+            agreement=self.agreement,
+            journal=self._journal,
+            probe=self._probe,
+            every_steps=self._config.train.params_check_every_steps,
+            hosted=() if self._spec.incarnation else self.hosted(),
+        )
+
+    def _build_repairs(self, *, awaits_update: bool) -> GroupRepairs | None:
+        optimizer = self.trainer.stacked
+        if optimizer is None:
+            return None
+        repairs = PartitionRepairs(
+            member=self._spec.member,
+            optimizer=optimizer,
+            contents=slice_contents(optimizer),
+            bytes_per_s=self._config.optimizer.repair_mib_per_s * 2**20,
+            awaits_update=awaits_update,
+            find_server=self._find_server,
+            probe=self._probe,
+        )
+        repairs.run_in_background()
+        return GroupRepairs(repairs=repairs, agreement=self.agreement, journal=self._journal, probe=self._probe)
+
+    def _build_saver(self) -> Saver:
+        config = self._config
+        return Saver(
+            config=config,
+            folder=folder_of(config, self._spec.run_dir),
+            trainer=self.trainer,
+            agreement=self.agreement,
+            ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
+            connect=lambda: open_store(self._spec.store),
+            probe=self._probe,
+        )
+
+    def _build_snapshotter(self, snapshot_server: SnapshotClient) -> Snapshotter:
+        return Snapshotter(
+            member=self._spec.member,
+            position=self._spec.rank,
+            trainer=self.trainer,
+            snapshot_server=snapshot_server,
+            probe=self._probe,
+        )
+
+    def _build_loader(self) -> RestartLoader:
+        return RestartLoader(
+            config=self._config,
+            run_dir=self._spec.run_dir,
+            rank=self._spec.rank,
+            trainer=self.trainer,
+            wiped_out_at_s=self._spec.wiped_out_at_s,
+            snapshots=None if self._snapshots is None else self._build_snapshot_loader(self._snapshots),
+            probe=self._probe,
+        )
+
+    def _build_snapshot_loader(self, snapshot_server: SnapshotClient) -> SnapshotLoader:
+        return SnapshotLoader(
+            member=self._spec.member,
+            position=self._spec.rank,
+            trainer=self.trainer,
+            snapshot_server=snapshot_server,
+            agreement=self.agreement,
+            store=self._store,
+            groups=self.groups,
+            timeout_s=self._config.reduce.timeout_s,
+            progress=self._probe.progress,
+        )
+
+    # -------------------------------------------------------------------------------------------- the piece server
+
+    def _serve_state(self) -> StateSource:
+        """Starts the server of this rank's state and publishes its address in the control store."""
+        optimizer = self.trainer.stacked
+        partitions = [] if optimizer is None else slice_contents(optimizer)
+        source = StateSource({content.name: content for content in partitions})
+        server = PieceServer(self._store.local_host(), source, self._config.reduce.timeout_s)
+        server.start()
+        self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
+        return source
+
+    def _find_server(self, member: Member) -> Address:
+        """The server of the member's rank at the same position, published before the member took part."""
+        key = _server_key(member, self._spec.rank)
+        return Address.parse(self._store.wait(key, self._config.reduce.timeout_s))

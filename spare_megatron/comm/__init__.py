@@ -1,5 +1,5 @@
 """Communicators across groups, rebuilt in place, and the sums over them.
 
 Imports `store`, `mcore` and what they need.
-Start with `communicators`, then `bucket_sums`; `nccl` has every NCCL setting.
+Start with `communicators`, then `bucket_exchange`; `nccl` has every NCCL setting.
 """

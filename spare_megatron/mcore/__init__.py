@@ -10,7 +10,7 @@ from spare_megatron.mcore.quick_import import import_megatron
 from spare_megatron.mcore.versions import check_version, installed_version
 
 
-def _hush_advice_nobody_can_follow() -> None:
+def _hide_irrelevant_warnings() -> None:
     """Megatron's warnings about its own defaults, and about packages that only a GPU has a use for."""
     import torch
 
@@ -22,5 +22,5 @@ def _hush_advice_nobody_can_follow() -> None:
 
 for _package in ("torch", "megatron-core"):
     check_version(_package, installed_version(_package))
-_hush_advice_nobody_can_follow()
+_hide_irrelevant_warnings()
 import_megatron()

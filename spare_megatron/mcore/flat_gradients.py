@@ -4,19 +4,16 @@ Megatron lays out a buffer from the last parameter to the first, so the space ro
 backward pass finishes its gradients. Buckets are ranges of this space.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.mcore.tied_parameters import counts_for_norm, needed_everywhere
 from spare_megatron.stacking.layout import PartitionId
 
 
@@ -100,27 +97,6 @@ def gradient_parts(
     return tuple(map(tuple, parts))
 
 
-def counts_for_norm(parameter: torch.nn.Parameter, groups: ProcessGroupCollection) -> bool:
-    """Whether Megatron counts the gradient on this rank for the norm; it skips duplicates within the group."""
-    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, groups.tp))
-
-
-def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> frozenset[torch.nn.Parameter]:
-    """The parameters whose gradients every group needs: those that may be summed inside a group."""
-    parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-    if groups.cp.size() > 1:
-        return frozenset(parameters)
-    found = set()
-    if groups.tp.size() > 1:
-        found |= {one for one in parameters if not getattr(one, "tensor_model_parallel", False)}
-    if groups.embd is not None and groups.embd.size() > 1:
-        for chunk in chunks:
-            model = get_attr_wrapped_model(chunk.module, "pre_process", return_model_obj=True)
-            if model.share_embeddings_and_output_weights and (chunk.is_first or chunk.is_last):
-                found.add(model.shared_embedding_or_output_weight())
-    return frozenset(found)
-
-
 def _ranges(
     chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
 ) -> Iterator[GradientPart]:
@@ -153,56 +129,3 @@ def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
         middle = slice(first.counted[-1].start, second.counted[0].stop)
         counted = (*first.counted[:-1], middle, *second.counted[1:])
     return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)
-
-
-OnReady = Callable[[int], None]
-"""Called with the number of leading buckets whose gradients are complete. An exception ends the backward pass."""
-
-
-class ReadyBuckets:
-    """Counts the backward passes of every parameter to find buckets that are complete."""
-
-    def __init__(self, chunks: Sequence[Chunk], buckets: Sequence[range]) -> None:
-        self._buckets_of = {
-            flat.parameter: [
-                index for index, bucket in enumerate(buckets) if bucket.start < flat.stop and flat.start < bucket.stop
-            ]
-            for flat in flat_parameters(chunks)
-        }
-        self._num_buckets = len(buckets)
-        self._on_ready: OnReady | None = None
-        self._passes_left: dict[object, int] = {}
-        self._num_awaited: list[int] = []
-        self._num_ready = 0
-        for chunk in chunks:
-            # Megatron's hooks on these nodes add gradients to its buffers; registered earlier, they run earlier.
-            for node in chunk.module.grad_accs:
-                node.register_hook(lambda *_, parameter=node.variable: self._passed(parameter))
-
-    @contextmanager
-    def reporting(self, num_passes: int, on_ready: OnReady | None) -> Iterator[None]:
-        """In this context, reports buckets whose parameters have all had `num_passes` backward passes."""
-        self._on_ready = on_ready
-        self._passes_left = dict.fromkeys(self._buckets_of, num_passes)
-        self._num_awaited = [0] * self._num_buckets
-        for touched in self._buckets_of.values():
-            for bucket in touched:
-                self._num_awaited[bucket] += 1
-        self._num_ready = 0
-        try:
-            yield
-        finally:
-            self._on_ready = None
-
-    def _passed(self, parameter: object) -> None:
-        if self._on_ready is None:
-            return
-        self._passes_left[parameter] -= 1
-        if self._passes_left[parameter]:
-            return
-        for bucket in self._buckets_of[parameter]:
-            self._num_awaited[bucket] -= 1
-        while self._num_ready < self._num_buckets and not self._num_awaited[self._num_ready]:
-            self._num_ready += 1
-        if self._num_ready:
-            self._on_ready(self._num_ready)

@@ -19,10 +19,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.flat_gradients import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.partitions import Fragment, StatePartitions
+from spare_megatron.mcore.tied_parameters import counts_for_norm, needed_everywhere
 from spare_megatron.stacking.layout import PartitionId
 
 _NUM_MOMENTS = 2

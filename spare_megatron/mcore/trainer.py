@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
@@ -19,7 +18,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.flat_gradients import GradientPart, OnReady, ReadyBuckets, gradient_parts
+from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
@@ -29,6 +28,7 @@ from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.ready_buckets import OnReady, ReadyBuckets
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
     IncomingState,
@@ -40,6 +40,7 @@ from spare_megatron.mcore.state import (
     partition_state,
     save_state,
 )
+from spare_megatron.mcore.tied_parameters import sum_inside_group
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
@@ -173,9 +174,7 @@ class GroupTrainer:
                     f"the step has {self._num_microbatches}"
                 )
         self.gradients.finish(1.0 / self._num_tokens)
-        # Sums gradients inside the group: over context-parallel ranks, both ends of tied embeddings, and layer
-        # norms under sequence parallelism. In place, so it must not run before the commit.
-        finalize_model_grads([chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups)
+        sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / self._num_tokens**2)
         else:

@@ -18,9 +18,9 @@ from spare_megatron.process.piece_wire import Address
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import check_shared_data, choose_device, join_group
-from spare_megatron.rank.gather import ParamsGather
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.params_gather import ParamsGather
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.reduction import Reduction

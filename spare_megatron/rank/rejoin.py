@@ -16,7 +16,8 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.rank.restart_loader import RestartLoader, RestartSearch
+from spare_megatron.rank.restart_loader import RestartLoader
+from spare_megatron.rank.restart_search import RestartSearch
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.voting.agreement import Fenced, GroupAgreement
 from spare_megatron.voting.log_follower import Stop

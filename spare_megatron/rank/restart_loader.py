@@ -1,30 +1,20 @@
 """Finds and loads the state with which a rank begins, or starts again after a wipe-out."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, step_of
-from spare_megatron.core.actions import (
-    AppendEntry,
-    CheckpointCandidate,
-    LoadCheckpoint,
-    ReadFiles,
-    RefuseCheckpoint,
-    WithdrawOffers,
-)
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.events import RestartState, WaitingRead
+from spare_megatron.core.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
     checkpoint_path,
@@ -37,7 +27,6 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of, refuse
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.state_transfer import JoinFailed
-from spare_megatron.voting.agreement import GroupAgreement
 
 _NUM_OFFERED = 3
 """Checkpoints that a group offers: another group may have looked before the last was visible."""
@@ -210,101 +199,3 @@ class RestartLoader:
             loaded_from="storage" if action.snapshot is None else "memory",
             load_s=round(self._load_s, 6),
         )
-
-
-_TURN_S = 2.0
-
-_POLL_S = 0.05
-
-_POLL_S_PER_GROUP = 0.001
-"""Every group reads the announcements of all groups from the store."""
-
-_SEARCH_AGAIN_S = 1.0
-"""A checkpoint folder that cannot be read may be back after this time."""
-
-
-class RestartSearch:
-    """The leader's part in finding the state to restart from: announces, reads, and lets the controller decide."""
-
-    def __init__(
-        self, controller: Controller, agreement: GroupAgreement, loader: RestartLoader, groups: Sequence[GroupId]
-    ) -> None:
-        self._controller = controller
-        self._agreement = agreement
-        self._loader = loader
-        self._groups = groups
-        self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
-        self._since_s = self._searched_at_s = 0.0
-        self._own = RestartState(member=agreement.member, offers=())
-        self._announced: RestartState | None = None
-        self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
-
-    def start(self) -> None:
-        """Forgets what was announced before and searches for checkpoints."""
-        self._since_s = time.monotonic()
-        self._own = RestartState(member=self._agreement.member, offers=())
-        self._announced = None
-        self._heard = {}
-        self._search()
-
-    def announce_snapshots(self, held: tuple[Held, ...], partitions: tuple[HeldPartition, ...]) -> None:
-        """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
-        self._own = replace(self._own, held=held, slices=partitions)
-        self._announce()
-
-    def seek(self, index: int) -> None:
-        """Works on the restart for some seconds, until the entry at the index is written."""
-        end_s = time.monotonic() + _TURN_S
-        while time.monotonic() < end_s and not self._agreement.is_written(index):
-            if self._own.failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
-                self._search()
-            if self._decide():
-                return
-            self._announce()
-            time.sleep(self._pause_s)
-
-    def _decide(self) -> bool:
-        """Lets the controller decide. Returns whether an entry is written."""
-        waited_s = time.monotonic() - self._since_s
-        event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
-        for action in self._controller.handle(event, now_s=self._loader.now_s()):
-            match action:
-                case AppendEntry(index=index, entry=entry):
-                    self._agreement.append(index, entry)
-                    return True
-                case ReadFiles(offer=offer, numbers=numbers):
-                    self._loader.read(offer, numbers)
-                case WithdrawOffers(reasons=reasons):
-                    self._loader.withdraw(reasons)
-                    self._search()
-                case _:
-                    raise AssertionError(f"a waiting leader does not execute {action}")
-        return False
-
-    def _listen(self) -> tuple[RestartState, ...]:
-        """The last announcement of every group, and for how long it has not changed."""
-        now_s = time.monotonic()
-        for item in self._agreement.waiting_to_restart(self._groups):
-            if item.member not in self._heard or self._heard[item.member][0] != item:
-                self._heard[item.member] = item, now_s
-        latest = {item.member.group: (item, since_s) for item, since_s in self._heard.values()}
-        return tuple(replace(item, silent_s=now_s - since_s) for item, since_s in latest.values())
-
-    def _search(self) -> None:
-        """Searches for checkpoints that pass `glance`."""
-        offers: tuple[CheckpointCandidate, ...] = ()
-        failure = ""
-        try:
-            offers = self._loader.offers()
-        except OSError as error:
-            failure = str(error)
-        self._own = replace(self._own, offers=offers, failure=failure)
-        self._searched_at_s = time.monotonic()
-
-    def _announce(self) -> None:
-        """Announces what has changed."""
-        reader = self._loader.reader
-        own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
-        if own != self._announced:
-            self._agreement.announce_restart(own)
-            self._announced = own

@@ -1,8 +1,8 @@
 """Stacked optimizer state between the steps of one rank: gathers of all parameters, and repairs of partitions."""
 
 from spare_megatron.core.actions import GatherParams, StartRepairs
-from spare_megatron.rank.gather import ParamsGather
 from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.params_gather import ParamsGather
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests

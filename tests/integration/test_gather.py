@@ -11,7 +11,7 @@ from spare_megatron.comm.bucket_sums import Staging
 from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.rank.params_gather import ParamsGather
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.store.interface import StoreLost

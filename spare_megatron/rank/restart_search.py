@@ -1,0 +1,110 @@
+"""The leader's search for the state to restart from: announces what its group has, lets the controller decide."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawOffers
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.events import RestartState, WaitingRead
+from spare_megatron.core.snapshot_policy import Held, HeldPartition
+from spare_megatron.rank.restart_loader import RestartLoader
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.voting.agreement import GroupAgreement
+
+_TURN_S = 2.0
+
+_POLL_S = 0.05
+
+_POLL_S_PER_GROUP = 0.001
+"""Every group reads the announcements of all groups from the store."""
+
+_SEARCH_AGAIN_S = 1.0
+"""A checkpoint folder that cannot be read may be back after this time."""
+
+
+class RestartSearch:
+    """The leader's part in finding the state to restart from: announces, reads, and lets the controller decide."""
+
+    def __init__(
+        self, controller: Controller, agreement: GroupAgreement, loader: RestartLoader, groups: Sequence[GroupId]
+    ) -> None:
+        self._controller = controller
+        self._agreement = agreement
+        self._loader = loader
+        self._groups = groups
+        self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
+        self._since_s = self._searched_at_s = 0.0
+        self._own = RestartState(member=agreement.member, offers=())
+        self._announced: RestartState | None = None
+        self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
+
+    def start(self) -> None:
+        """Forgets what was announced before and searches for checkpoints."""
+        self._since_s = time.monotonic()
+        self._own = RestartState(member=self._agreement.member, offers=())
+        self._announced = None
+        self._heard = {}
+        self._search()
+
+    def announce_snapshots(self, held: tuple[Held, ...], partitions: tuple[HeldPartition, ...]) -> None:
+        """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
+        self._own = replace(self._own, held=held, slices=partitions)
+        self._announce()
+
+    def seek(self, index: int) -> None:
+        """Works on the restart for some seconds, until the entry at the index is written."""
+        end_s = time.monotonic() + _TURN_S
+        while time.monotonic() < end_s and not self._agreement.is_written(index):
+            if self._own.failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
+                self._search()
+            if self._decide():
+                return
+            self._announce()
+            time.sleep(self._pause_s)
+
+    def _decide(self) -> bool:
+        """Lets the controller decide. Returns whether an entry is written."""
+        waited_s = time.monotonic() - self._since_s
+        event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
+        for action in self._controller.handle(event, now_s=self._loader.now_s()):
+            match action:
+                case AppendEntry(index=index, entry=entry):
+                    self._agreement.append(index, entry)
+                    return True
+                case ReadFiles(offer=offer, numbers=numbers):
+                    self._loader.read(offer, numbers)
+                case WithdrawOffers(reasons=reasons):
+                    self._loader.withdraw(reasons)
+                    self._search()
+                case _:
+                    raise AssertionError(f"a waiting leader does not execute {action}")
+        return False
+
+    def _listen(self) -> tuple[RestartState, ...]:
+        """The last announcement of every group, and for how long it has not changed."""
+        now_s = time.monotonic()
+        for item in self._agreement.waiting_to_restart(self._groups):
+            if item.member not in self._heard or self._heard[item.member][0] != item:
+                self._heard[item.member] = item, now_s
+        latest = {item.member.group: (item, since_s) for item, since_s in self._heard.values()}
+        return tuple(replace(item, silent_s=now_s - since_s) for item, since_s in latest.values())
+
+    def _search(self) -> None:
+        """Searches for checkpoints that pass `glance`."""
+        offers: tuple[CheckpointCandidate, ...] = ()
+        failure = ""
+        try:
+            offers = self._loader.offers()
+        except OSError as error:
+            failure = str(error)
+        self._own = replace(self._own, offers=offers, failure=failure)
+        self._searched_at_s = time.monotonic()
+
+    def _announce(self) -> None:
+        """Announces what has changed."""
+        reader = self._loader.reader
+        own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
+        if own != self._announced:
+            self._agreement.announce_restart(own)
+            self._announced = own

@@ -103,7 +103,7 @@ class ProcessWatch:
                 process.wait(_FAREWELL_S)
         _adopt_descendants(is_wanted=False)
 
-    def take(self, event: RunEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         """Starts sampling with the first committed step, because loading libraries looks like growth; learns names."""
         match event:
             case RanksStarted(pids=pids):

@@ -147,7 +147,7 @@ class Telemetry:
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
 
-    def take(self, event: object) -> None:
+    def on_event(self, event: object) -> None:
         """Updates the counters by an event, and writes a step or a checkpoint."""
         match event:
             case SaveReported(record=record):

@@ -267,9 +267,9 @@ def report_held(report: Callable[[RecordsHeld], None]) -> OnHeld:
     return lambda path, reason: report(RecordsHeld(path=str(path), reason=reason))
 
 
-def close_or_tell(records: _Closable, tell: Callable[[RecordsLost], None]) -> None:
+def close_or_report(records: _Closable, report: Callable[[RecordsLost], None]) -> None:
     """Closes the records; reports bytes that a full disk did not take, which affect the verdict but cost no group."""
     try:
         records.close()
     except BytesLost as error:
-        tell(RecordsLost(paths=(str(error.filename),), num_bytes=error.num_bytes, reason=error.reason))
+        report(RecordsLost(paths=(str(error.filename),), num_bytes=error.num_bytes, reason=error.reason))

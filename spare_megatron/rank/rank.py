@@ -25,7 +25,7 @@ from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.piece_wire import Address
-from spare_megatron.process.processes import close_or_tell, leave, report_held, say
+from spare_megatron.process.processes import close_or_report, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import ExitCode, FaultStruck, FaultWanted, RanksReady, RestartAwaited, RunStopped
 from spare_megatron.process.specs import RankSpec
@@ -127,7 +127,7 @@ class _Rank:
 
     def close(self) -> None:
         self._beacon.leave()
-        close_or_tell(self._journal, self._reports.send)
+        close_or_report(self._journal, self._reports.send)
 
     def _write_code(self) -> None:
         group, incarnation = self._spec.member

@@ -8,7 +8,7 @@ from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.process.network import NodeNetwork
-from spare_megatron.process.processes import close_or_tell, report_held
+from spare_megatron.process.processes import close_or_report, report_held
 from spare_megatron.process.reports import (
     EndEarly,
     ExitCode,
@@ -77,7 +77,7 @@ class Supervisor:
         self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
-        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)
+        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.on_event)
         load_timeout_s = spec.config.checkpoint.timeout_s
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
         self._raised = Raised()
@@ -136,7 +136,7 @@ class Supervisor:
             self._link.stop(_FAREWELL_S)
             self._serve_link()
         self._timeline.close()
-        close_or_tell(self._journal, self._driver.tell)
+        close_or_report(self._journal, self._driver.tell)
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         if failure or self._driver.is_there:
             return False
@@ -208,7 +208,7 @@ class Supervisor:
                 self._faults.inflict(report)
                 return True
         if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
-            self._timeline.take(report)
+            self._timeline.on_event(report)
             return True  # only the report of the leader, rank 0, is forwarded
         self._driver.tell(report)
         return True

@@ -287,7 +287,7 @@ def test_a_process_that_leaks_is_noticed() -> None:
         InStep(grow, num_looks=60) as watch,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
     ):
-        watch.take(COMMITTED)
+        watch.on_event(COMMITTED)
         assert watch.has_seen_enough.wait(WAIT_S)
     report = watch.report()
     assert report.orphans == ()
@@ -304,7 +304,7 @@ def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak(monkeypatch: pytes
     watch = ProcessWatch()
     held = [bytearray(1)]
     for pids in ({}, {(GroupId(1), 0): os.getpid()}):
-        watch.take(RanksStarted(node=0, pids=pids))
+        watch.on_event(RanksStarted(node=0, pids=pids))
         held.append(bytearray(b"x") * (100 << 20))
         for _ in range(20):
             watch._look()

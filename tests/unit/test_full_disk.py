@@ -201,9 +201,9 @@ def test_the_screen_names_the_file_what_is_lost_and_what_is_not(tmp_path: Path) 
     console = Console(file=StringIO(), width=400)
     progress = RunProgress(RunConfig(), console, tmp_path)
     path = "/run/journal/group-0000-rank-0.jsonl"
-    progress.take(RecordsHeld(path=path, reason=FULL))
-    progress.take(RecordsHeld(path=path, reason=""))
-    progress.take(RecordsLost(paths=(path, "/run/metrics.jsonl"), num_bytes=9000, reason=FULL))
+    progress.on_event(RecordsHeld(path=path, reason=FULL))
+    progress.on_event(RecordsHeld(path=path, reason=""))
+    progress.on_event(RecordsLost(paths=(path, "/run/metrics.jsonl"), num_bytes=9000, reason=FULL))
     assert isinstance(console.file, StringIO)
     held, written, lost = console.file.getvalue().splitlines()
     for text in (path, "--run-dir", FULL, "make room", "Training goes on"):

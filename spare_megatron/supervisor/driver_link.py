@@ -48,14 +48,14 @@ class DriverLink:
     def pipes(self) -> list[Connection]:
         return [] if self._connection is None else [self._connection]
 
-    def tell(self, report: NodeReport) -> None:
+    def report(self, report: NodeReport) -> None:
         """Queues a report for the driver, if there is one.
 
         Raises:
             Stopped: A driver that is needed has left too many reports unread.
         """
         self._listener(report)
-        if self._connection is None or self._failure is not None:  # `hear` will find its last order, or its end
+        if self._connection is None or self._failure is not None:  # `next_order` will find its last order, or its end
             return
         try:
             self._unread.put_nowait(bytes(ForkingPickler.dumps(report)))  # now: what it refers to may change
@@ -66,7 +66,7 @@ class DriverLink:
             self._sender = Thread(target=self._send, args=(self._connection,), name="driver-link", daemon=True)
             self._sender.start()
 
-    def hear(self) -> Order | None:
+    def next_order(self) -> Order | None:
         """Receives an order. Returns None if there is none because the driver is gone.
 
         Raises:
@@ -93,7 +93,7 @@ class DriverLink:
         Raises:
             Stopped: A driver that is needed is gone.
         """
-        self.tell(last)
+        self.report(last)
         if self._connection is None or self._sender is None:
             return
         timeout_s = None if self._is_needed else _LAST_WORD_S

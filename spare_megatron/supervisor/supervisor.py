@@ -73,7 +73,7 @@ class Supervisor:
         self._spec = spec
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
-        on_held = report_held(lambda event: self._driver.tell(event))
+        on_held = report_held(lambda event: self._driver.report(event))
         self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
@@ -96,7 +96,7 @@ class Supervisor:
         self._store_failure = ""
         self._head_hint = 0
         network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.tell)
+        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
         self._looked_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
@@ -116,7 +116,7 @@ class Supervisor:
                 self._take_over()
             else:
                 self._ranks.start_all()
-                self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+                self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
             self._link.start()
             self._watch()
         except Stopped:
@@ -136,7 +136,7 @@ class Supervisor:
             self._link.stop(_FAREWELL_S)
             self._serve_link()
         self._timeline.close()
-        close_or_report(self._journal, self._driver.tell)
+        close_or_report(self._journal, self._driver.report)
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         if failure or self._driver.is_there:
             return False
@@ -210,11 +210,11 @@ class Supervisor:
         if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
             self._timeline.on_event(report)
             return True  # only the report of the leader, rank 0, is forwarded
-        self._driver.tell(report)
+        self._driver.report(report)
         return True
 
     def _obey(self) -> None:
-        match self._driver.hear():
+        match self._driver.next_order():
             case GoOn(wanted=wanted):
                 self._faults.let_go_on(wanted)
             case EndEarly():
@@ -272,7 +272,7 @@ class Supervisor:
         self._looked_at_s = now_s
         change = self._store_watch.look(now_s)
         if change is not None:
-            self._driver.tell(change)
+            self._driver.report(change)
         if self._store_watch.failure:
             self._give_store_up(self._store_watch.failure)
         if self._store_watch.is_away:
@@ -287,7 +287,7 @@ class Supervisor:
         if self._store_failure:
             return
         self._store_failure, self._restarts.is_over = reason, True
-        self._driver.tell(StoreGone(node=self._spec.node, reason=reason))
+        self._driver.report(StoreGone(node=self._spec.node, reason=reason))
         self._timers.after(_SAVING_S, self._stop_saving)
 
     def _stop_saving(self) -> None:
@@ -374,7 +374,7 @@ class Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._driver.tell(GroupLost.of(record, wanted.error, self._raised.take(group, wanted.rank)))
+        self._driver.report(GroupLost.of(record, wanted.error, self._raised.take(group, wanted.rank)))
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._hear(group)
@@ -387,7 +387,7 @@ class Supervisor:
         self._journal.write(StartRecord(group=group, incarnation=life, num_ranks=num_ranks, num_spares=num_spares))
         self._link.begin(member)
         self._is_following = False
-        self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+        self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
 
     def _give_up_if_not_ready(self, member: Member) -> None:

@@ -22,8 +22,8 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.supervisor.group_rendezvous import (
     GroupRendezvous,
-    PartLost,
-    PartsThere,
+    PartFenced,
+    PartsReady,
     incarnation_key,
     present_members,
 )
@@ -103,7 +103,7 @@ class NodeReplaced:
     """Another supervisor has taken this one's place, so this one must not start a group again."""
 
 
-LinkEvent = FenceWritten | NodeSilent | PartLost | PartsThere | LinkLost | LogStopped | NodeReplaced
+LinkEvent = FenceWritten | NodeSilent | PartFenced | PartsReady | LinkLost | LogStopped | NodeReplaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class StoreLink:
         self._wanted.put(member)
 
     def wait_for_parts(self, member: Member) -> None:
-        """Publishes that this node is ready for the incarnation; `PartsThere` follows once all its nodes are."""
+        """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
         self._wanted.put(_Ready(member))
 
     def follow(self, setup: ControllerSetup) -> None:
@@ -205,7 +205,7 @@ class StoreLink:
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
-            self._parts.look(store)
+            self._parts.poll(store)
             self._look_at_log(store)
             return True
         try:
@@ -220,11 +220,11 @@ class StoreLink:
             return False
         if isinstance(wanted, Member):
             store.put(incarnation_key(wanted.group), str(wanted.incarnation))
-            self._parts.begin(wanted)
+            self._parts.note_started(wanted)
             self._follower = None
             return True
         if isinstance(wanted, _Ready):
-            self._parts.wait(store, wanted.member)
+            self._parts.publish_ready(store, wanted.member)
             return True
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)
@@ -236,7 +236,7 @@ class StoreLink:
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
             error = wanted.error if wanted.error and store.exists(ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
-            self._parts.fenced(store, member, index, wanted.rank, wanted.cause)
+            self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_groups)

@@ -33,7 +33,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.group_rendezvous import PartLost, PartsThere
+from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_processes import LOSSLESS_EXITS, Raised, RankProcesses, cause_of_end
 from spare_megatron.supervisor.rank_watch import RankWatch
@@ -324,13 +324,13 @@ class Supervisor:
                     self._fenced(wanted, member, index)
                 case NodeSilent(node=node, cause=cause, members=members):
                     self._lose_members(members, f"node {node}: {cause}")
-                case PartLost(member=member, rank=rank, cause=cause):
+                case PartFenced(member=member, rank=rank, cause=cause):
                     if member == self._ranks.member(member.group):
                         self._lose_part(member.group, rank, cause)
                     elif member == self._ranks.next_member(member.group):
                         self._ranks.adopt(member)
                         self._restarts.missed(member.group)
-                case PartsThere(member=member):
+                case PartsReady(member=member):
                     self._restarts.start(member.group)
                 case LogStopped(stop=stop):
                     if isinstance(stop, StopWipeOut) and not stop.reason:

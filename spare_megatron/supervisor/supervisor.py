@@ -195,7 +195,7 @@ class Supervisor:
             case RanksReady(group=group):
                 self._restarts.up(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
-                self._rank_watch.begin(group)
+                self._rank_watch.start_watching(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.admitted(member.group)
             case RestartAwaited():
@@ -223,7 +223,7 @@ class Supervisor:
     def _reaped(self, key: RankKey) -> None:
         group, rank = key
         code = self._ranks.exits[key]
-        self._rank_watch.end(key)
+        self._rank_watch.stop_watching(key)
         if code == ExitCode.RESTART and group not in self._lost:
             if self._ranks.have_ended(group):
                 self._restarts.ended(group)
@@ -306,7 +306,7 @@ class Supervisor:
         self._lost.add(group)
         self._want_fence(group, rank, cause, error)
         self._ranks.kill(group)
-        self._rank_watch.end(*self._ranks.of(group))
+        self._rank_watch.stop_watching(*self._ranks.of(group))
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
         member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
@@ -380,7 +380,7 @@ class Supervisor:
         self._hear(group)
         num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
         self._raised.forget(group)  # reports of the lost incarnation
-        self._rank_watch.end(*self._ranks.of(group))
+        self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
         life, num_ranks = member.incarnation, len(self._ranks.of(group))

@@ -82,7 +82,7 @@ class Raised:
         report = self._reports.get(key)
         return cause_of_end(code, report.traceback if report else "")
 
-    def take(self, group: GroupId, rank: int) -> RankRaised | None:
+    def pop(self, group: GroupId, rank: int) -> RankRaised | None:
         return self._reports.pop((group, rank), None)
 
     def forget(self, group: GroupId) -> None:
@@ -123,12 +123,12 @@ class Spares:
         self._waiting: deque[RankProcess] = deque()
 
     def warm(self) -> None:
-        self._bury()
+        self._drop_dead()
         self._waiting += [self.new() for _ in range(self._num_kept - len(self._waiting))]
 
-    def take(self, num_wanted: int) -> list[RankProcess]:
+    def pop(self, num_wanted: int) -> list[RankProcess]:
         """Takes up to `num_wanted` spares, the oldest first."""
-        self._bury()
+        self._drop_dead()
         return [self._waiting.popleft() for _ in range(min(num_wanted, len(self._waiting)))]
 
     def new(self) -> RankProcess:
@@ -137,11 +137,11 @@ class Spares:
         child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page, os.getpid())
         return RankProcess(child=child, page=page, starvation=Starvation(child.pid))
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         while self._waiting:
             end_child(self._waiting.pop().child)
 
-    def _bury(self) -> None:
+    def _drop_dead(self) -> None:
         """Drops the spares that have died."""
         for process in [process for process in self._waiting if not process.child.process.is_alive()]:
             end_child(process.child)
@@ -229,7 +229,7 @@ class RankProcesses:
             self.sentinels.pop(child.process.sentinel, None)
         if self._spec.config.cluster.device == "gpu":  # a GPU has no room for both
             _end_all(former)
-        spares = self._spares.take(len(keys)) if takes_spares else []
+        spares = self._spares.pop(len(keys)) if takes_spares else []
         new = [self._spares.new() for _ in keys[len(spares) :]]
         for key, process in zip(keys, [*spares, *new], strict=True):
             self._start(key, process, wiped_out_at_s)
@@ -347,7 +347,7 @@ class RankProcesses:
         if self.snapshot_server is not None:
             self.snapshot_server.look()
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """Kills and reaps all processes. Suspends the ranks first, so that none sees a peer end and reports it."""
         children = [process.child for process in self._processes.values()]
         for child in children:
@@ -355,7 +355,7 @@ class RankProcesses:
                 os.kill(child.pid, signal.SIGSTOP)
         if self.snapshot_server is not None:
             self.snapshot_server.end()
-        self._spares.end()
+        self._spares.end_all()
         _end_all(children)
 
 

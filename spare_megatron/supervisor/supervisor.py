@@ -131,7 +131,7 @@ class Supervisor:
 
     def close(self, failure: str) -> bool:
         """Ends all processes and connections. Returns whether the run has ended without a driver."""
-        self._ranks.end()
+        self._ranks.end_all()
         if not failure:
             self._link.stop(_FAREWELL_S)
             self._serve_link()
@@ -374,7 +374,7 @@ class Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._driver.report(GroupLost.of(record, wanted.error, self._raised.take(group, wanted.rank)))
+        self._driver.report(GroupLost.of(record, wanted.error, self._raised.pop(group, wanted.rank)))
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._hear(group)

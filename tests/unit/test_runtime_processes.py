@@ -159,7 +159,7 @@ def test_who_lost_a_peer_is_taken_for_lost_after_the_peer(tmp_path: Path) -> Non
     assert ranks.reap(sentinels) == [(0, 1), (0, 0)]
     assert ranks.exits == {(0, 0): ExitCode.GROUP_BROKEN, (0, 1): 9}
     assert not ranks.sentinels
-    ranks.end()
+    ranks.end_all()
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def node(tmp_path: Path) -> Iterator[RankProcesses]:
     ranks = node_of(tmp_path, 1)
     ranks.start_all()
     yield ranks
-    ranks.end()
+    ranks.end_all()
     assert active_children() == []
 
 
@@ -271,7 +271,7 @@ def test_ranks_stand_still_before_the_first_of_them_is_killed(tmp_path: Path, mo
         kill(process)
 
     monkeypatch.setattr(BaseProcess, "kill", kill_stopped)
-    ranks.end()
+    ranks.end_all()
     assert not any(process.is_running() for process in processes)
 
 
@@ -281,7 +281,7 @@ def test_the_end_of_a_node_leaves_no_spare(tmp_path: Path) -> None:
     ranks.warm_spares()
     processes = [psutil.Process(pid) for pid in [*waiting(ranks), *ranks.pids.values()]]
     assert len(processes) == 8
-    ranks.end()
+    ranks.end_all()
     assert not any(process.is_running() for process in processes)
 
 
@@ -295,7 +295,7 @@ def _show_a_beat(spec: RankSpec, reports: Connection) -> None:
 def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: Path) -> None:
     spares = Spares(rank_context("gpu"), _show_a_beat, 1)
     spares.warm()
-    (process,) = spares.take(1)
+    (process,) = spares.pop(1)
     try:
         process.become(
             RankSpec(
@@ -320,7 +320,7 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
 def _keep_spares(pids: Connection) -> None:
     spares = Spares(get_context("fork"), _tell_who_it_is, 3)
     spares.warm()
-    pids.send([process.child.pid for process in spares.take(3)])
+    pids.send([process.child.pid for process in spares.pop(3)])
     signal.pause()
 
 

@@ -193,13 +193,13 @@ class Supervisor:
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
                     self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
             case RanksReady(group=group):
-                self._restarts.up(group)
+                self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
                 self._rank_watch.start_watching(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
-                self._restarts.admitted(member.group)
+                self._restarts.on_admitted(member.group)
             case RestartAwaited():
-                self._restarts.wiped_out()
+                self._restarts.on_wipe_out()
                 return True
             case FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
@@ -226,8 +226,8 @@ class Supervisor:
         self._rank_watch.stop_watching(key)
         if code == ExitCode.RESTART and group not in self._lost:
             if self._ranks.have_ended(group):
-                self._restarts.ended(group)
-            self._restarts.wiped_out()
+                self._restarts.on_ended(group)
+            self._restarts.on_wipe_out()
             return
         if code in LOSSLESS_EXITS:
             self._end_with_the_run()
@@ -329,12 +329,12 @@ class Supervisor:
                         self._lose_part(member.group, rank, cause)
                     elif member == self._ranks.next_member(member.group):
                         self._ranks.adopt(member)
-                        self._restarts.missed(member.group)
+                        self._restarts.on_missed(member.group)
                 case PartsReady(member=member):
                     self._restarts.start(member.group)
                 case LogStopped(stop=stop):
                     if isinstance(stop, StopWipeOut) and not stop.reason:
-                        self._restarts.wiped_out()
+                        self._restarts.on_wipe_out()
                     else:
                         self._end_with_the_run()
                 case NodeReplaced():
@@ -363,7 +363,7 @@ class Supervisor:
             self._ranks.adopt(member)
             self._lost.add(group)
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
-        is_given_up = is_lost and not self._restarts.fenced(group)
+        is_given_up = is_lost and not self._restarts.on_fenced(group)
         record = LossRecord(
             group=group,
             rank=wanted.rank,

@@ -264,7 +264,7 @@ class Node:
             else:
                 assert event.member == Member(GROUP, self.incarnation + 1)
                 self.incarnation += 1
-                self.restarts.missed(GROUP)
+                self.restarts.on_missed(GROUP)
 
     def lose(self) -> None:
         self.runs = False
@@ -272,7 +272,7 @@ class Node:
 
     def fenced(self) -> None:
         self.parts.publish_fence(self.world.store, self.member, 0, 0, "lost")  # type: ignore[arg-type]
-        assert self.restarts.fenced(GROUP)
+        assert self.restarts.on_fenced(GROUP)
 
     def wait(self, group: GroupId) -> None:
         self.parts.publish_ready(self.world.store, Member(group, self.incarnation + 1))  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ class Node:
     def up(self) -> None:
         if not self.is_up:
             self.is_up = True
-            self.restarts.up(GROUP)
+            self.restarts.on_ready(GROUP)
 
 
 def test_whatever_is_lost_when_the_group_is_back_on_all_nodes_once_they_are_there(clock: Clock) -> None:

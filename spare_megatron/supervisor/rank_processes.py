@@ -204,7 +204,7 @@ class RankProcesses:
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
         self.exits: dict[RankKey, int] = {}
-        self.foreign = set(self._incarnations) if spec.life else set()
+        self.foreign = set(self._incarnations) if spec.incarnation else set()
 
     def start_all(self) -> None:
         """Starts the snapshot server and, for the first time, every rank of the node."""

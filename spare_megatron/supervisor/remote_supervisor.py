@@ -38,7 +38,7 @@ class Launcher(Protocol):
     def replaces(self) -> bool:
         """Whether a lost supervisor is started again, on the same node or another one."""
 
-    def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         """Starts `spare supervise` for this node; None if a user is to do that, or no node is free now."""
 
     def ended(self, run_dir: Path, node: int) -> None:
@@ -50,7 +50,7 @@ class ByHand:
 
     replaces = True
 
-    def start(self, run_dir: Path, node: int, life: int) -> None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> None:
         """Leaves the start to the user."""
 
     def ended(self, run_dir: Path, node: int) -> None:
@@ -75,7 +75,7 @@ class _RemoteSupervisor:
         self._spec = spec
         self._driver = driver
         self._host = open_store(spec.store).local_host()
-        self._life = 0
+        self._incarnation = 0
         self._short_lives = 0
         self._has_begun = False
         self._step: subprocess.Popen[bytes] | None = None
@@ -95,7 +95,7 @@ class _RemoteSupervisor:
                 if not self._launcher.replaces:
                     sys.exit(1)
                 say(f"node {self._spec.node}: its supervisor is lost; another one takes its place")
-                self._life += 1
+                self._incarnation += 1
                 self._pause(supervisor is not None and time.monotonic() - began_s > _LONG_LIFE_S)
         finally:
             self._end_step()
@@ -115,7 +115,7 @@ class _RemoteSupervisor:
         try:
             self._step = self._start()
             # A replacement may have to wait until a node is free.
-            end_s = math.inf if self._life else time.monotonic() + spec.config.control.startup_timeout_s
+            end_s = math.inf if self._incarnation else time.monotonic() + spec.config.control.startup_timeout_s
             retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
             while time.monotonic() < end_s:
                 ready = wait([door.fileno(), self._driver], _RETRY_S)
@@ -124,11 +124,13 @@ class _RemoteSupervisor:
                 if door.fileno() in ready and (supervisor := door.accept()) is not None:
                     store = without_credentials(spec.store)
                     with contextlib.suppress(OSError):  # it is lost already, which `_forward` notices
-                        supervisor.send(dataclasses.replace(spec, store=store, life=self._life, is_remote=True))
+                        supervisor.send(
+                            dataclasses.replace(spec, store=store, incarnation=self._incarnation, is_remote=True)
+                        )
                     return supervisor
                 if self._step is not None and self._step.poll() is not None:
                     break
-                if self._step is None and self._life and time.monotonic() >= retry_at_s:
+                if self._step is None and self._incarnation and time.monotonic() >= retry_at_s:
                     self._step = self._start()
                     retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
                     retry_at_s = time.monotonic() + retry_s
@@ -157,9 +159,9 @@ class _RemoteSupervisor:
         """
         spec = self._spec
         try:
-            return self._launcher.start(spec.run_dir, spec.node, self._life)
+            return self._launcher.start(spec.run_dir, spec.node, self._incarnation)
         except (OSError, ValueError) as error:
-            if self._life == 0:
+            if self._incarnation == 0:
                 raise
             say(f"node {spec.node}: its supervisor cannot be started now: {error}")
             self._launcher.ended(spec.run_dir, spec.node)

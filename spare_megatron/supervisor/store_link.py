@@ -118,7 +118,7 @@ class StoreLink:
 
     Args:
         connect: Opens the store, in the thread.
-        life: Incarnation of this supervisor; None if no other may take its place.
+        incarnation: Incarnation of this supervisor; None if no other may take its place.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class StoreLink:
         interval_s: float,
         connect: Callable[[], ControlStore],
         outbox: Connection,
-        life: int | None = None,
+        incarnation: int | None = None,
     ) -> None:
-        self._life = life
+        self._incarnation = incarnation
         self._node = node
         self._layout = layout
         self._interval_s = interval_s
@@ -140,12 +140,12 @@ class StoreLink:
         self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
         self._stop: Stop | None = None  # as last reported
-        self._parts = GroupRendezvous(layout, node, life or 0, interval_s, outbox.send)
+        self._parts = GroupRendezvous(layout, node, incarnation or 0, interval_s, outbox.send)
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
         # Offset by incarnation: a replacement's first beat must not equal the last one of the lost supervisor.
-        self._beats = (life or 0) << 32
+        self._beats = (incarnation or 0) << 32
         self._beat_at_s = time.monotonic()
         """Due time of the next heartbeat."""
         self._last_beats: dict[int, int] = {}
@@ -161,7 +161,7 @@ class StoreLink:
         """Requests a fence, which is written as soon as the store answers."""
         self._wanted.put(wanted)
 
-    def begin(self, member: Member) -> None:
+    def publish_incarnation(self, member: Member) -> None:
         """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
         self._wanted.put(member)
 
@@ -190,9 +190,9 @@ class StoreLink:
         try:
             store = self._connect()
             log = DecisionLog(store)
-            if self._life:
-                store.put(f"life/{self._node}", str(self._life))
-            while self._serve(store, log):
+            if self._incarnation:
+                store.put(f"life/{self._node}", str(self._incarnation))
+            while self._handle_next(store, log):
                 self._since_s = time.monotonic()
         except StoreLost as error:
             self._outbox.send(LinkLost(reason=str(error)))
@@ -200,13 +200,13 @@ class StoreLink:
             traceback.print_exc()
             self._outbox.send(LinkLost(reason=f"{type(error).__name__}: {error}"))
 
-    def _serve(self, store: ControlStore, log: DecisionLog) -> bool:
+    def _handle_next(self, store: ControlStore, log: DecisionLog) -> bool:
         """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
             self._parts.poll(store)
-            self._look_at_log(store)
+            self._poll_log(store)
             return True
         try:
             wanted = self._wanted.get(timeout=left_s)
@@ -243,10 +243,10 @@ class StoreLink:
         return True
 
     def _is_replaced(self, store: ControlStore) -> bool:
-        if self._life is None:
+        if self._incarnation is None:
             return False
         (latest,) = store.get([f"life/{self._node}"])
-        return latest is not None and int(latest) > self._life
+        return latest is not None and int(latest) > self._incarnation
 
     def _keep_beating(self, store: ControlStore) -> None:
         """For use between the requests of a long operation: notes that the store answers, and beats if that is due."""
@@ -271,7 +271,7 @@ class StoreLink:
             self._judge(store, other, beats, now_s)
         self._beat_at_s = now_s + self._interval_s / BEATS_PER_INTERVAL
 
-    def _look_at_log(self, store: ControlStore) -> None:
+    def _poll_log(self, store: ControlStore) -> None:
         stop = None if self._follower is None else self._follower.stop(lambda: self._keep_beating(store))
         if stop is not None and stop is not self._stop:
             self._outbox.send(LogStopped(stop=stop))
@@ -321,7 +321,7 @@ class StoreWatch:
     def is_away(self) -> bool:
         return self._away_since_s is not None
 
-    def look(self, now_s: float) -> StoreAway | StoreBack | None:
+    def poll(self, now_s: float) -> StoreAway | StoreBack | None:
         """Whether the store has gone away or come back, at this monotonic time; None if nothing has changed."""
         silent_s = self._link.unanswered_s()
         if silent_s > self._limit_s:

@@ -105,14 +105,14 @@ class Supervisor:
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
-            life=spec.life if spec.is_remote else None,
+            incarnation=spec.incarnation if spec.is_remote else None,
         )
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:
         """Supervises until no rank is left. Returns why the run cannot continue; empty after a normal end."""
         try:
-            if self._spec.life:
+            if self._spec.incarnation:
                 self._take_over()
             else:
                 self._ranks.start_all()
@@ -270,7 +270,7 @@ class Supervisor:
         if now_s - self._looked_at_s > self._interval_s:
             self._link.forgive()  # this process was suspended, and the link's thread with it
         self._looked_at_s = now_s
-        change = self._store_watch.look(now_s)
+        change = self._store_watch.poll(now_s)
         if change is not None:
             self._driver.report(change)
         if self._store_watch.failure:
@@ -383,9 +383,11 @@ class Supervisor:
         self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
-        life, num_ranks = member.incarnation, len(self._ranks.of(group))
-        self._journal.write(StartRecord(group=group, incarnation=life, num_ranks=num_ranks, num_spares=num_spares))
-        self._link.begin(member)
+        num_ranks = len(self._ranks.of(group))
+        self._journal.write(
+            StartRecord(group=group, incarnation=member.incarnation, num_ranks=num_ranks, num_spares=num_spares)
+        )
+        self._link.publish_incarnation(member)
         self._is_following = False
         self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))

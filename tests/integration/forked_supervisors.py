@@ -36,7 +36,7 @@ class Forks:
 
     replaces: bool = True
 
-    def start(self, run_dir: Path, node: int, life: int) -> Forked | None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
         process = multiprocessing.get_context("fork").Process(target=supervise, args=(os.getpid(), run_dir, node))
         process.start()
         return Forked(process)

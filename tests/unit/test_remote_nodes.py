@@ -228,7 +228,7 @@ def test_a_supervisor_that_comes_back_after_another_took_its_place_fences_nobody
         interval_s=0.2,
         connect=lambda: store,  # type: ignore[arg-type, return-value]
         outbox=outbox,
-        life=1,
+        incarnation=1,
     )
     member = Member(GroupId(0), 0)
     link.fence(FenceWanted(group=member.group, member=member, rank=0, cause="SIGKILL", error="", from_index=0))

@@ -70,9 +70,9 @@ def test_who_takes_a_lost_supervisors_place_is_heard_from_the_first_beat_on() ->
     link, inbox = quiet_link()
     store, layout = MemoryStore(), Layout(num_groups=2, num_nodes=2)
     for life, times_s in ((0, (0.0, 0.5, 1.0)), (1, (1.5, 2.0, 2.5))):
-        StoreLink(node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], life=life)._beat(
-            store
-        )
+        StoreLink(
+            node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], incarnation=life
+        )._beat(store)
         judge(link, store.values["beat/1"], *times_s)
     assert events_of(inbox) == []
 

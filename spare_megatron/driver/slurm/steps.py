@@ -69,9 +69,9 @@ class SrunLauncher:
     _held: str = field(default="", init=False)
     _last: str = field(default="", init=False)
 
-    def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         """Starts the supervisor with srun. Returns None if no node is free now."""
-        name = self._choose(run_dir, node, life)
+        name = self._choose(run_dir, node, incarnation)
         if name is None:
             return None
         with contextlib.suppress(OSError):  # a disk that is full
@@ -84,9 +84,9 @@ class SrunLauncher:
             Claims(run_dir).leave(self._held)
             self._last, self._held = self._held, ""
 
-    def _choose(self, run_dir: Path, node: int, life: int) -> str | None:
+    def _choose(self, run_dir: Path, node: int, incarnation: int) -> str | None:
         claims = Claims(run_dir)
-        name = self.nodes[node] if life == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
+        name = self.nodes[node] if incarnation == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
         if name is None or not claims.take(name, node):
             return None
         self._held = name

@@ -41,7 +41,7 @@ class Forks:
         process.start()
         return Forked(process)
 
-    def ended(self, run_dir: Path, node: int) -> None:
+    def release(self, run_dir: Path, node: int) -> None:
         """There is nothing to be given back."""
 
 

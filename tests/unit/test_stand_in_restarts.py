@@ -90,7 +90,7 @@ class Launcher:
         self.steps.append(Broken() if begin is broken else Step(run_dir, begin))
         return self.steps[-1]
 
-    def ended(self, run_dir: Path, node: int) -> None:
+    def release(self, run_dir: Path, node: int) -> None:
         self.told.append("ended")
 
 
@@ -174,7 +174,7 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
     run_remote_supervisor = module._RemoteSupervisor(launcher, spec, Pipe()[1])
     run_remote_supervisor._incarnation = 1
     with pytest.raises(Tried):
-        run_remote_supervisor._begin()
+        run_remote_supervisor._start_supervisor()
     waits_s = [later - earlier for earlier, later in itertools.pairwise(tries_s)]
     assert waits_s == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 

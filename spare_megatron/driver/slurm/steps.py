@@ -79,15 +79,15 @@ class SrunLauncher:
         step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
         return subprocess.Popen(step, start_new_session=True)
 
-    def ended(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
+    def release(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
         if self._held:
-            Claims(run_dir).leave(self._held)
+            Claims(run_dir).release(self._held)
             self._last, self._held = self._held, ""
 
     def _choose(self, run_dir: Path, node: int, incarnation: int) -> str | None:
         claims = Claims(run_dir)
         name = self.nodes[node] if incarnation == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
-        if name is None or not claims.take(name, node):
+        if name is None or not claims.claim(name, node):
             return None
         self._held = name
         return name

@@ -113,9 +113,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
 
 def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_can_wake(driver: Driver) -> None:
     driver._store = _StoppedStore()  # type: ignore[assignment]
-    driver._take(RanksReady(group=GroupId(0)))
-    driver._take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
-    assert driver._lost == {1}
+    driver._handle(RanksReady(group=GroupId(0)))
+    driver._handle(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
+    assert driver._absent_groups == {1}
 
 
 def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
@@ -128,7 +128,7 @@ def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.Mon
         hit.append(pid)
 
     monkeypatch.setattr(os, "kill", kill)
-    driver._stop([1, 2, 3], None, None)
+    driver._suspend([1, 2, 3], None, None)
     assert hit == [1, 3]
 
 

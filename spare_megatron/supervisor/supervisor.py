@@ -97,7 +97,7 @@ class Supervisor:
         self._head_hint = 0
         network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
         self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
-        self._looked_at_s = time.monotonic()
+        self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
             node=spec.node,
@@ -134,7 +134,7 @@ class Supervisor:
         self._ranks.end_all()
         if not failure:
             self._link.stop(_FAREWELL_S)
-            self._serve_link()
+            self._handle_link_events()
         self._timeline.close()
         close_or_report(self._journal, self._driver.report)
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
@@ -147,22 +147,22 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Handles events until no rank is left and no fence or restart is pending."""
-        self._look()
+        self._poll()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
             ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._timers.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
-                self._reaped(key)
+                self._on_rank_exit(key)
             for pipe in [item for item in ready if item in ranks.pipes]:
-                if not self._serve(pipe):
+                if not self._receive_report(pipe):
                     del ranks.pipes[pipe]
             for _ in set(self._driver.pipes).intersection(ready):
-                self._obey()
-            self._serve_link()
+                self._handle_order()
+            self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:
-            self._hear(group)
+            self._receive_all_reports(group)
 
     def _is_awaiting_more(self) -> bool:
         """Whether a fence is pending, or a group may be started again, possibly after a later wipe-out."""
@@ -179,7 +179,7 @@ class Supervisor:
             self._link.follow(controller_setup(self._spec.config))
         return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out)
 
-    def _serve(self, pipe: Connection) -> bool:
+    def _receive_report(self, pipe: Connection) -> bool:
         """Handles one report of a rank. Returns False when its pipe has ended."""
         try:
             report: RankReport = pipe.recv()
@@ -213,14 +213,14 @@ class Supervisor:
         self._driver.report(report)
         return True
 
-    def _obey(self) -> None:
+    def _handle_order(self) -> None:
         match self._driver.next_order():
             case GoOn(wanted=wanted):
                 self._faults.let_go_on(wanted)
             case EndEarly():
                 self.ask_to_end()
 
-    def _reaped(self, key: RankKey) -> None:
+    def _on_rank_exit(self, key: RankKey) -> None:
         group, rank = key
         code = self._ranks.exits[key]
         self._rank_watch.stop_watching(key)
@@ -238,7 +238,7 @@ class Supervisor:
             member = self._ranks.member(group)
             self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
-        self._hear(group)  # a rank sends its traceback before it ends, and its peers end after it
+        self._receive_all_reports(group)  # a rank sends its traceback before it ends, and its peers end after it
         rank = self._raised.first_rank(group, rank)
         self._lose(group, rank, *self._raised.cause_of_end((group, rank), code))
 
@@ -247,29 +247,29 @@ class Supervisor:
         if is_present and not self._store_failure:
             self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
 
-    def _hear(self, group: GroupId) -> None:
+    def _receive_all_reports(self, group: GroupId) -> None:
         """Handles all reports that the group's ranks have sent so far."""
         for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
-            while pipe.poll() and self._serve(pipe):
+            while pipe.poll() and self._receive_report(pipe):
                 pass
 
     def _end_with_the_run(self) -> None:
         """Gives up the groups that have yet to be admitted again, because the run has ended."""
         self._restarts.is_over = True
         for group in sorted(self._restarts.not_admitted):
-            self._hear(group)
+            self._receive_all_reports(group)
         for group in self._restarts.not_admitted:
             self._lost.add(group)
             self._ranks.kill(group)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Polls heartbeats, the snapshot server and the store, then reschedules itself."""
-        self._timers.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
+        self._timers.after(self._interval_s / BEATS_PER_INTERVAL, self._poll)
         self._ranks.ensure_snapshot_server()
         now_s = time.monotonic()
-        if now_s - self._looked_at_s > self._interval_s:
+        if now_s - self._polled_at_s > self._interval_s:
             self._link.forgive()  # this process was suspended, and the link's thread with it
-        self._looked_at_s = now_s
+        self._polled_at_s = now_s
         change = self._store_watch.poll(now_s)
         if change is not None:
             self._driver.report(change)
@@ -316,12 +316,12 @@ class Supervisor:
         self._link.fence(wanted)
         self._num_fences_wanted += 1
 
-    def _serve_link(self) -> None:
+    def _handle_link_events(self) -> None:
         while self._inbox.poll():
             event: LinkEvent = self._inbox.recv()
             match event:
                 case FenceWritten(wanted=wanted, member=member, entry_index=index):
-                    self._fenced(wanted, member, index)
+                    self._on_fence_written(wanted, member, index)
                 case NodeSilent(node=node, cause=cause, members=members):
                     self._lose_members(members, f"node {node}: {cause}")
                 case PartFenced(member=member, rank=rank, cause=cause):
@@ -354,7 +354,7 @@ class Supervisor:
         if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
             self._lose(group, rank, cause)
 
-    def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
+    def _on_fence_written(self, wanted: FenceWanted, member: Member, index: int) -> None:
         """Journals and reports a loss that is now in the log, and schedules the group's restart."""
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
@@ -377,7 +377,7 @@ class Supervisor:
         self._driver.report(GroupLost.of(record, wanted.error, self._raised.pop(group, wanted.rank)))
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
-        self._hear(group)
+        self._receive_all_reports(group)
         num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
         self._raised.forget(group)  # reports of the lost incarnation
         self._rank_watch.stop_watching(*self._ranks.of(group))

@@ -133,9 +133,9 @@ class ProcessWatch:
     def _watch(self) -> None:
         while not self._is_over.wait(self._interval_s):
             if self._has_begun.is_set():
-                self._look()
+                self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for process in (self._own, *self._own.children(recursive=True)):
             with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
                 self._samples[process, self._name(process)].append(_holdings(process))

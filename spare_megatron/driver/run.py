@@ -160,9 +160,9 @@ def _run(
     def dispatch(event: RunEvent) -> None:
         match event:
             case RecordsHeld():
-                storage.held(event)
+                storage.on_held(event)
             case RecordsLost():
-                storage.lost(event)
+                storage.on_lost(event)
             case _:
                 metrics.on_event(event)
                 on_event(event)

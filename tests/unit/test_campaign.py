@@ -333,7 +333,7 @@ def test_a_process_whose_parent_is_gone_is_found_and_ended(monkeypatch: pytest.M
 class NothingSeen:
     """A watch of processes that saw none."""
 
-    take = None
+    on_event = None
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
 from spare_megatron.driver import node_facts, run
-from spare_megatron.driver.node_facts import look_at_node
+from spare_megatron.driver.node_facts import examine_node
 from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited
 from spare_megatron.store import etcd_gateway
 from tests.unit.tiny_corpus import write_tiny_corpus
@@ -54,7 +54,7 @@ def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
     monkeypatch.setattr(node_facts, "silence_of", lambda _: "etcdserver: no leader")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         control = ControlConfig(store="etcd", endpoints=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
-        found = look_at_node(data=DataConfig(), control=control, ports=(), folder=tmp_path, token=".")
+        found = examine_node(data=DataConfig(), control=control, ports=(), folder=tmp_path, token=".")
     assert (found.store_failures, found.store_space) == ({}, None)
     assert found.store_refusal == "no member that has a quorum answers within 5 s: etcdserver: no leader"
 

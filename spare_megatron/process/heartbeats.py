@@ -72,7 +72,7 @@ class HeartbeatWriter:
     def begin_step(self, step: int) -> None:
         """Attributes what follows to this step. The first step warms up and does not count among the slowest times."""
         self._page.step = self.spans.step = step
-        self.spans.passes.start_step()
+        self.spans.passes.begin_step()
         self._num_steps += 1
 
     def progress(self) -> None:

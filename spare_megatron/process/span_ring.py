@@ -29,7 +29,7 @@ class PassTimes(Generic[Mark]):
         self._began: Mark | None = None
         self._passes: list[tuple[Mark, Mark]] = []
 
-    def start_step(self) -> None:
+    def begin_step(self) -> None:
         self._began = None
         self._passes.clear()
 

@@ -166,7 +166,7 @@ def test_passes_add_up_within_a_step_and_waiting_between_them_does_not_count() -
         times.end_pass()
     times.end_pass()
     assert times.total_s() == 3.0
-    times.start_step()
+    times.begin_step()
     times.start_pass()
     times.end_pass()
     assert times.total_s() == 4.0

@@ -21,6 +21,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 
 _POLL_S = 0.0005
@@ -88,7 +89,7 @@ class CrossGroupCommunicator:
         self._members, self._num_shares = tuple(members), 0
         if self._is_alone:
             return
-        self._met.append((f"communicator/{key}/{self._position}", list(members).index(self._group)))
+        self._met.append((keys.communicator(key, self._position), list(members).index(self._group)))
         build = _Build(
             thread=threading.Thread(
                 target=lambda *where: build.result.append(self._construct(build, len(members), *where)),

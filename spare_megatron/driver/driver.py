@@ -49,6 +49,7 @@ from spare_megatron.process.specs import NodeSpec, RankMain
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
+from spare_megatron.store import keys
 from spare_megatron.store.addresses import hosts_of, refuse_loopback
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
@@ -137,7 +138,7 @@ class Driver:
             with contextlib.nullcontext() if hub is None else network_of(hub.pid):
                 self._store = open_store(spec)
             with interrupts.allowed():  # etcd may not answer for a while
-                self._store.put("name", self._config.name)  # shows which run owns the keys
+                self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
             self._store_process = store
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):

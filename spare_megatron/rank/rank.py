@@ -48,6 +48,7 @@ from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_source import StateSource, slice_contents
 from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store
@@ -74,11 +75,6 @@ def _all_groups(config: RunConfig) -> list[GroupId]:
 
 _SAVING_GROUPS = 2
 """Groups that save their state when the store is lost: two, as one may be lost at the same time."""
-
-
-def _server_key(member: Member, rank: int) -> str:
-    """Store key of the address of a rank's piece server."""
-    return f"pieces/{member.group}/{member.incarnation}/{rank}"
 
 
 class _Rank:
@@ -272,12 +268,12 @@ class _Rank:
         source = StateSource({content.name: content for content in slices})
         server = PieceServer(self._store.local_host(), source, self._spec.config.reduce.timeout_s)
         server.start()
-        self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
+        self._store.put(keys.piece_server(self._spec.member, self._spec.rank), str(server.address))
         return source
 
     def _find_server(self, member: Member) -> Address:
         """The server of the member's rank at the same position, published before the member took part."""
-        key = _server_key(member, self._spec.rank)
+        key = keys.piece_server(member, self._spec.rank)
         return Address.parse(self._store.wait(key, self._spec.config.reduce.timeout_s))
 
     def _start(self, executor: GroupExecutor) -> deque[Action]:

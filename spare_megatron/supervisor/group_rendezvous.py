@@ -1,9 +1,8 @@
 """Keeps the parts of a group on several nodes together: one fence ends them all, and all start together.
 
 Each supervisor decides on its own part as on a whole group, and publishes in the control store that an incarnation is
-fenced (`lost/GROUP/INCARNATION`: entry, rank, cause) and that its node is ready for the next one
-(`part/GROUP/INCARNATION/NODE`: incarnation of the supervisor). No node leads: each starts its part when it finds all of
-them ready.
+fenced (`keys.part_fenced`: entry, rank, cause) and that its node is ready for the next one (`keys.part_ready`:
+incarnation of the supervisor). No node leads: each starts its part when it finds all of them ready.
 """
 
 import json
@@ -16,6 +15,7 @@ from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.voting.fencing import fence
@@ -68,12 +68,12 @@ class GroupRendezvous:
     def publish_ready(self, store: ControlStore, member: Member) -> None:
         """Publishes that this node is ready for this incarnation; `poll` waits for the others."""
         self._present.pop(member.group, None)
-        store.put(_ready_key(member, self._node), str(self._incarnation))
+        store.put(keys.part_ready(member, self._node), str(self._incarnation))
         self._waiting[member.group] = member, PartReadiness(self._layout.nodes_of(member.group), self._interval_s)
 
     def find_fence(self, store: ControlStore, member: Member) -> int | None:
         """The entry that fences this incarnation, if a node has published one: all nodes of a group share one loss."""
-        (text,) = store.get([_fence_key(member)]) if self._is_divided(member.group) else (None,)
+        (text,) = store.get([keys.part_fenced(member)]) if self._is_divided(member.group) else (None,)
         return None if text is None else int(json.loads(text)[0])
 
     def publish_fence(self, store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
@@ -95,11 +95,11 @@ class GroupRendezvous:
             elif self._are_ready(store, member, readiness):
                 del self._waiting[member.group]
                 # Before anything starts: a replacement supervisor must know of this incarnation.
-                store.put(incarnation_key(member.group), str(member.incarnation))
+                store.put(keys.group_incarnation(member.group), str(member.incarnation))
                 self._on_event(PartsReady(member=member))
 
     def _is_fenced(self, store: ControlStore, member: Member) -> bool:
-        (text,) = store.get([_fence_key(member)])
+        (text,) = store.get([keys.part_fenced(member)])
         if text is not None:
             _, rank, cause = json.loads(text)
             self._on_event(PartFenced(member=member, rank=rank, cause=cause))
@@ -107,9 +107,9 @@ class GroupRendezvous:
 
     def _are_ready(self, store: ControlStore, member: Member, readiness: PartReadiness) -> bool:
         nodes = self._layout.nodes_of(member.group)
-        published = store.get([_ready_key(member, node) for node in nodes])
-        beats = store.get([f"beat/{node}" for node in nodes])
-        latest_incarnations = store.get([f"life/{node}" for node in nodes])
+        published = store.get([keys.part_ready(member, node) for node in nodes])
+        beats = store.get([keys.beat(node) for node in nodes])
+        latest_incarnations = store.get([keys.supervisor_incarnation(node) for node in nodes])
         ready = [
             node
             for node, text, latest in zip(nodes, published, latest_incarnations, strict=True)
@@ -124,25 +124,13 @@ class GroupRendezvous:
 
 def publish_fence(store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
     """Publishes that this incarnation is fenced, and why. The first publication stands."""
-    store.put_if_absent(_fence_key(member), json.dumps([entry_index, rank, cause]))
-
-
-def incarnation_key(group: GroupId) -> str:
-    return f"incarnation/{group}"
+    store.put_if_absent(keys.part_fenced(member), json.dumps([entry_index, rank, cause]))
 
 
 def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Member]:
     """The groups in their present incarnations, as published; 0 until then."""
-    texts = store.get([incarnation_key(group) for group in groups])
+    texts = store.get([keys.group_incarnation(group) for group in groups])
     return [Member(group, int(text or 0)) for group, text in zip(groups, texts, strict=True)]
-
-
-def _ready_key(member: Member, node: int) -> str:
-    return f"part/{member.group}/{member.incarnation}/{node}"
-
-
-def _fence_key(member: Member) -> str:
-    return f"lost/{member.group}/{member.incarnation}"
 
 
 def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> Iterator[LossRecord]:

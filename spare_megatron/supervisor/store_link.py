@@ -15,16 +15,16 @@ from multiprocessing.connection import Connection
 
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
-from spare_megatron.process.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.supervisor.group_rendezvous import (
     GroupRendezvous,
     PartFenced,
     PartsReady,
-    incarnation_key,
     present_members,
 )
 from spare_megatron.voting.fencing import fence
@@ -191,7 +191,7 @@ class StoreLink:
             store = self._connect()
             log = DecisionLog(store)
             if self._incarnation:
-                store.put(f"life/{self._node}", str(self._incarnation))
+                store.put(keys.supervisor_incarnation(self._node), str(self._incarnation))
             while self._handle_next(store, log):
                 self._since_s = time.monotonic()
         except StoreLost as error:
@@ -216,10 +216,10 @@ class StoreLink:
             self._outbox.send(NodeReplaced())
             return False
         if wanted is None:
-            store.put(f"beat/{self._node}", ENDED)
+            store.put(keys.beat(self._node), ENDED)
             return False
         if isinstance(wanted, Member):
-            store.put(incarnation_key(wanted.group), str(wanted.incarnation))
+            store.put(keys.group_incarnation(wanted.group), str(wanted.incarnation))
             self._parts.note_started(wanted)
             self._follower = None
             return True
@@ -234,18 +234,18 @@ class StoreLink:
         if index is None:
             keep_beating = partial(self._keep_beating, store)
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
-            error = wanted.error if wanted.error and store.exists(ALL_GROUPS_READY) else ""
+            error = wanted.error if wanted.error and store.exists(keys.ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
-        if not store.exists(ALL_GROUPS_READY):
+        if not store.exists(keys.ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_groups)
         return True
 
     def _is_replaced(self, store: ControlStore) -> bool:
         if self._incarnation is None:
             return False
-        (latest,) = store.get([f"life/{self._node}"])
+        (latest,) = store.get([keys.supervisor_incarnation(self._node)])
         return latest is not None and int(latest) > self._incarnation
 
     def _keep_beating(self, store: ControlStore) -> None:
@@ -257,13 +257,13 @@ class StoreLink:
     def _beat(self, store: ControlStore) -> None:
         began_s = time.monotonic()
         self._beats += 1
-        store.beat(f"beat/{self._node}", str(self._beats), _LEASE_S)
+        store.beat(keys.beat(self._node), str(self._beats), _LEASE_S)
         near = [other for other in self._ring if other not in self._silent][:NUM_WATCHED]
         watched = [*near, *sorted(self._silent)]  # a silent node may come back, and its groups with it
         # Without nodes to watch it reads its own beat, to see that the store answers.
-        found = store.get([f"beat/{other}" for other in watched or [self._node]])
+        found = store.get([keys.beat(other) for other in watched or [self._node]])
         if not self._has_begun and watched and None in found:
-            self._has_begun = store.exists(ALL_GROUPS_READY)
+            self._has_begun = store.exists(keys.ALL_GROUPS_READY)
         now_s = time.monotonic()
         if now_s - began_s > self._interval_s / 2:
             self._slow_at_s = now_s
@@ -295,7 +295,7 @@ class StoreLink:
         if cause and other not in self._silent:
             members = present_members(store, self._layout.groups_on(other))
             # A supervisor beats before it starts a group: if the beat stands still, none of these is a replacement's.
-            if store.get([f"beat/{other}"]) == [beats]:
+            if store.get([keys.beat(other)]) == [beats]:
                 self._silent.add(other)
                 self._outbox.send(NodeSilent(node=other, cause=cause, members=tuple(members)))
         elif self._last_beats[other] != before:  # `cause` is also empty in the grace period

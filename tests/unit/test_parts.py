@@ -11,8 +11,9 @@ from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
 from spare_megatron.supervisor import group_rendezvous, restarts
-from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartFenced, PartsReady, incarnation_key
+from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartFenced, PartsReady
 from spare_megatron.supervisor.restarts import GroupRestarts
 from tests.unit.memory_store import MemoryStore
 
@@ -106,11 +107,11 @@ def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(cl
     one.wait(NEXT)
     look_both(one, other)
     assert one.events == other.events == []
-    assert store.get([incarnation_key(GROUP)]) == [None]
+    assert store.get([keys.group_incarnation(GROUP)]) == [None]
     other.wait(NEXT)
     look_both(one, other)
     assert one.events == other.events == [PartsReady(member=NEXT)]
-    assert store.get([incarnation_key(GROUP)]) == ["1"]
+    assert store.get([keys.group_incarnation(GROUP)]) == ["1"]
 
 
 def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock: Clock) -> None:
@@ -188,7 +189,7 @@ class World:
         for number, gone_at_s in self.gone_at_s.items():
             silent_ticks = round((self.clock.now_s - gone_at_s) / TICK_S)
             if self.nodes[number] is None and silent_ticks == 6:
-                (named,) = self.store.get([incarnation_key(GROUP)])
+                (named,) = self.store.get([keys.group_incarnation(GROUP)])
                 self.watcher.publish_fence(self.store, Member(GROUP, int(named or 0)), 0, -1, "silent")  # type: ignore[arg-type]
         for node in self.random.sample(self.present, len(self.present)):
             node.tick()
@@ -241,7 +242,7 @@ class Node:
         )
         if life:
             world.store.put(f"life/{number}", str(life))
-            (named,) = world.store.get([incarnation_key(GROUP)])
+            (named,) = world.store.get([keys.group_incarnation(GROUP)])
             self.incarnation = int(named or 0)
             self.fenced()
 

@@ -16,7 +16,15 @@ from typing import NoReturn, Protocol
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
-from spare_megatron.process.reports import LastReportAcknowledged, NodeEnded, NodeMissing, NodeReport, RanksReady
+from spare_megatron.process.reports import (
+    LastReportAcknowledged,
+    NodeEnded,
+    NodeMissing,
+    NodeReport,
+    Order,
+    RanksReady,
+    StopNow,
+)
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.open_store import open_store, without_credentials
 
@@ -200,13 +208,13 @@ class _RemoteSupervisor:
     def _relay_order(self, supervisor: Connection | None) -> None:
         """Relays an order of the driver, if there is a supervisor."""
         try:
-            order = self._driver.recv()
+            order: Order = self._driver.recv()
         except (EOFError, OSError):
             self._leave()
         if supervisor is not None:
             with contextlib.suppress(OSError):
                 supervisor.send(order)
-        if order == "stop":
+        if isinstance(order, StopNow):
             raise _Over
 
     def _end_step(self, grace_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""The rank processes of one node: starts, replaces, kills and reaps them, and explains why one has ended."""
+"""The rank processes of one node: starts, replaces, kills and reaps them."""
 
 import contextlib
 import os
@@ -14,13 +14,10 @@ from typing import Any, NoReturn
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Pulse
-from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import LOST_A_PEER
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
-    describe_exit,
     die_with,
     end_child,
     leave,
@@ -34,66 +31,6 @@ from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
-
-LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
-"""Exit codes that end the run for all groups: no reason to fence one."""
-
-
-_CAUSES: dict[int, str] = {
-    ExitCode.GROUP_BROKEN: LOST_A_PEER,
-    ExitCode.JOIN_FAILED: "could not take the state over; its log says why",
-    ExitCode.FENCED: "found itself fenced; the log entry says why",
-    ExitCode.STORE_LOST: "lost the control store",
-}
-"""Causes of loss by exit code."""
-
-
-INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
-"""Start of the last traceback line of an injected fault."""
-
-
-_OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
-"""Fragments of CUDA errors that mean a failed device, which no other group meets by computing the same."""
-
-
-def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
-    """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string."""
-    error = _error_in(traceback)
-    cause = error or _CAUSES.get(code) or describe_exit(code)
-    is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
-    return cause, "" if is_its_own else error
-
-
-class Raised:
-    """Exceptions that ranks of the node have raised, kept until they are reported with the losses of their groups."""
-
-    def __init__(self) -> None:
-        self._reports: dict[RankKey, RankRaised] = {}
-
-    def note(self, report: RankRaised) -> None:
-        self._reports[report.group, report.rank] = report
-
-    def first_rank(self, group: GroupId, ended: int) -> int:
-        """The lowest rank of the group that has raised; `ended` if none has."""
-        return min((rank for of, rank in self._reports if of == group), default=ended)
-
-    def cause_of_end(self, key: RankKey, code: int) -> tuple[str, str]:
-        """`cause_of_end` with the traceback that the rank has reported, if any."""
-        report = self._reports.get(key)
-        return cause_of_end(code, report.traceback if report else "")
-
-    def pop(self, group: GroupId, rank: int) -> RankRaised | None:
-        return self._reports.pop((group, rank), None)
-
-    def forget(self, group: GroupId) -> None:
-        self._reports = {key: report for key, report in self._reports.items() if key[0] != group}
-
-
-def _error_in(traceback: str) -> str:
-    """The last line of a traceback; of a CUDA error its own line, because the text ends with advice."""
-    lines = traceback.strip().splitlines()
-    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")
-
 
 _FAREWELL_S = 5.0
 """How long a rank that has raised waits for its supervisor to kill it."""

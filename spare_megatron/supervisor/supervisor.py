@@ -35,7 +35,8 @@ from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.node_faults import NodeFaults
-from spare_megatron.supervisor.rank_processes import LOSSLESS_EXITS, Raised, RankProcesses, cause_of_end
+from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
+from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import write_end
@@ -80,7 +81,7 @@ class Supervisor:
         self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.on_event)
         load_timeout_s = spec.config.checkpoint.timeout_s
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
-        self._raised = Raised()
+        self._raised = RaisedExceptions()
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # not written yet
         self._is_following = False  # whether the link follows the log, as no rank here does
@@ -224,23 +225,21 @@ class Supervisor:
         group, rank = key
         code = self._ranks.exits[key]
         self._rank_watch.stop_watching(key)
-        if code == ExitCode.RESTART and group not in self._lost:
-            if self._ranks.have_ended(group):
-                self._restarts.on_ended(group)
-            self._restarts.on_wipe_out()
-            return
-        if code in LOSSLESS_EXITS:
-            self._end_with_the_run()
-        if code in LOSSLESS_EXITS or group in self._lost or self._store_failure:
-            return
-        if code == ExitCode.STORE_LOST:
-            # The store may be lost for all nodes; by then the link knows.
-            member = self._ranks.member(group)
-            self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
-            return
-        self._receive_all_reports(group)  # a rank sends its traceback before it ends, and its peers end after it
-        rank = self._raised.first_rank(group, rank)
-        self._lose(group, rank, *self._raised.cause_of_end((group, rank), code))
+        is_lost = group in self._lost
+        match consequence_of(code, is_group_lost=is_lost, is_store_given_up=bool(self._store_failure)):
+            case Consequence.RUN_ENDS:
+                self._end_with_the_run()
+            case Consequence.RUN_RESTARTS:
+                if self._ranks.have_ended(group):
+                    self._restarts.on_ended(group)
+                self._restarts.on_wipe_out()
+            case Consequence.GROUP_LOST_LATER:
+                member = self._ranks.member(group)
+                self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
+            case Consequence.GROUP_LOST:
+                self._receive_all_reports(group)  # a rank sends its traceback before it ends; its peers end after it
+                first = self._raised.first_rank(group, rank)
+                self._lose(group, first, *self._raised.cause_of_end((group, first), code))
 
     def _lose_without_store(self, member: Member, rank: int) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost

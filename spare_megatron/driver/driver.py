@@ -134,7 +134,7 @@ class Driver:
             self._on_event(Starting(what="control store"))
             if self._config.cluster.isolate_nodes:
                 hub = start_hub(self._context, interrupts.wait)
-            store, spec = start_store(self._context, self._config, hub, interrupts.wait)
+            store, spec = start_store(self._context, self._config.control, self._config.name, hub, interrupts.wait)
             with contextlib.nullcontext() if hub is None else network_of(hub.pid):
                 self._store = open_store(spec)
             with interrupts.allowed():  # etcd may not answer for a while
@@ -353,7 +353,9 @@ class Driver:
 
     def _conclude(self) -> EndRecord:
         if self._store_failure:
-            return EndRecord(outcome="failed", reason=self._store_failure + saved_state(self._config, self._run_dir))
+            return EndRecord(
+                outcome="failed", reason=self._store_failure + saved_state(self._config.checkpoint, self._run_dir)
+            )
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         # A lost group may have started again and have read in the log how the run ends.
         codes = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
 from spare_megatron.config.node_facts import Clock, NodeFacts, NodeReport, Rate
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
 from spare_megatron.driver.node_facts import Sink, examine_node, send_speed, write_speed
 from spare_megatron.process.node_connection import Listener, connect
 
@@ -38,7 +38,8 @@ Start = Callable[[int, Path], subprocess.Popen[bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FactsWanted:
-    config: RunConfig
+    data: DataConfig
+    control: ControlConfig
     ports: tuple[int, ...]
     folder: Path
     token: str
@@ -146,7 +147,8 @@ class _Examination:
         num_nodes = len(self._names)
         orders = {
             node: _FactsWanted(
-                config=self._config,
+                data=self._config.data,
+                control=self._config.control,
                 ports=own_etcd_ports(self._config, node, num_nodes),
                 folder=self._checkpoints,
                 token=self._token,
@@ -344,10 +346,8 @@ def _answer_requests(driver: Connection, host: str) -> None:
     with Sink(host) as sink, contextlib.suppress(EOFError, OSError):
         while True:
             match driver.recv():
-                case _FactsWanted(config=config, ports=ports, folder=folder, token=token):
-                    facts = examine_node(
-                        data=config.data, control=config.control, ports=ports, folder=folder, token=token
-                    )
+                case _FactsWanted(data=data, control=control, ports=ports, folder=folder, token=token):
+                    facts = examine_node(data=data, control=control, ports=ports, folder=folder, token=token)
                     driver.send(_NodeExamined(facts=facts, host=host, port=sink.port, key=sink.key))
                 case _TellTime():
                     driver.send(time.time())

@@ -104,7 +104,7 @@ def start_run(
         check_files_for_etcd(config.control, os.environ)
         _ask_etcd(config, on_event)
     faults = (*resolve_trace(config), *draw_faults(config))
-    folder = folder_of(config, run_dir)
+    folder = folder_of(config.checkpoint, run_dir)
     config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     with contextlib.ExitStack() as held:

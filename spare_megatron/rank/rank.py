@@ -145,7 +145,8 @@ class _Rank:
         if agreement.is_leader:
             digest = digest_of_terms(terms_of_run(config))
             self._journal.write(TermsRecord(group=spec.group, incarnation=spec.incarnation, sha256=digest))
-        relay = open_relay(spec.member, self._store, config) if agreement.is_leader else None
+        is_leader, num_groups = agreement.is_leader, config.layout.num_groups
+        relay = open_relay(spec.member, self._store, config.control, num_groups) if is_leader else None
         voting = Voting(agreement, relay)
         communicator = CrossGroupCommunicator(
             group=spec.group,

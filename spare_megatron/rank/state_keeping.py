@@ -144,7 +144,7 @@ class StateKeeping:
         `action` describes the state as a checkpoint of this group.
         """
         spec, trainer = self._spec, self._trainer
-        path = last_state_path(spec.config, spec.run_dir, action.step)
+        path = last_state_path(spec.config.checkpoint, spec.run_dir, action.step)
         num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
         optimizer = trainer.stacked
         saved = SavedRank(
@@ -164,7 +164,7 @@ class StateKeeping:
         config = self._spec.config
         return Saver(
             config=config,
-            folder=folder_of(config, self._spec.run_dir),
+            folder=folder_of(config.checkpoint, self._spec.run_dir),
             trainer=self._trainer,
             agreement=self._agreement,
             ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),

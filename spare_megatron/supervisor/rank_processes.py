@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Pulse
 from spare_megatron.faults.trace import Fault
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
@@ -182,7 +181,7 @@ class RankProcesses:
             group=group,
             incarnation=self._incarnations[group],
             rank=rank,
-            device=_choose_device(self._spec.config, self._spec.node, key),
+            device=self._device_of(key),
             store=self._spec.store,
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
@@ -194,6 +193,12 @@ class RankProcesses:
         self._processes[key] = process
         self.pipes[process.child.reports] = key
         self.sentinels[process.child.process.sentinel] = key
+
+    def _device_of(self, key: RankKey) -> str:
+        """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
+        cluster, layout = self._spec.config.cluster, self._spec.config.parallel
+        first = self._spec.node * layout.ranks_per_node if cluster.launcher == "local" else 0
+        return f"cuda:{first + self._keys.index(key)}" if cluster.device == "gpu" else "cpu"
 
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""
@@ -302,11 +307,3 @@ def _end_all(children: Sequence[Child]) -> None:
             child.process.kill()
     for child in children:
         end_child(child)
-
-
-def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
-    """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
-    layout = config.parallel
-    first = node * layout.ranks_per_node if config.cluster.launcher == "local" else 0
-    index = first + layout.ranks_on(node).index(key)
-    return f"cuda:{index}" if config.cluster.device == "gpu" else "cpu"

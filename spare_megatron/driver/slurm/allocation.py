@@ -44,7 +44,7 @@ def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) ->
             f"job {job_id} has {len(names)} nodes ({', '.join(names)}), too few for cluster.num_nodes={num_nodes}; ask "
             f"for more (sbatch --nodes), or lower cluster.num_nodes and the layout"
         )
-    return order_by_rack(names, racks, num_nodes, nodes_per_domain(config))
+    return order_by_rack(names, racks, num_nodes, nodes_per_domain(config.spare, config.parallel))
 
 
 def address_of(name: str) -> str:

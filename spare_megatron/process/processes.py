@@ -26,7 +26,7 @@ from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
-from spare_megatron.process.reports import RecordsHeld, RecordsLost, StopNow
+from spare_megatron.process.reports import RecordsHeld, RecordsLost, StopProcess
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.store.tcp_store import serve
@@ -205,7 +205,7 @@ def stop_children(children: Collection[Child]) -> None:
     """
     for child in children:
         with contextlib.suppress(OSError):
-            child.reports.send(StopNow())
+            child.reports.send(StopProcess())
     end_s = time.monotonic() + _REAP_TIMEOUT_S
     for child in children:
         child.process.join(max(0.0, end_s - time.monotonic()))

@@ -279,7 +279,7 @@ class EndEarly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopNow:
+class StopProcess:
     """To a supervisor, or another process of a run: it is to end at once."""
 
 
@@ -288,7 +288,7 @@ class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 
 
-Order = GoOn | EndEarly | StopNow
+Order = GoOn | EndEarly | StopProcess
 
 NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 

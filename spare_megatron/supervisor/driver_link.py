@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Thread
 
 from spare_megatron.process.processes import say
-from spare_megatron.process.reports import EndEarly, GoOn, LastReportAcknowledged, NodeReport, Order, StopNow
+from spare_megatron.process.reports import EndEarly, GoOn, LastReportAcknowledged, NodeReport, Order, StopProcess
 
 _MOST_UNREAD = 20_000
 """Most reports, some hundred bytes each, that may wait for a driver. One that is suspended reads none."""
@@ -79,7 +79,7 @@ class DriverLink:
         except (EOFError, OSError) as error:
             self._lose(error)
             return None
-        if isinstance(order, StopNow):
+        if isinstance(order, StopProcess):
             raise Stopped
         return order
 
@@ -111,7 +111,7 @@ class DriverLink:
         error: Exception = TimeoutError(f"it has not taken the last word within {_LAST_WORD_S:g} s")
         try:
             while connection.poll(max(0.0, end_s - time.monotonic())):
-                if isinstance(connection.recv(), LastReportAcknowledged | StopNow):
+                if isinstance(connection.recv(), LastReportAcknowledged | StopProcess):
                     return
         except (EOFError, OSError) as failure:
             error = self._failure or failure

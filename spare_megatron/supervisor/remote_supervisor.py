@@ -23,7 +23,7 @@ from spare_megatron.process.reports import (
     NodeReport,
     Order,
     RanksReady,
-    StopNow,
+    StopProcess,
 )
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.open_store import open_store, without_credentials
@@ -214,7 +214,7 @@ class _RemoteSupervisor:
         if supervisor is not None:
             with contextlib.suppress(OSError):
                 supervisor.send(order)
-        if isinstance(order, StopNow):
+        if isinstance(order, StopProcess):
             raise _Over
 
     def _end_step(self, grace_s: float = 0.0) -> None:

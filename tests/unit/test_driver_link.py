@@ -7,7 +7,14 @@ from multiprocessing.connection import Pipe
 
 import pytest
 
-from spare_megatron.process.reports import EndEarly, LastReportAcknowledged, NodeEnded, RankRaised, StopNow, StoreAway
+from spare_megatron.process.reports import (
+    EndEarly,
+    LastReportAcknowledged,
+    NodeEnded,
+    RankRaised,
+    StopProcess,
+    StoreAway,
+)
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor import driver_link
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
@@ -29,7 +36,7 @@ def test_a_node_goes_on_without_a_driver_where_that_is_elsewhere() -> None:
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_a_node_ends_when_the_driver_says_so(is_needed: bool) -> None:
     ours, theirs = Pipe()
-    theirs.send(StopNow())
+    theirs.send(StopProcess())
     with pytest.raises(Stopped):
         DriverLink(ours, is_needed=is_needed).next_order()
 
@@ -83,7 +90,8 @@ def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.Mo
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("told", "is_there"), [((EndEarly(), LastReportAcknowledged()), True), ((StopNow(),), True), ((EndEarly(),), False)]
+    ("told", "is_there"),
+    [((EndEarly(), LastReportAcknowledged()), True), ((StopProcess(),), True), ((EndEarly(),), False)],
 )
 def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(told: Sequence[object], is_there: bool) -> None:
     """It was taken for told as soon as it was sent, perhaps to what was about to die with the driver."""
@@ -108,7 +116,7 @@ def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
     """The node went on without it, for it had something to tell before it listened."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=False)
-    theirs.send(StopNow())
+    theirs.send(StopProcess())
     theirs.close()
     link.report(REPORT)
     assert link._sender is not None

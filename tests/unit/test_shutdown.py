@@ -20,7 +20,7 @@ from spare_megatron.driver.shutdown import end_processes, kill
 from spare_megatron.process import processes
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.processes import Child, fork_server, start_child
-from spare_megatron.process.reports import StopNow
+from spare_megatron.process.reports import StopProcess
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,14 +36,14 @@ def _serve(parent: Connection) -> None:
 
 def _note_the_store(file: Path, store_pid: int, driver: Connection) -> None:
     """A supervisor that looks for the control store when it is to end."""
-    assert driver.recv() == StopNow()
+    assert driver.recv() == StopProcess()
     if psutil.Process(store_pid).status() != psutil.STATUS_ZOMBIE:
         file.write_text(IS_THERE)
 
 
 def _press_again(driver: Connection) -> None:
     """A supervisor that does not end, before a user who loses patience."""
-    assert driver.recv() == StopNow()
+    assert driver.recv() == StopProcess()
     os.kill(os.getppid(), signal.SIGINT)
     signal.pause()
 

@@ -28,7 +28,7 @@ from benchmarks.control_plane_leader import TIMEOUT_S
 from benchmarks.control_plane_log import measure_log
 from benchmarks.control_plane_steps import measure_steps
 from benchmarks.origin import origin
-from spare_megatron.store.decision_log import entry_key
+from spare_megatron.store import keys
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.store.tcp_store import serve
@@ -50,11 +50,11 @@ def measure_failover(etcd: Path, num_kills: int) -> dict[str, object]:
             )
             for index in range(NUM_WRITES):
                 began_s = time.monotonic()
-                store.put_if_absent(entry_key(index), "x" * 200)
+                store.put_if_absent(keys.entry(index), "x" * 200)
                 writes_s.append(time.monotonic() - began_s)
             cluster.kill(cluster.leader())
             began_s = time.monotonic()
-            store.put_if_absent(entry_key(NUM_WRITES), "x" * 200)
+            store.put_if_absent(keys.entry(NUM_WRITES), "x" * 200)
             gaps_s.append(time.monotonic() - began_s)
     return {
         "compare_and_set_ms": quantiles(writes_s),

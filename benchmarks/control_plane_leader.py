@@ -112,7 +112,7 @@ class Leader:
         self._agreement = _LoneAgreement(member, DecisionLog(store), roster)
         control = ControlConfig(vote_fan_in=roster.fan_in, heartbeat_interval_s=TIMEOUT_S)  # nobody is given up
         config = RunConfig(control=control, layout=LayoutConfig(num_groups=len(roster.all)))
-        self._parts = open_relay(member, store, config) if uses_relays else None
+        self._parts = open_relay(member, store, config.control, config.layout.num_groups) if uses_relays else None
         self._voting = Voting(self._agreement, self._parts)
         self._voters = self._left = roster.all
         self.attempt = self.index = 0

@@ -8,6 +8,7 @@ import psutil
 
 from spare_megatron.core.entries import Commit, encode_entry
 from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
 from spare_megatron.store.open_store import open_store
@@ -24,7 +25,8 @@ def measure_steps(spec: StoreSpec, num_steps: int, servers: Sequence[int]) -> di
 
     def take(step: int) -> None:
         def cast(group: int) -> None:
-            logs[group].cast(step, (group, 0), {(group, 0): _VOTE}, forget=[step - 2])
+            member = Member(GroupId(group))
+            logs[group].cast(step, member, {member: _VOTE}, forget=[step - 2])
 
         list(pool.map(cast, range(NUM_GROUPS)))
         logs[0].append(step, encode_entry(Commit(step=step, attempt=step, at_s=float(step))))

@@ -176,7 +176,7 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
         telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), sinks)
         began_s, before, spent_before_s = time.monotonic(), 0, 0.0
         for step in range(num_steps):
-            telemetry.take(_committed(step))
+            telemetry.on_event(_committed(step))
             if step % LOT_STEPS == 0:
                 _await_all(sinks)
             if step == num_steps // 10:

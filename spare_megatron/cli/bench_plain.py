@@ -22,6 +22,7 @@ from spare_megatron.process.processes import (
     start_embedded_store,
     stop_children,
 )
+from spare_megatron.store import keys
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
@@ -59,7 +60,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
     if device.type == "cuda":
         nccl.prepare_process()  # same NCCL settings as our ranks
         torch.cuda.set_device(device)
-    join_world(config, rank, open_store(spec).rendezvous("plain", rank, TIMEOUT.total_seconds()), device)
+    join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []
     for _ in train_steps(config, device, is_sharded=config.optimizer.sharding == "stacked"):
         if device.type == "cuda":

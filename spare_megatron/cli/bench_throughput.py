@@ -148,12 +148,12 @@ def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[Ru
     """
     losses: list[str] = []
 
-    def take(event: RunEvent) -> None:
+    def observe(event: RunEvent) -> None:
         if isinstance(event, GroupLost):
             losses.append(f"group {event.group}: rank {event.rank}: {event.cause}")
         on_event(event)
 
-    summary = start_run(config, folder, take)
+    summary = start_run(config, folder, observe)
     if summary.outcome != "finished" or summary.verdict != "valid":
         reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
         raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {reasons}")
@@ -207,7 +207,7 @@ def _ours(config: RunConfig) -> Run:
     splits: list[Mapping[str, float]] = []
     memories: list[Memory] = []
 
-    def take(event: RunEvent) -> None:
+    def observe(event: RunEvent) -> None:
         match event:
             case RanksStarted():
                 pids.update(event.pids.values())
@@ -219,7 +219,7 @@ def _ours(config: RunConfig) -> Run:
 
     with tempfile.TemporaryDirectory(prefix="spare-bench-") as scratch:
         folder = Path(scratch) / "run"
-        train_without_losses(config, folder, take)
+        train_without_losses(config, folder, observe)
         lines = [line for line in read_journal(folder).lines if line.source == "group-0000-rank-0"]
     ends = [line.at_s for line in lines if isinstance(line.record, UpdateRecord)]
     split_s = {name: statistics.median(split[name] for split in splits) for name in splits[0]}

@@ -50,7 +50,7 @@ def campaign(
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
         with reported_interruption("campaign", folder), ProcessWatch() as watch:
-            summary = run_and_show(loaded, folder, console, watch.take)
+            summary = run_and_show(loaded, folder, console, watch.on_event)
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]

@@ -30,7 +30,7 @@ class View(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def take(self, event: Any) -> None:
+    def on_event(self, event: Any) -> None:
         """Shows an event."""
 
     def refresh(self) -> None:
@@ -74,7 +74,7 @@ class DetachedView:
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def take(self, event: Any) -> None:
+    def on_event(self, event: Any) -> None:
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(event)
 
@@ -95,7 +95,7 @@ class DetachedView:
                 event = self._waiting.get(timeout=max(0.0, next_s - time.monotonic()))
                 if event is None:
                     return
-                view.take(event)
+                view.on_event(event)
 
 
 @contextlib.contextmanager

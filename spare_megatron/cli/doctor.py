@@ -75,7 +75,7 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
     from spare_megatron.store.addresses import address_towards, hosts_of, refuse_loopback
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
-    checkpoints = folder_of(config, folder).absolute()
+    checkpoints = folder_of(config.checkpoint, folder).absolute()
     start: Start | None = None
     if config.cluster.launcher == "srun":
         from spare_megatron.driver.slurm.allocation import address_of, nodes_for_run, this_job

@@ -94,7 +94,7 @@ class RunProgress:
         if self._console.is_terminal and run_state.run is not None:
             self._live.update(view_of(run_state, self._plan, now_s, num_events=0), refresh=True)
 
-    def take(self, event: RunEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         """Shows an event unless the journal has it."""
         if not isinstance(event, StepCommitted):
             self._next_poll_s = 0.0

@@ -77,13 +77,13 @@ def run_and_show(
     with contextlib.ExitStack() as shown:
         with interrupts.deferred():
             progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir), console))
-        progress.take(Starting(what=plan_of(config)))
+        progress.on_event(Starting(what=plan_of(config)))
 
-        def tell(event: "RunEvent") -> None:
-            for take in (progress.take, *listeners):
-                take(event)
+        def dispatch(event: "RunEvent") -> None:
+            for on_event in (progress.on_event, *listeners):
+                on_event(event)
 
-        return start_run(config, run_dir, tell, launcher=launcher)
+        return start_run(config, run_dir, dispatch, launcher=launcher)
 
 
 def plan_of(config: "RunConfig") -> str:

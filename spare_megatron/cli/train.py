@@ -141,7 +141,7 @@ def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     last = config.train.steps - summary.steps_left
     if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:
         return ""
-    folder = folder_of(config, run_dir)
+    folder = folder_of(config.checkpoint, run_dir)
     steps = [step for step in visible_steps(folder) if not refusal_of(checkpoint_path(folder, step))]
     if last in steps:
         return ""
@@ -167,7 +167,7 @@ def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig"
     job_id, racks = this_job(), find_racks()
     nodes = nodes_for_run(job_id, config, racks)
     used = nodes[: config.cluster.num_nodes]
-    if warning := shared_racks(config, used, racks):
+    if warning := shared_racks(config.spare, config.parallel, used, racks):
         typer.echo(f"warning: {warning}", err=True)
     launcher = SrunLauncher(job_id=job_id, slurm=config.slurm, nodes=used)
     control = config.control

@@ -21,6 +21,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 
 _POLL_S = 0.0005
@@ -93,7 +94,7 @@ class CrossGroupCommunicator:
         self._members, self._num_shares = tuple(members), 0
         if self._is_alone:
             return
-        self._rendezvous.append((f"communicator/{key}/{self._position}", list(members).index(self._group)))
+        self._rendezvous.append((keys.communicator(key, self._position), list(members).index(self._group)))
         former = self._rendezvous.popleft() if len(self._rendezvous) > _MAX_RENDEZVOUS else None
         build = _Build(
             thread=threading.Thread(

@@ -49,6 +49,7 @@ from spare_megatron.process.specs import NodeSpec, RankMain
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
+from spare_megatron.store import keys
 from spare_megatron.store.addresses import hosts_of, refuse_loopback
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
@@ -63,7 +64,7 @@ from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
 """How long the driver waits for the exit of a control store that no node reaches, before it kills the store."""
-_STORE_LOOK_S, _STORE_ANSWER_S = 600.0, 1.0
+_STORE_POLL_S, _STORE_ANSWER_S = 600.0, 1.0
 """How often the driver asks etcd for its size, and how long it blocks for an answer."""
 
 
@@ -125,7 +126,7 @@ class Driver:
             KeyboardInterrupt: After all processes have ended.
         """
         self._interrupts = interrupts
-        end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
+        end = EndRecord(outcome="interrupted", reason="the driver was interrupted")
         hub: Child | None = None
         store: Child | None = None
         spec: StoreSpec | None = None
@@ -133,17 +134,17 @@ class Driver:
             self._on_event(Starting(what="control store"))
             if self._config.cluster.isolate_nodes:
                 hub = start_hub(self._context, interrupts.wait)
-            store, spec = start_store(self._context, self._config, hub, interrupts.wait)
+            store, spec = start_store(self._context, self._config.control, self._config.name, hub, interrupts.wait)
             with contextlib.nullcontext() if hub is None else network_of(hub.pid):
                 self._store = open_store(spec)
             with interrupts.allowed():  # etcd may not answer for a while
-                self._store.put("name", self._config.name)  # shows which run owns the keys
+                self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
             self._store_process = store
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
             self._watch(store)
-            end = self._end()
+            end = self._conclude()
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
@@ -202,7 +203,7 @@ class Driver:
                 if report is None:
                     del pipes[pipe]
                 else:
-                    self._take(report)
+                    self._handle(report)
             for item in [item for item in ready if item in sentinels]:
                 self._node_ended(sentinels.pop(item))
             if store is not None and store.process.sentinel in ready:
@@ -217,10 +218,10 @@ class Driver:
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:
         """Whether all groups of these nodes are lost. The nodes may be suspended or cut off from the network."""
-        return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
+        return all(self._absent_groups.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
 
     @property
-    def _lost(self) -> frozenset[GroupId]:
+    def _absent_groups(self) -> frozenset[GroupId]:
         """The groups that take no part now. Compares incarnations: a loss may be reported after the group's return."""
         return frozenset(group for group, lost in self._last_lost.items() if lost >= self._last_rejoined.get(group, 0))
 
@@ -228,7 +229,7 @@ class Driver:
         """Handles the end of a node's process. Unless it has reported its end, its ranks died with it."""
         child = self._nodes[node]
         while child.reports.poll() and (report := next_report(child.reports)) is not None:
-            self._take(report)
+            self._handle(report)
         child.process.join()
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
@@ -243,16 +244,16 @@ class Driver:
         if not self._has_begun:
             for record in fence_node(self._store, self._config.parallel, node, cause):
                 self._journal.write(record)
-                self._take(GroupLost.of(record, "", None))
+                self._handle(GroupLost.of(record, "", None))
 
-    def _take(self, report: NodeReport) -> None:
+    def _handle(self, report: NodeReport) -> None:
         match report:
             case RanksStarted(node=node, pids=pids):
                 self._pids[node] = list(pids.values())
                 if end_signal.is_pending():  # perhaps since before the supervisor started
                     self._order(node, EndEarly())
             case FaultWanted():
-                self._inflict(report)
+                self._inject(report)
                 return
             case NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)
@@ -268,7 +269,7 @@ class Driver:
                     self._give_store_up(reason)
             case RanksReady(group=group):
                 # A group that came back before the others were ready waits for them.
-                self._has_begun = self._has_begun or group not in self._lost
+                self._has_begun = self._has_begun or group not in self._absent_groups
             case StepCommitted(step=step):
                 self._num_steps = max(self._num_steps, step + 1)
             case RunStopped(reason=reason):
@@ -315,29 +316,29 @@ class Driver:
 
     def _measure_store(self, spec: EtcdStoreSpec) -> None:
         """Reports etcd's size, now and periodically: it has to last for the remaining steps."""
-        self._timers.after(_STORE_LOOK_S, partial(self._measure_store, spec))
+        self._timers.after(_STORE_POLL_S, partial(self._measure_store, spec))
         with contextlib.suppress(StoreLost):  # supervisors judge an outage
             space = etcd_space(spec)
             text = shortage(space, self._config.train.steps - self._num_steps)
             self._on_event(StoreMeasured(space=space, shortage=text))
 
-    def _inflict(self, wanted: FaultWanted) -> None:
+    def _inject(self, wanted: FaultWanted) -> None:
         """Injects a fault of the trace that strikes a node or the control store from outside."""
         fault = wanted.fault
         node = self._config.parallel.node_of(fault.group, fault.rank)
         go_on = partial(self._order, node, GoOn(wanted=wanted))
         if fault.kind == "stop_node":
-            self._stop([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
+            self._suspend([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
             return
         if self._store_process is None:
             raise RunFailed(f"faults.trace wants {fault.kind}, but this run did not start its control store")
         if fault.kind == "kill_store":
             self._store_process.process.kill()
         else:
-            self._stop([self._store_process.pid], fault.seconds, None)
+            self._suspend([self._store_process.pid], fault.seconds, None)
         go_on()
 
-    def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
+    def _suspend(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
         _signal(pids, signal.SIGSTOP)
         if seconds is not None:
             self._timers.after(seconds, lambda: _signal(pids, signal.SIGCONT))
@@ -350,15 +351,19 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- end
 
-    def _end(self) -> EndRecord:
+    def _conclude(self) -> EndRecord:
         if self._store_failure:
-            return EndRecord(outcome="failed", reason=self._store_failure + saved_state(self._config, self._run_dir))
+            return EndRecord(
+                outcome="failed", reason=self._store_failure + saved_state(self._config.checkpoint, self._run_dir)
+            )
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         # A lost group may have started again and have read in the log how the run ends.
-        codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}
+        codes = {
+            code for (group, _), code in exits.items() if group not in self._absent_groups or code == ExitCode.WIPE_OUT
+        }
         outcome = outcome_of(codes)
         if not codes:
-            self._hear_the_log()
+            self._read_stop_reason()
             if self._is_halted or not self._has_raised:
                 outcome = "halted" if self._is_halted else "wipe_out"
         reason = self._stop_reason or (
@@ -366,7 +371,7 @@ class Driver:
         )
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
 
-    def _hear_the_log(self) -> None:
+    def _read_stop_reason(self) -> None:
         """Looks in the log for a common reason, such as divergence, when no group is left."""
         with self._interrupts.allowed():
             stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()

@@ -20,12 +20,12 @@ from typing import Any
 
 from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
 from spare_megatron.config.node_facts import Clock, NodeFacts, NodeReport, Rate
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
+from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
+from spare_megatron.driver.node_facts import Sink, examine_node, send_speed, write_speed
 from spare_megatron.process.node_connection import Listener, connect
 
 _POLL_S = 0.2
-_LOOK_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
+_FACTS_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
 """Longest wait for a node's answer to each request."""
 _NUM_TIMES = 8
 _MOST_ROUNDS = 64
@@ -37,15 +37,16 @@ Start = Callable[[int, Path], subprocess.Popen[bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    config: RunConfig
+class _FactsWanted:
+    data: DataConfig
+    control: ControlConfig
     ports: tuple[int, ...]
     folder: Path
     token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Looked:
+class _NodeExamined:
     facts: NodeFacts
     host: str
     port: int
@@ -73,7 +74,7 @@ def serve_examination(folder: Path, node: int, wait_s: float) -> None:
     with connect(folder, node, wait_s) as driver:
         with socket.socket(fileno=os.dup(driver.fileno())) as same:
             host = str(same.getsockname()[0])
-        _serve(driver, host)
+        _answer_requests(driver, host)
 
 
 def examine(
@@ -107,7 +108,7 @@ def examine(
             nodes.connections[0] = held.enter_context(_this_node(host))
         held.enter_context(nodes.closed_at_the_end())
         awaited = range(0 if start is not None else 1, len(names))
-        held.enter_context(_gathered(nodes, awaited, folder, host, start, wait_s))
+        held.enter_context(_connected(nodes, awaited, folder, host, start, wait_s))
         return _Examination(config, names, checkpoints, token, nodes).run()
 
 
@@ -120,10 +121,10 @@ class _Examination:
         self._nodes = nodes
 
     def run(self) -> list[NodeReport]:
-        looked = self._look()
-        clocks = {node: self._clock(node) for node in looked}
-        writes = self._write([node for node, seen in looked.items() if seen.facts.sees_folder])
-        targets, links = self._links(looked)
+        examined = self._collect_facts()
+        clocks = {node: self._clock(node) for node in examined}
+        writes = self._write([node for node, seen in examined.items() if seen.facts.sees_folder])
+        targets, links = self._links(examined)
         reports = []
         for node, name in enumerate(self._names):
             failure = self._nodes.failures.get(node, "")
@@ -133,7 +134,7 @@ class _Examination:
             reports.append(
                 NodeReport(
                     name=name,
-                    facts=looked[node].facts,
+                    facts=examined[node].facts,
                     clock=clocks[node],
                     write=writes.get(node),
                     link_to=self._names[targets[node]] if node in targets else "",
@@ -142,18 +143,19 @@ class _Examination:
             )
         return reports
 
-    def _look(self) -> dict[int, _Looked]:
+    def _collect_facts(self) -> dict[int, _NodeExamined]:
         num_nodes = len(self._names)
         orders = {
-            node: _Look(
-                config=self._config,
+            node: _FactsWanted(
+                data=self._config.data,
+                control=self._config.control,
                 ports=own_etcd_ports(self._config, node, num_nodes),
                 folder=self._checkpoints,
                 token=self._token,
             )
             for node in range(num_nodes)
         }
-        return self._nodes.ask(orders, _LOOK_S)
+        return self._nodes.ask(orders, _FACTS_S)
 
     def _clock(self, node: int) -> Clock | None:
         """The quickest of several readings of the node's clock, because it has the smallest error."""
@@ -177,14 +179,15 @@ class _Examination:
             rates |= self._nodes.ask(orders, _WRITE_S)
         return rates
 
-    def _links(self, looked: Mapping[int, _Looked]) -> tuple[dict[int, int], dict[int, Rate]]:
+    def _links(self, examined: Mapping[int, _NodeExamined]) -> tuple[dict[int, int], dict[int, Rate]]:
         """Each node sends to the next one in a ring, all at once. Returns the targets and the speeds."""
-        ring = sorted(node for node in looked if node not in self._nodes.failures)
+        ring = sorted(node for node in examined if node not in self._nodes.failures)
         if len(ring) < 2:
             return {}, {}
         targets = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
         orders = {
-            node: _Send(host=looked[to].host, port=looked[to].port, key=looked[to].key) for node, to in targets.items()
+            node: _Send(host=examined[to].host, port=examined[to].port, key=examined[to].key)
+            for node, to in targets.items()
         }
         return targets, self._nodes.ask(orders, _SEND_S)
 
@@ -213,7 +216,7 @@ class _Nodes:
                 try:
                     answers[node] = connection.recv()
                 except (EOFError, OSError):
-                    self._lose(node, "its process has ended while it was looked at; see what it has printed there")
+                    self._lose(node, "its process has ended while it was examined; see what it has printed there")
         for node in pending.values():
             self._lose(node, f"no answer within {limit_s:g} s; a file system or a GPU there may hang")
         return answers
@@ -232,7 +235,7 @@ class _Nodes:
 
 
 @contextlib.contextmanager
-def _gathered(
+def _connected(
     nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: Start | None, wait_s: float
 ) -> Iterator[None]:
     """Connects the nodes and notes why some are missing. Their processes end with the block."""
@@ -243,18 +246,18 @@ def _gathered(
     is_new = not folder.exists()
     logs.mkdir(parents=True, exist_ok=True)
     steps: dict[int, subprocess.Popen[bytes]] = {}
-    doors = {node: Listener(folder, node, host) for node in awaited}
+    listeners = {node: Listener(folder, node, host) for node in awaited}
     try:
         if start is not None:
             steps = {node: start(node, _log(logs, node)) for node in awaited}
-        _await(nodes, doors, steps, logs, wait_s)
-        for node in doors:
-            come = f"`spare doctor --node {node} --folder {folder}` has not come from there within {wait_s:g} s"
-            nodes.failures[node] = f"{come}; is {folder} on storage that all nodes share?"
+        _await(nodes, listeners, steps, logs, wait_s)
+        for node in listeners:
+            missing = f"`spare doctor --node {node} --folder {folder}` has not connected from there within {wait_s:g} s"
+            nodes.failures[node] = f"{missing}; is {folder} on storage that all nodes share?"
         yield
     finally:
-        for door in doors.values():
-            door.close()
+        for listener in listeners.values():
+            listener.close()
         for connection in nodes.connections.values():
             connection.close()
         _end(steps.values())
@@ -263,24 +266,24 @@ def _gathered(
 
 def _await(
     nodes: _Nodes,
-    doors: dict[int, Listener],
+    listeners: dict[int, Listener],
     steps: Mapping[int, subprocess.Popen[bytes]],
     logs: Path,
     wait_s: float,
 ) -> None:
     """Waits for the nodes. Removes the listeners of those that have connected or never will."""
     end_s = time.monotonic() + wait_s
-    while doors and time.monotonic() < end_s:
-        ready = wait([door.fileno() for door in doors.values()], _POLL_S)
-        for node, door in list(doors.items()):
-            if door.fileno() in ready and (connection := door.accept()) is not None:
+    while listeners and time.monotonic() < end_s:
+        ready = wait([listener.fileno() for listener in listeners.values()], _POLL_S)
+        for node, listener in list(listeners.items()):
+            if listener.fileno() in ready and (connection := listener.accept()) is not None:
                 nodes.connections[node] = connection
             elif node in steps and steps[node].poll() is not None:
                 printed = _log(logs, node).read_text(errors="replace").strip().splitlines()
                 nodes.failures[node] = f"its step has ended: {printed[-1] if printed else 'it has printed nothing'}"
             else:
                 continue
-            doors.pop(node).close()
+            listeners.pop(node).close()
 
 
 def _log(logs: Path, node: int) -> Path:
@@ -335,19 +338,17 @@ def _token_in(folder: Path) -> Iterator[str]:
 def _this_node(host: str) -> Iterator[Connection]:
     """Serves the first node in a thread, where it is this machine."""
     ours, theirs = Pipe()
-    threading.Thread(target=_serve, args=(theirs, host), daemon=True).start()
+    threading.Thread(target=_answer_requests, args=(theirs, host), daemon=True).start()
     yield ours
 
 
-def _serve(driver: Connection, host: str) -> None:
+def _answer_requests(driver: Connection, host: str) -> None:
     with Sink(host) as sink, contextlib.suppress(EOFError, OSError):
         while True:
             match driver.recv():
-                case _Look(config=config, ports=ports, folder=folder, token=token):
-                    facts = look_at_node(
-                        data=config.data, control=config.control, ports=ports, folder=folder, token=token
-                    )
-                    driver.send(_Looked(facts=facts, host=host, port=sink.port, key=sink.key))
+                case _FactsWanted(data=data, control=control, ports=ports, folder=folder, token=token):
+                    facts = examine_node(data=data, control=control, ports=ports, folder=folder, token=token)
+                    driver.send(_NodeExamined(facts=facts, host=host, port=sink.port, key=sink.key))
                 case _TellTime():
                     driver.send(time.time())
                 case _Write(file=file):

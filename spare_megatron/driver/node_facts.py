@@ -49,7 +49,7 @@ class Sink:
         self.key = secrets.token_bytes(_KEY_BYTES)
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +61,7 @@ class Sink:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
 
-    def _serve(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 sender, _ = self._socket.accept()
@@ -88,7 +88,7 @@ def send_speed(host: str, port: int, key: bytes) -> Rate:
     except OSError as error:
         return Rate(failure=f"{host}:{port}: {error.strerror or error}")
     if count != _COUNT.pack(num_bytes):
-        return Rate(failure=f"{host}:{port}: what was sent has not come whole")
+        return Rate(failure=f"{host}:{port}: not all bytes have arrived")
     return Rate(bytes_per_s=num_bytes / took_s)
 
 
@@ -121,11 +121,11 @@ _MOST_PIECES = 8
 _MOST_S = 1.0
 
 
-def look_at_node(
+def examine_node(
     *, data: DataConfig, control: ControlConfig, ports: Sequence[int], folder: Path, token: str
 ) -> NodeFacts:
     """Collects the facts about this machine. `token` names the file that the driver has put into `folder`."""
-    versions, torch_failure, gpus = _look_at_torch()
+    versions, torch_failure, gpus = _torch_facts()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = Path("/sys/class/infiniband")
@@ -170,7 +170,7 @@ def write_speed(file: Path) -> Rate:
             file.unlink(missing_ok=True)
 
 
-def _look_at_torch() -> tuple[dict[str, str], str, tuple[Gpu, ...]]:
+def _torch_facts() -> tuple[dict[str, str], str, tuple[Gpu, ...]]:
     """Versions of torch and what it was built with, why it cannot be loaded, and the GPUs that it sees."""
     try:
         import torch

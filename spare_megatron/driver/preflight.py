@@ -34,18 +34,18 @@ def preflight(config: RunConfig) -> None:
         interrupts.check()
         child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
         try:
-            if error := _hear(child, config, interrupts):
+            if error := _await_problem(child, config.data.corpus, config.control.startup_timeout_s, interrupts):
                 raise ValueError(error)
         finally:
             end_child(child)
 
 
-def _hear(child: Child, config: RunConfig, interrupts: Deferral) -> str:
+def _await_problem(child: Child, corpus: str, limit_s: float, interrupts: Deferral) -> str:
     """The problem that the check has found; empty if none. Raises ValueError if it was killed or too slow."""
-    limit_s, error = config.control.startup_timeout_s, ""
+    error = ""
     if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
         raise ValueError(
-            f"the sample index of data.corpus={config.data.corpus} was not built within control.startup_timeout_s="
+            f"the sample index of data.corpus={corpus} was not built within control.startup_timeout_s="
             f"{limit_s:g}; raise that, or see whether the storage there hangs"
         )
     if child.reports.poll():
@@ -53,21 +53,18 @@ def _hear(child: Child, config: RunConfig, interrupts: Deferral) -> str:
             error = child.reports.recv()
     child.process.join(_END_TIMEOUT_S)
     if not error and child.process.exitcode != 0:
-        raise ValueError(_why_ended(config, child.process.exitcode))
+        raise ValueError(_why_ended(corpus, child.process.exitcode))
     return error
 
 
-def _why_ended(config: RunConfig, code: int | None) -> str:
+def _why_ended(corpus: str, code: int | None) -> str:
     script = getattr(sys.modules["__main__"], "__file__", "the script")
     if code == NO_MAIN_GUARD:
         return (
             f"{script} starts a run whenever it is imported, and every process of the run imports it: put what it does "
             f'under `if __name__ == "__main__":`'
         )
-    ended = (
-        f"the process that builds the sample index of data.corpus={config.data.corpus} has ended with "
-        f"{describe_exit(code)}"
-    )
+    ended = f"the process that builds the sample index of data.corpus={corpus} has ended with {describe_exit(code)}"
     if code is None or code < 0:
         return f"{ended}; SIGKILL is most often for memory, which fewer train.steps need less of"
     return f"{ended}; what it has printed says why. Like every process of the run it imports {script}"

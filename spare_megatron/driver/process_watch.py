@@ -103,7 +103,7 @@ class ProcessWatch:
                 process.wait(_FAREWELL_S)
         _adopt_descendants(is_wanted=False)
 
-    def take(self, event: RunEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         """Starts sampling with the first committed step, because loading libraries looks like growth; learns names."""
         match event:
             case RanksStarted(pids=pids):
@@ -133,9 +133,9 @@ class ProcessWatch:
     def _watch(self) -> None:
         while not self._is_over.wait(self._interval_s):
             if self._has_begun.is_set():
-                self._look()
+                self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for process in (self._own, *self._own.children(recursive=True)):
             with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
                 self._samples[process, self._name(process)].append(_holdings(process))

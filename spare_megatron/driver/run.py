@@ -36,7 +36,7 @@ from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.lock import LOCK, locked
-from spare_megatron.process.processes import close_or_tell, report_held
+from spare_megatron.process.processes import close_or_report, report_held
 from spare_megatron.process.reports import (
     CheckpointRejected,
     RecordsHeld,
@@ -104,7 +104,7 @@ def start_run(
         check_files_for_etcd(config.control, os.environ)
         _ask_etcd(config, on_event)
     faults = (*resolve_trace(config), *draw_faults(config))
-    folder = folder_of(config, run_dir)
+    folder = folder_of(config.checkpoint, run_dir)
     config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     with contextlib.ExitStack() as held:
@@ -157,30 +157,30 @@ def _run(
     record = run_record(config, faults, origin)
     storage = StorageWatch(run_dir, on_event)
 
-    def tell(event: RunEvent) -> None:
+    def dispatch(event: RunEvent) -> None:
         match event:
             case RecordsHeld():
-                storage.held(event)
+                storage.on_held(event)
             case RecordsLost():
-                storage.lost(event)
+                storage.on_lost(event)
             case _:
-                metrics.take(event)
+                metrics.on_event(event)
                 on_event(event)
 
     with named_errors("--run-dir", run_dir):
-        journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(tell))
-        metrics = Telemetry(config, record, open_sinks(config, run_dir, tell))
+        journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(dispatch))
+        metrics = Telemetry(config, record, open_sinks(config, run_dir, dispatch))
     journal.write(record)
     journal.reserve(RESERVED_BYTES)
-    driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
+    driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=dispatch)
     end: EndRecord | None = None
     try:
         with deferred() as interrupts:
             end = driver.run(interrupts)
     finally:
-        close_or_tell(metrics, tell)
+        close_or_report(metrics, dispatch)
         storage.record_lost()
-        close_or_tell(journal, tell)
+        close_or_report(journal, dispatch)
         storage.report_lost()
         summary = conclude(run_dir, end)
     return summary

@@ -25,7 +25,7 @@ class StorageWatch:
         self._lost: list[RecordsLost] = []
         self.journal: JournalWriter | None = None
 
-    def held(self, event: RecordsHeld) -> None:
+    def on_held(self, event: RecordsHeld) -> None:
         """Passes on that the first file is held, and that none is held any more."""
         was_held = bool(self._held)
         if event.reason:
@@ -37,7 +37,7 @@ class StorageWatch:
             self._write(StorageRecord(outcome=outcome, path=self._name(event.path), reason=event.reason))
             self._report(event)
 
-    def lost(self, event: RecordsLost) -> None:
+    def on_lost(self, event: RecordsLost) -> None:
         self._lost.append(event)
 
     def record_lost(self) -> None:

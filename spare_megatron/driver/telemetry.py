@@ -52,13 +52,13 @@ class LiveGoodput:
         self._sum_s = 0.0
         self._sums_s: dict[str, float] = {}
 
-    def lost(self) -> None:
+    def on_loss(self) -> None:
         self._met.add("fence")
 
-    def came_back(self) -> None:
+    def on_rejoin(self) -> None:
         self._has_newcomers = True
 
-    def restarted(self, num_thrown_away: int) -> None:
+    def on_restart(self, num_thrown_away: int) -> None:
         """Reclassifies discarded steps as rework. Some of them may precede this run."""
         self._met.add("restart")
         for _ in range(min(num_thrown_away, len(self._cause))):
@@ -67,7 +67,7 @@ class LiveGoodput:
             self._add(self._names[self._cause.pop()], -lost_s)
             self._add("rework", useful_s + lost_s)
 
-    def committed(self, at_s: float, step_s: float, num_alive: int) -> None:
+    def on_commit(self, at_s: float, step_s: float, num_alive: int) -> None:
         """Accounts for a step that took `step_s` seconds and was committed at `at_s` by `num_alive` groups."""
         passed_s, self._at_s = at_s - self._at_s, at_s
         if num_alive == self._num_groups or not self._quiet_s:
@@ -100,7 +100,7 @@ class LiveGoodput:
         self._sums_s[name] = self._sums_s.get(name, 0.0) + spent_s
 
 
-_UNTOLD = ("slurm", "control")
+_NOT_UPLOADED = ("slurm", "control")
 """Sections of the configuration that are not uploaded: they describe the site, not the training, and may be secret."""
 
 
@@ -112,9 +112,9 @@ def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost
         on_event(MetricsLost(reason=reason))
 
     def open_wandb() -> Sink:
-        told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _UNTOLD}
+        uploaded = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_UPLOADED}
         with named_errors("--run-dir", run_dir):
-            return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
+            return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, uploaded)
 
     def open_tensorboard() -> Sink:
         with named_errors("--run-dir", run_dir):
@@ -147,7 +147,7 @@ class Telemetry:
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
 
-    def take(self, event: object) -> None:
+    def on_event(self, event: object) -> None:
         """Updates the counters by an event, and writes a step or a checkpoint."""
         match event:
             case SaveReported(record=record):
@@ -156,27 +156,27 @@ class Telemetry:
                 self._absent.add(group)
                 self._lost.add(Member(group, incarnation))  # reported again when given up
                 if len(self._lost) > self._counts["fault/groups_lost"]:
-                    self._goodput.lost()
+                    self._goodput.on_loss()
                 self._counts["fault/groups_lost"] = len(self._lost)
             case GroupRejoined(member=member):
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
-                self._goodput.came_back()
+                self._goodput.on_rejoin()
             case GroupRestarted(member=member, step=step):
                 self._absent.discard(member.group)
                 if step < self._next_step:  # the first report of this restart
                     self._counts["fault/restarts"] += 1
-                    self._goodput.restarted(self._next_step - step)
+                    self._goodput.on_restart(self._next_step - step)
                 self._next_step = min(step, self._next_step)
             case StoreMeasured(space=space):
                 self._store = {"spare/store_bytes": space.used_bytes}
                 if space.limit_bytes is not None:
                     self._store["spare/store_limit_bytes"] = space.limit_bytes
             case StepCommitted(step=step):
-                self._take_recoveries(event.recoveries)
+                self._keep_recoveries(event.recoveries)
                 if step >= self._next_step:
                     self._next_step = step + 1
-                    self._goodput.committed(time.monotonic(), event.step_s, event.num_alive)
+                    self._goodput.on_commit(time.monotonic(), event.step_s, event.num_alive)
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class Telemetry:
         values |= self._speed(step_s, event.num_alive * self._run.ranks_per_group)
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 
-    def _take_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
+    def _keep_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
         """Keeps each recovery as the first group reports it."""
         for record in recoveries:
             if (record.num_restarts, record.step) > self._last_recovery:
@@ -224,9 +224,9 @@ class Telemetry:
                 self._recoveries.append(record)
 
     def _of_recoveries(self) -> dict[str, Value]:
-        told, self._recoveries = self._recoveries, []
+        recoveries, self._recoveries = self._recoveries, []
         parts = ("agree_s", "patch_s", "rebuild_s", "reduce_s")
-        split = {part: sum(getattr(record, part) for record in told) for part in parts if told}
+        split = {part: sum(getattr(record, part) for record in recoveries) for part in parts if recoveries}
         return {f"fault/recovery_{part}": round(spent_s, 6) for part, spent_s in split.items()}
 
     def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:

@@ -85,24 +85,24 @@ class Deferral:
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # only this thread handles signals
             found = {number: signal.getsignal(number) for number in _SIGNALS}
-            self._outer |= {number: handler for number, handler in found.items() if handler != self._come}
+            self._outer |= {number: handler for number, handler in found.items() if handler != self._on_signal}
             for number, handler in self._outer.items():
                 if handler not in (signal.SIG_DFL, None):  # else its default action ends this process
-                    signal.signal(number, self._come)
+                    signal.signal(number, self._on_signal)
 
     def _uninstall(self) -> None:
         for number, handler in self._outer.items():
-            if signal.getsignal(number) == self._come:
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         self._uninstall()
         os.close(self._wakeup_fd)
         os.close(self._writing_fd)
         if self._first is not None and callable(handler := self._outer[self._first]):
             handler(self._first, None)
 
-    def _come(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._act()
         if callable(self._outer[signal.Signals(number)]):  # else it is ignored
             self._first = self._first or signal.Signals(number)
@@ -122,7 +122,7 @@ def deferred(act: Callable[[], None] = lambda: None) -> Iterator[Deferral]:
     try:
         yield deferral
     finally:
-        deferral._end()
+        deferral._close()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from spare_megatron.config.own_code import start_in_safe_path_mode
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import ControlConfig
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
@@ -145,15 +145,15 @@ def start_hub(context: ForkServerContext, wait: Wait) -> Child:
 
 
 def start_store(
-    context: ForkServerContext, config: RunConfig, hub: Child | None, wait: Wait
+    context: ForkServerContext, control: ControlConfig, run_name: str, hub: Child | None, wait: Wait
 ) -> tuple[Child | None, StoreSpec]:
     """The control store of a new run, with its process if it is the embedded one.
 
     Raises RuntimeError if it does not come up, and ValueError for credentials for etcd that cannot be used.
     """
-    if config.control.store == "etcd":
-        return None, etcd_spec(config.control, config.name, os.environ)
-    return start_embedded_store(context, config.control.listen_address, hub, wait)
+    if control.store == "etcd":
+        return None, etcd_spec(control, run_name, os.environ)
+    return start_embedded_store(context, control.listen_address, hub, wait)
 
 
 def start_embedded_store(
@@ -267,9 +267,9 @@ def report_held(report: Callable[[RecordsHeld], None]) -> OnHeld:
     return lambda path, reason: report(RecordsHeld(path=str(path), reason=reason))
 
 
-def close_or_tell(records: _Closable, tell: Callable[[RecordsLost], None]) -> None:
+def close_or_report(records: _Closable, report: Callable[[RecordsLost], None]) -> None:
     """Closes the records; reports bytes that a full disk did not take, which affect the verdict but cost no group."""
     try:
         records.close()
     except BytesLost as error:
-        tell(RecordsLost(paths=(str(error.filename),), num_bytes=error.num_bytes, reason=error.reason))
+        report(RecordsLost(paths=(str(error.filename),), num_bytes=error.num_bytes, reason=error.reason))

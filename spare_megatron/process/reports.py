@@ -268,7 +268,7 @@ class NodeEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoOn:
-    """From the driver to a supervisor: the fault that this rank wanted has struck."""
+    """From the driver to a supervisor, and from this to the rank: the fault that the rank wanted has struck."""
 
     wanted: FaultWanted
 
@@ -288,7 +288,7 @@ class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 
 
-Order = GoOn | EndEarly
+Order = GoOn | EndEarly | StopProcess
 
 NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 

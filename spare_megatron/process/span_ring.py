@@ -33,10 +33,10 @@ class PassTimes(Generic[Mark]):
         self._began = None
         self._passes.clear()
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         self._began = self._mark()
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Ends the pass, also one that raised."""
         if self._began is not None:
             self._passes.append((self._began, self._mark()))
@@ -124,16 +124,16 @@ class SpanRecorder:
     @contextlib.contextmanager
     def forward(self, microbatch: Microbatch) -> Iterator[None]:
         began_s = self._turn()
-        self.passes.begin()
+        self.passes.start_pass()
         try:
             yield
         finally:
-            self.passes.end()
+            self.passes.end_pass()
             self._add(_CODES[FORWARD], began_s, self._turn(), microbatch)
 
     def backward(self, microbatch: Microbatch) -> None:
         self._backward = (microbatch, self._turn())
-        self.passes.begin()
+        self.passes.start_pass()
 
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
         """Records a span of a recovery stage, in seconds of the monotonic clock."""
@@ -145,7 +145,7 @@ class SpanRecorder:
         if self._backward is not None:
             microbatch, began_s = self._backward
             self._backward = None
-            self.passes.end()
+            self.passes.end_pass()
             self._add(_CODES[BACKWARD], began_s, now_s, microbatch)
         return now_s
 

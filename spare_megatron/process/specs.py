@@ -61,7 +61,7 @@ class NodeSpec:
     Attributes:
         rank_main: Main function of a rank's process.
         hub_pid: Process that holds the bridge between the nodes' networks, if each has one of its own.
-        life: Incarnation of the node's supervisor; 0 for the first, higher for each that replaces it.
+        incarnation: Incarnation of the node's supervisor; 0 for the first, higher for each that replaces it.
         is_remote: The driver is on another machine, and may be lost without the node.
         code: Digest of the driver's code.
     """
@@ -73,10 +73,10 @@ class NodeSpec:
     faults: tuple[Fault, ...]
     rank_main: RankMain
     hub_pid: int | None = None
-    life: int = 0
+    incarnation: int = 0
     is_remote: bool = False
     code: str = field(default_factory=code_digest)
 
     @property
     def name(self) -> str:
-        return f"supervisor-{self.node}" + (f"-life-{self.life}" if self.life else "")
+        return f"supervisor-{self.node}" + (f"-life-{self.incarnation}" if self.incarnation else "")

@@ -65,16 +65,16 @@ class Inbox:
         try:
             some = connection.recv(_READ_BYTES)
         except BlockingIOError:
-            return  # all complete messages have been taken
+            return  # there is no complete message left
         except OSError as error:
             raise RelayBroken(str(error)) from error
         if not some:
             raise RelayBroken("the other side has closed the connection")
         self._bytes += some
-        while (message := self._take()) is not None:
+        while (message := self._next_message()) is not None:
             yield message
 
-    def _take(self) -> Message | None:
+    def _next_message(self) -> Message | None:
         if len(self._bytes) < _HEAD.size:
             return None
         kind, number, group, incarnation, num_bytes = _HEAD.unpack_from(self._bytes)

@@ -40,16 +40,12 @@ from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_source import StateSource, slice_contents
 from spare_megatron.state.transfer.state_transfer import StateTransfer
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import GroupAgreement
 from spare_megatron.voting.voting import Voting, open_relay
-
-
-def _server_key(member: Member, rank: int) -> str:
-    """Store key of the address of a rank's piece server."""
-    return f"pieces/{member.group}/{member.incarnation}/{rank}"
 
 
 class Assembly:
@@ -87,7 +83,8 @@ class Assembly:
         self.trainer = self._build_trainer(device)
         self.agreement = self._build_agreement(log)
         is_leader = self.agreement.is_leader
-        self._voting = Voting(self.agreement, open_relay(spec.member, store, self._config) if is_leader else None)
+        relay = open_relay(spec.member, store, spec.config.control, len(self.groups)) if is_leader else None
+        self._voting = Voting(self.agreement, relay)
         self._communicator = self._build_communicator(device)
         self._staging = Staging(self.trainer.gradients.new_staging)
         self._source = self._serve_state()
@@ -265,7 +262,7 @@ class Assembly:
         config = self._config
         return Saver(
             config=config,
-            folder=folder_of(config, self._spec.run_dir),
+            folder=folder_of(config.checkpoint, self._spec.run_dir),
             trainer=self.trainer,
             agreement=self.agreement,
             ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
@@ -315,10 +312,10 @@ class Assembly:
         source = StateSource({content.name: content for content in partitions})
         server = PieceServer(self._store.local_host(), source, self._config.reduce.timeout_s)
         server.start()
-        self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
+        self._store.put(keys.piece_server(self._spec.member, self._spec.rank), str(server.address))
         return source
 
     def _find_server(self, member: Member) -> Address:
         """The server of the member's rank at the same position, published before the member took part."""
-        key = _server_key(member, self._spec.rank)
+        key = keys.piece_server(member, self._spec.rank)
         return Address.parse(self._store.wait(key, self._config.reduce.timeout_s))

@@ -13,6 +13,7 @@ from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_rea
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 
 _MARGIN_S = 30.0
@@ -58,7 +59,7 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
     timeout_s = control.startup_timeout_s
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=store.rendezvous(f"world/{spec.group}/{spec.incarnation}", spec.rank, timeout_s),
+        store=store.rendezvous(keys.world(spec.member), spec.rank, timeout_s),
         rank=spec.rank,
         world_size=spec.config.parallel.ranks_per_group,
         timeout=timedelta(seconds=timeout_s),
@@ -84,9 +85,6 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
     dist.barrier(group=ranks)
 
 
-_KEY = "data-digest"
-
-
 def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> None:
     """Compares samples of every shard with those of the first group that has read them.
 
@@ -98,7 +96,7 @@ def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> No
     except ValueError as error:
         text = f"data.access=shared needs every group to read all data, and in group {group} {error}; set it to stacked"
         raise ValueError(text) from error
-    if store.put_if_absent(_KEY, digest) != digest:
+    if store.put_if_absent(keys.DATA_DIGEST, digest) != digest:
         raise ValueError(
             f"data.access=shared needs every group to read the same data, and group {group} reads other samples than "
             f"the one that looked first; have data.corpus name the same files everywhere, or set data.access=stacked"

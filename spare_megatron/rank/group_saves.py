@@ -102,7 +102,7 @@ def save_alone(spec: RankSpec, trainer: GroupTrainer, action: SaveCheckpoint, he
 
     `action` describes the state as a checkpoint of this group; `head` counts the log entries folded so far.
     """
-    path = last_state_path(spec.config, spec.run_dir, action.step)
+    path = last_state_path(spec.config.checkpoint, spec.run_dir, action.step)
     num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
     optimizer = trainer.stacked
     saved = SavedRank(

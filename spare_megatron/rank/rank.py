@@ -19,7 +19,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord, digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.process.heartbeats import HeartbeatWriter
-from spare_megatron.process.processes import close_or_tell, leave, report_held, say
+from spare_megatron.process.processes import close_or_report, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import ExitCode, FaultStruck, FaultWanted, RanksReady, RestartAwaited, RunStopped
 from spare_megatron.process.specs import RankSpec
@@ -102,7 +102,7 @@ class _Rank:
 
     def close(self) -> None:
         self._beacon.leave()
-        close_or_tell(self._journal, self._reports.send)
+        close_or_report(self._journal, self._reports.send)
 
     def _write_code(self) -> None:
         group, incarnation = self._spec.member

@@ -57,7 +57,7 @@ class RestartLoader:
         probe: RankProbe,
     ) -> None:
         self._config = config
-        self._folder = folder_of(config, run_dir)
+        self._folder = folder_of(config.checkpoint, run_dir)
         self._takes_checkpoints = config.checkpoint.is_wanted
         self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
         self._rank = rank

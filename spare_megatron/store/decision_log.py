@@ -1,29 +1,20 @@
 """Client of the decision log, the append-only entries that every process folds, and of the votes that lead to them.
 
-Keys: `log/{index}` holds entry `index`, zero-padded so that lexicographic order is log order, and is written once, by
-compare-and-set. `broken/{index}` marks the collective preceding entry `index` as failed.
-`vote/{attempt}/{group}/{incarnation}` holds the votes that this member has cast on an attempt: its own and, as a relay,
-those of others. `votes/{attempt}` counts casts, repeated ones included. Votes of incarnations that are not members are
-never read. Entries and votes are opaque text here; `core.entries` and `core.votes` define them.
+Entries are written once, by compare-and-set, under keys whose lexicographic order is log order. Votes of incarnations
+that are not members are never read. Entries and votes are opaque text here; `core.entries` and `core.votes` define it.
 """
 
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
-
-Voter = tuple[int, int]
-"""A group and its incarnation."""
-_Voter = TypeVar("_Voter", bound=Voter)
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
 """Over all ranks of a run: a quarter of what the embedded store's server answers with one processor."""
-
-LOG = "log/"
-"""The directory that holds the entries and nothing else; they are written in lexicographic order."""
 
 
 class DecisionLog:
@@ -34,27 +25,27 @@ class DecisionLog:
 
     def append(self, index: int, entry: str) -> str:
         """Writes the entry if the index is free; returns the entry stored there."""
-        return self._store.put_if_absent(entry_key(index), entry)
+        return self._store.put_if_absent(keys.entry(index), entry)
 
     def has(self, index: int) -> bool:
         """Whether the entry is written; the cheap poll of a rank in a reduction."""
-        return self._store.exists(entry_key(index))
+        return self._store.exists(keys.entry(index))
 
     def report_broken(self, index: int) -> None:
         """Marks the collective preceding entry `index` as failed."""
-        self._store.put(_broken_key(index), "broken")
+        self._store.put(keys.broken(index), "broken")
 
     def is_broken(self, index: int) -> bool:
         """Whether a rank has marked that collective as failed; as cheap as `has`."""
-        return self._store.exists(_broken_key(index))
+        return self._store.exists(keys.broken(index))
 
     def wait(self, index: int, timeout_s: float) -> str:
         """Blocks until the entry is written and returns it; raises `StoreTimeout` after timeout_s seconds."""
-        return self._store.wait(entry_key(index), timeout_s)
+        return self._store.wait(keys.entry(index), timeout_s)
 
     def entries(self, indices: Sequence[int]) -> list[str | None]:
         """A few consecutive entries, None for those that are not written."""
-        return self._store.get([entry_key(index) for index in indices])
+        return self._store.get([keys.entry(index) for index in indices])
 
     def read(self, index: int, most: int) -> list[str]:
         """Written entries from the index on: at least half of those that exist, at most `most`.
@@ -83,7 +74,7 @@ class DecisionLog:
         # Not `has`: it may start a watch, which first reads all entries from this index on.
         return self.entries([index]) != [None]
 
-    def cast(self, attempt: int, writer: Voter, votes: Mapping[_Voter, str], forget: Sequence[int] = ()) -> int:
+    def cast(self, attempt: int, writer: Member, votes: Mapping[Member, str], forget: Sequence[int] = ()) -> int:
         """Casts votes with one write. A vote that several writers cast is the same vote.
 
         Args:
@@ -96,79 +87,77 @@ class DecisionLog:
             Votes cast on the attempt so far, repeated casts included: never too few, so the caster of the last vote
             always learns that it may be the last.
         """
-        voters: dict[str, list[_Voter]] = {}
+        voters: dict[str, list[Member]] = {}
         for voter, vote in votes.items():
             voters.setdefault(vote, []).append(voter)
         num_votes = self._store.put_counted(
-            _vote_key(attempt, writer),
+            keys.votes(attempt, writer),
             json.dumps(list(voters.items())),
-            _count_key(attempt),
+            keys.num_votes(attempt),
             weight=len(votes),
-            forget=[_vote_key(past, writer) for past in forget],
+            forget=[keys.votes(past, writer) for past in forget],
         )
         if num_votes == len(votes):
             # The first cast on this attempt: all groups voted on the one before, so no count before that is read again.
-            self._store.delete([_count_key(attempt - 2)])
+            self._store.delete([keys.num_votes(attempt - 2)])
         return num_votes
 
     def num_votes(self, attempt: int) -> int:
         """Votes cast so far, repeated casts included, in one small read; for groups whose own vote has been cast."""
-        return self._store.counted(_count_key(attempt))
+        return self._store.counted(keys.num_votes(attempt))
 
-    def announce(self, member: Voter) -> None:
+    def announce(self, member: Member) -> None:
         """Announces that the member is up and waits to be admitted."""
-        group, incarnation = member
-        self._store.put(f"waiting/{group}", str(incarnation))
+        self._store.put(keys.waiting(member.group), str(member.incarnation))
 
-    def waiting(self, groups: Sequence[int]) -> list[Voter]:
+    def waiting(self, groups: Sequence[GroupId]) -> list[Member]:
         """Latest announced incarnation of each of these groups that has ever announced itself."""
-        found = self._store.get([f"waiting/{group}" for group in groups]) if groups else []
-        return [(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
+        found = self._store.get([keys.waiting(group) for group in groups]) if groups else []
+        return [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
 
-    def announce_restart(self, member: Voter, text: str) -> None:
+    def announce_restart(self, member: Member, text: str) -> None:
         """Announces that the member has restarted after a wipe-out, with the encoded state that it can offer."""
-        group, incarnation = member
-        self._store.put(f"restart/{group}", f"{incarnation} {text}")
+        self._store.put(keys.restart(member.group), f"{member.incarnation} {text}")
 
-    def waiting_to_restart(self, groups: Sequence[int]) -> list[tuple[Voter, str]]:
+    def waiting_to_restart(self, groups: Sequence[GroupId]) -> list[tuple[Member, str]]:
         """Latest restart announcement of each of these groups that has ever made one: member and text."""
-        found = self._store.get([f"restart/{group}" for group in groups])
+        found = self._store.get([keys.restart(group) for group in groups])
         parts = [(group, text.partition(" ")) for group, text in zip(groups, found, strict=True) if text is not None]
-        return [((group, int(incarnation)), text) for group, (incarnation, _, text) in parts]
+        return [(Member(group, int(incarnation)), text) for group, (incarnation, _, text) in parts]
 
-    def publish_digest(self, index: int, group: int, digest: str) -> None:
+    def publish_digest(self, index: int, group: GroupId, digest: str) -> None:
         """Publishes the digest of the group's parameters as of entry `index`, for the groups that the entry admits."""
-        self._store.put(f"digest/{index}/{group}", digest)
+        self._store.put(keys.digest(index, group), digest)
 
-    def digests(self, index: int, groups: Sequence[int]) -> list[str | None]:
+    def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
         """The digests that these groups have published so far, None for the others."""
-        return self._store.get([f"digest/{index}/{group}" for group in groups])
+        return self._store.get([keys.digest(index, group) for group in groups])
 
-    def votes(self, attempt: int, voters: Sequence[Voter], relays: Sequence[Voter] = ()) -> dict[int, str]:
+    def votes(self, attempt: int, voters: Sequence[Member], relays: Sequence[Member] = ()) -> dict[GroupId, str]:
         """The votes that these voters have cast on the attempt so far, by group.
 
         Reads the casts of the relays first, then the keys of those voters that are not found there.
         """
         found = self._written_by(attempt, relays)
         found |= self._written_by(attempt, [voter for voter in voters if voter not in found])
-        return {voter[0]: found[voter] for voter in voters if voter in found}
+        return {voter.group: found[voter] for voter in voters if voter in found}
 
-    def _written_by(self, attempt: int, writers: Sequence[Voter]) -> dict[Voter, str]:
-        found = self._store.get([_vote_key(attempt, writer) for writer in writers]) if writers else []
+    def _written_by(self, attempt: int, writers: Sequence[Member]) -> dict[Member, str]:
+        found = self._store.get([keys.votes(attempt, writer) for writer in writers]) if writers else []
         return {
-            (group, incarnation): vote
+            Member(group, incarnation): vote
             for text in found
             if text is not None
             for vote, voters in json.loads(text)
             for group, incarnation in voters
         }
 
-    def publish_relay(self, member: Voter, address: str) -> None:
-        self._store.put(_relay_key(member), address)
+    def publish_relay(self, member: Member, address: str) -> None:
+        self._store.put(keys.relay(member), address)
 
-    def relay(self, member: Voter) -> str | None:
+    def relay(self, member: Member) -> str | None:
         """Address of the member's relay, None if it has published none."""
-        return self._store.get([_relay_key(member)])[0]
+        return self._store.get([keys.relay(member)])[0]
 
 
 def ask_interval_s(num_ranks: int) -> float:
@@ -180,25 +169,3 @@ def ask_interval_s(num_ranks: int) -> float:
     (0.01, 0.4)
     """
     return max(_ASK_INTERVAL_S, num_ranks / _MOST_ASKS_PER_S)
-
-
-def entry_key(index: int) -> str:
-    return f"{LOG}{index:010}"
-
-
-def _vote_key(attempt: int, voter: Voter) -> str:
-    group, incarnation = voter
-    return f"vote/{attempt}/{group}/{incarnation}"
-
-
-def _broken_key(index: int) -> str:
-    return f"broken/{index}"
-
-
-def _count_key(attempt: int) -> str:
-    return f"votes/{attempt}"
-
-
-def _relay_key(member: Voter) -> str:
-    group, incarnation = member
-    return f"relay/{group}/{incarnation}"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from spare_megatron.store.decision_log import LOG
 from spare_megatron.store.etcd_gateway import EtcdGateway, Message, StoreLacks, decoded, encoded
 from spare_megatron.store.etcd_watch import EtcdDirectory, values_of
 from spare_megatron.store.interface import StoreTimeout
+from spare_megatron.store.keys import LOG
 from spare_megatron.store.spec import EtcdStoreSpec
 from spare_megatron.store.tcp_store import listen, without_name_lookups
 

@@ -40,7 +40,7 @@ class EtcdWatch:
             self._changed.wait_for(lambda: key in self._values, timeout_s)
             return self._values.get(key)
 
-    def let_go_before(self, key: str) -> None:
+    def forget_before(self, key: str) -> None:
         """Drops the values of keys lexicographically before this one: they will not be asked for."""
         with self._changed:
             for past in [past for past in self._values if past < key]:
@@ -81,9 +81,9 @@ class EtcdWatch:
                     # Compacted: a waiting reader's next check finds what was missed and opens a new watch.
                     self._next_revision = max(self._next_revision, int(message.get("compact_revision", 0)))
                     return
-                self._take(message)
+                self._apply(message)
 
-    def _take(self, message: Message) -> None:
+    def _apply(self, message: Message) -> None:
         with self._changed:
             for event in message.get("events", ()):
                 pair = event["kv"]
@@ -137,7 +137,7 @@ class EtcdDirectory:
             if value is not None:
                 self.close()  # the watch has missed it: its member may be cut off
         elif value is not None and self._is_ordered and key > self._first:
-            watch.let_go_before(key)
+            watch.forget_before(key)
             self._first = key
         return value
 

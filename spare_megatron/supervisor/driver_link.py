@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Thread
 
 from spare_megatron.process.processes import say
-from spare_megatron.process.reports import LastReportAcknowledged, NodeReport, Order, StopProcess
+from spare_megatron.process.reports import EndEarly, GoOn, LastReportAcknowledged, NodeReport, Order, StopProcess
 
 _MOST_UNREAD = 20_000
 """Most reports, some hundred bytes each, that may wait for a driver. One that is suspended reads none."""
@@ -48,14 +48,14 @@ class DriverLink:
     def pipes(self) -> list[Connection]:
         return [] if self._connection is None else [self._connection]
 
-    def tell(self, report: NodeReport) -> None:
+    def report(self, report: NodeReport) -> None:
         """Queues a report for the driver, if there is one.
 
         Raises:
             Stopped: A driver that is needed has left too many reports unread.
         """
         self._listener(report)
-        if self._connection is None or self._failure is not None:  # `hear` will find its last order, or its end
+        if self._connection is None or self._failure is not None:  # `next_order` will find its last order, or its end
             return
         try:
             self._unread.put_nowait(bytes(ForkingPickler.dumps(report)))  # now: what it refers to may change
@@ -66,7 +66,7 @@ class DriverLink:
             self._sender = Thread(target=self._send, args=(self._connection,), name="driver-link", daemon=True)
             self._sender.start()
 
-    def hear(self) -> Order | None:
+    def next_order(self) -> GoOn | EndEarly | None:
         """Receives an order. Returns None if there is none because the driver is gone.
 
         Raises:
@@ -75,7 +75,7 @@ class DriverLink:
         if self._connection is None:
             return None
         try:
-            order = self._connection.recv()
+            order: Order = self._connection.recv()
         except (EOFError, OSError) as error:
             self._lose(error)
             return None
@@ -93,7 +93,7 @@ class DriverLink:
         Raises:
             Stopped: A driver that is needed is gone.
         """
-        self.tell(last)
+        self.report(last)
         if self._connection is None or self._sender is None:
             return
         timeout_s = None if self._is_needed else _LAST_WORD_S

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from spare_megatron.process.network import NodeNetwork
-from spare_megatron.process.reports import FaultWanted
+from spare_megatron.process.reports import FaultWanted, GoOn
 from spare_megatron.process.timers import Timers
 from spare_megatron.supervisor.rank_processes import RankProcesses
 
@@ -51,4 +51,4 @@ class NodeFaults:
         if self._ranks.is_there(key, wanted.pid):
             os.kill(wanted.pid, signal.SIGCONT)
             with contextlib.suppress(OSError):  # it was killed meanwhile
-                self._ranks.child(key).reports.send("go on")
+                self._ranks.child(key).reports.send(GoOn(wanted=wanted))

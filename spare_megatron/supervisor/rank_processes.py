@@ -1,4 +1,4 @@
-"""The rank processes of one node: starts, replaces, kills and reaps them, and explains why one has ended."""
+"""The rank processes of one node: starts, replaces, kills and reaps them."""
 
 import contextlib
 import os
@@ -12,15 +12,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Pulse
-from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import LOST_A_PEER
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
-    describe_exit,
     die_with,
     end_child,
     leave,
@@ -34,66 +30,6 @@ from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
-
-LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
-"""Exit codes that end the run for all groups: no reason to fence one."""
-
-
-_CAUSES: dict[int, str] = {
-    ExitCode.GROUP_BROKEN: LOST_A_PEER,
-    ExitCode.JOIN_FAILED: "could not take the state over; its log says why",
-    ExitCode.FENCED: "found itself fenced; the log entry says why",
-    ExitCode.STORE_LOST: "lost the control store",
-}
-"""Causes of loss by exit code."""
-
-
-INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
-"""Start of the last traceback line of an injected fault."""
-
-
-_OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
-"""Fragments of CUDA errors that mean a failed device, which no other group meets by computing the same."""
-
-
-def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
-    """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string."""
-    error = _error_in(traceback)
-    cause = error or _CAUSES.get(code) or describe_exit(code)
-    is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
-    return cause, "" if is_its_own else error
-
-
-class Raised:
-    """Exceptions that ranks of the node have raised, kept until they are reported with the losses of their groups."""
-
-    def __init__(self) -> None:
-        self._reports: dict[RankKey, RankRaised] = {}
-
-    def note(self, report: RankRaised) -> None:
-        self._reports[report.group, report.rank] = report
-
-    def first_rank(self, group: GroupId, ended: int) -> int:
-        """The lowest rank of the group that has raised; `ended` if none has."""
-        return min((rank for of, rank in self._reports if of == group), default=ended)
-
-    def cause_of_end(self, key: RankKey, code: int) -> tuple[str, str]:
-        """`cause_of_end` with the traceback that the rank has reported, if any."""
-        report = self._reports.get(key)
-        return cause_of_end(code, report.traceback if report else "")
-
-    def take(self, group: GroupId, rank: int) -> RankRaised | None:
-        return self._reports.pop((group, rank), None)
-
-    def forget(self, group: GroupId) -> None:
-        self._reports = {key: report for key, report in self._reports.items() if key[0] != group}
-
-
-def _error_in(traceback: str) -> str:
-    """The last line of a traceback; of a CUDA error its own line, because the text ends with advice."""
-    lines = traceback.strip().splitlines()
-    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")
-
 
 _FAREWELL_S = 5.0
 """How long a rank that has raised waits for its supervisor to kill it."""
@@ -123,12 +59,12 @@ class Spares:
         self._waiting: deque[RankProcess] = deque()
 
     def warm(self) -> None:
-        self._bury()
+        self._drop_dead()
         self._waiting += [self.new() for _ in range(self._num_kept - len(self._waiting))]
 
-    def take(self, num_wanted: int) -> list[RankProcess]:
+    def pop(self, num_wanted: int) -> list[RankProcess]:
         """Takes up to `num_wanted` spares, the oldest first."""
-        self._bury()
+        self._drop_dead()
         return [self._waiting.popleft() for _ in range(min(num_wanted, len(self._waiting)))]
 
     def new(self) -> RankProcess:
@@ -137,11 +73,11 @@ class Spares:
         child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page, os.getpid())
         return RankProcess(child=child, page=page, starvation=Starvation(child.pid))
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         while self._waiting:
             end_child(self._waiting.pop().child)
 
-    def _bury(self) -> None:
+    def _drop_dead(self) -> None:
         """Drops the spares that have died."""
         for process in [process for process in self._waiting if not process.child.process.is_alive()]:
             end_child(process.child)
@@ -204,7 +140,7 @@ class RankProcesses:
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
         self.exits: dict[RankKey, int] = {}
-        self.foreign = set(self._incarnations) if spec.life else set()
+        self.foreign = set(self._incarnations) if spec.incarnation else set()
 
     def start_all(self) -> None:
         """Starts the snapshot server and, for the first time, every rank of the node."""
@@ -229,7 +165,7 @@ class RankProcesses:
             self.sentinels.pop(child.process.sentinel, None)
         if self._spec.config.cluster.device == "gpu":  # a GPU has no room for both
             _end_all(former)
-        spares = self._spares.take(len(keys)) if takes_spares else []
+        spares = self._spares.pop(len(keys)) if takes_spares else []
         new = [self._spares.new() for _ in keys[len(spares) :]]
         for key, process in zip(keys, [*spares, *new], strict=True):
             self._start(key, process, wiped_out_at_s)
@@ -245,7 +181,7 @@ class RankProcesses:
             group=group,
             incarnation=self._incarnations[group],
             rank=rank,
-            device=_choose_device(self._spec.config, self._spec.node, key),
+            device=self._device_of(key),
             store=self._spec.store,
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
@@ -257,6 +193,12 @@ class RankProcesses:
         self._processes[key] = process
         self.pipes[process.child.reports] = key
         self.sentinels[process.child.process.sentinel] = key
+
+    def _device_of(self, key: RankKey) -> str:
+        """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
+        cluster, layout = self._spec.config.cluster, self._spec.config.parallel
+        first = self._spec.node * layout.ranks_per_node if cluster.launcher == "local" else 0
+        return f"cuda:{first + self._keys.index(key)}" if cluster.device == "gpu" else "cpu"
 
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""
@@ -347,7 +289,7 @@ class RankProcesses:
         if self.snapshot_server is not None:
             self.snapshot_server.look()
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """Kills and reaps all processes. Suspends the ranks first, so that none sees a peer end and reports it."""
         children = [process.child for process in self._processes.values()]
         for child in children:
@@ -355,7 +297,7 @@ class RankProcesses:
                 os.kill(child.pid, signal.SIGSTOP)
         if self.snapshot_server is not None:
             self.snapshot_server.end()
-        self._spares.end()
+        self._spares.end_all()
         _end_all(children)
 
 
@@ -365,11 +307,3 @@ def _end_all(children: Sequence[Child]) -> None:
             child.process.kill()
     for child in children:
         end_child(child)
-
-
-def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
-    """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
-    layout = config.parallel
-    first = node * layout.ranks_per_node if config.cluster.launcher == "local" else 0
-    index = first + layout.ranks_on(node).index(key)
-    return f"cuda:{index}" if config.cluster.device == "gpu" else "cpu"

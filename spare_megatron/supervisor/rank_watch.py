@@ -25,22 +25,22 @@ class RankWatch:
         self._interval_s = interval_s
         self._group_timeout_s = group_timeout_s
         self._load_timeout_s = load_timeout_s
-        self._liveness: dict[RankKey, FailureDetector] = {}
+        self._detectors: dict[RankKey, FailureDetector] = {}
         self._starved_s: dict[RankKey, float] = {}  # at the last poll
         self._group_starved_s: defaultdict[GroupId, float] = defaultdict(float)  # never falls, though ranks end
 
-    def begin(self, group: GroupId) -> None:
+    def start_watching(self, group: GroupId) -> None:
         """Watches the group's ranks on this node. Until then `control.startup_timeout_s` limits them."""
         for key in self._ranks.of(group):
-            self._liveness[key] = self._new_liveness()
+            self._detectors[key] = self._new_detector()
 
-    def end(self, *keys: RankKey) -> None:
+    def stop_watching(self, *keys: RankKey) -> None:
         for key in keys:
-            self._liveness.pop(key, None)
+            self._detectors.pop(key, None)
             self._starved_s.pop(key, None)
 
     def is_watched(self, group: GroupId) -> bool:
-        return any(key in self._liveness for key in self._ranks.of(group))
+        return any(key in self._detectors for key in self._ranks.of(group))
 
     def is_getting_on(self, group: GroupId, now_s: float) -> bool:
         """Whether the group is not watched because it is not up yet, but one of its ranks has made progress lately."""
@@ -49,7 +49,7 @@ class RankWatch:
 
     def forgive(self) -> None:
         """Restarts all detectors, so that what happened up to now does not count."""
-        self._liveness = {key: self._new_liveness() for key in self._liveness}
+        self._detectors = {key: self._new_detector() for key in self._detectors}
 
     def find_lost(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
         """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause.
@@ -58,9 +58,9 @@ class RankWatch:
             now_s: Monotonic time.
             known: Groups that are lost already. The caller adds each group that it receives.
         """
-        pulses = {key: self._ranks.pulse(key) for key in self._liveness}
+        pulses = {key: self._ranks.pulse(key) for key in self._detectors}
         self._add_starvation(pulses)
-        causes = {key: cause for key in pulses if (cause := self._look(key, pulses, now_s))}
+        causes = {key: cause for key in pulses if (cause := self._judge(key, pulses, now_s))}
         for (group, rank), cause in causes.items():
             if group not in known:
                 peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
@@ -68,14 +68,14 @@ class RankWatch:
                 pulse = peers[culprit]
                 yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
 
-    def _look(self, key: RankKey, pulses: Mapping[RankKey, Pulse], now_s: float) -> str:
+    def _judge(self, key: RankKey, pulses: Mapping[RankKey, Pulse], now_s: float) -> str:
         group = key[0]
         is_held_up = any(
             pulses[peer].operation is Operation.STORAGE
             for peer in self._ranks.of(group)
             if peer != key and peer in pulses
         )
-        return self._liveness[key].look(
+        return self._detectors[key].look(
             pulses[key], now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
         )
 
@@ -84,5 +84,5 @@ class RankWatch:
             self._group_starved_s[key[0]] += pulse.starved_s - self._starved_s.get(key, pulse.starved_s)
             self._starved_s[key] = pulse.starved_s
 
-    def _new_liveness(self) -> FailureDetector:
+    def _new_detector(self) -> FailureDetector:
         return FailureDetector(self._interval_s, self._group_timeout_s, self._load_timeout_s)

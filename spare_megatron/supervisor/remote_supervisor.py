@@ -21,6 +21,7 @@ from spare_megatron.process.reports import (
     NodeEnded,
     NodeMissing,
     NodeReport,
+    Order,
     RanksReady,
     StopProcess,
 )
@@ -30,7 +31,7 @@ from spare_megatron.store.open_store import open_store, without_credentials
 _RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
 """First and longest pause between launches while no node is free. It doubles each time, because all remote supervisors
 of a run ask the same server."""
-_LONG_LIFE_S = 30.0
+_LONG_LIVED_S = 30.0
 """A supervisor that has lasted this long is replaced without the longer pause that follows quick losses."""
 _END_S = 5.0
 """How long the process that launched a supervisor may outlast it."""
@@ -45,11 +46,11 @@ class Launcher(Protocol):
     def replaces(self) -> bool:
         """Whether a lost supervisor is started again, on the same node or another one."""
 
-    def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         """Starts `spare supervise` for this node; None if a user is to do that, or no node is free now."""
 
-    def ended(self, run_dir: Path, node: int) -> None:
-        """Frees what the supervisor ran on, after it has ended or is lost."""
+    def release(self, run_dir: Path, node: int) -> None:
+        """Releases the resources of the supervisor after it has ended or is lost."""
 
 
 class ByHand:
@@ -57,11 +58,11 @@ class ByHand:
 
     replaces = True
 
-    def start(self, run_dir: Path, node: int, life: int) -> None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> None:
         """Leaves the start to the user."""
 
-    def ended(self, run_dir: Path, node: int) -> None:
-        """Frees nothing."""
+    def release(self, run_dir: Path, node: int) -> None:
+        """Releases nothing."""
 
 
 class _Over(Exception):
@@ -82,8 +83,8 @@ class _RemoteSupervisor:
         self._spec = spec
         self._driver = driver
         self._host = open_store(spec.store).local_host()
-        self._life = 0
-        self._short_lives = 0
+        self._incarnation = 0
+        self._num_short_lived = 0
         self._has_begun = False
         self._step: subprocess.Popen[bytes] | None = None
 
@@ -91,63 +92,65 @@ class _RemoteSupervisor:
         """Runs one supervisor after another, until the run ends or the launcher does not replace a lost one."""
         try:
             while True:
-                supervisor, began_s = self._begin(), time.monotonic()
+                supervisor, began_s = self._start_supervisor(), time.monotonic()
                 if supervisor is not None and self._forward(supervisor):
                     self._end_step(_END_S)
                     return
                 if not self._has_begun:
-                    cause = self._why_missing(has_come=supervisor is not None)
-                    self._tell(NodeMissing(node=self._spec.node, cause=cause))
+                    cause = self._why_missing(has_connected=supervisor is not None)
+                    self._report(NodeMissing(node=self._spec.node, cause=cause))
                 self._end_step()
                 if not self._launcher.replaces:
                     sys.exit(1)
                 say(f"node {self._spec.node}: its supervisor is lost; another one takes its place")
-                self._life += 1
-                self._pause(supervisor is not None and time.monotonic() - began_s > _LONG_LIFE_S)
+                self._incarnation += 1
+                self._pause(supervisor is not None and time.monotonic() - began_s > _LONG_LIVED_S)
         finally:
             self._end_step()
 
-    def _pause(self, has_lived: bool) -> None:
+    def _pause(self, was_long_lived: bool) -> None:
         """Waits before the next supervisor, longer each time while supervisors are lost soon after they connect."""
-        self._short_lives = 0 if has_lived else self._short_lives + 1
-        end_s = time.monotonic() + (restart_delay_s(0, 1, self._short_lives, _RETRY_S) or 0.0)
+        self._num_short_lived = 0 if was_long_lived else self._num_short_lived + 1
+        end_s = time.monotonic() + (restart_delay_s(0, 1, self._num_short_lived, _RETRY_S) or 0.0)
         while (left_s := end_s - time.monotonic()) > 0:
             if wait([self._driver], left_s):
-                self._obey(None)
+                self._relay_order(None)
 
-    def _begin(self) -> Connection | None:
+    def _start_supervisor(self) -> Connection | None:
         """Launches a supervisor and sends it its spec. Returns None if it does not connect."""
         spec = self._spec
-        door = Listener(spec.run_dir, spec.node, self._host)
+        listener = Listener(spec.run_dir, spec.node, self._host)
         try:
-            self._step = self._start()
+            self._step = self._launch()
             # A replacement may have to wait until a node is free.
-            end_s = math.inf if self._life else time.monotonic() + spec.config.control.startup_timeout_s
+            end_s = math.inf if self._incarnation else time.monotonic() + spec.config.control.startup_timeout_s
             retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
             while time.monotonic() < end_s:
-                ready = wait([door.fileno(), self._driver], _RETRY_S)
+                ready = wait([listener.fileno(), self._driver], _RETRY_S)
                 if self._driver in ready:
-                    self._obey(None)
-                if door.fileno() in ready and (supervisor := door.accept()) is not None:
+                    self._relay_order(None)
+                if listener.fileno() in ready and (supervisor := listener.accept()) is not None:
                     store = without_credentials(spec.store)
                     with contextlib.suppress(OSError):  # it is lost already, which `_forward` notices
-                        supervisor.send(dataclasses.replace(spec, store=store, life=self._life, is_remote=True))
+                        supervisor.send(
+                            dataclasses.replace(spec, store=store, incarnation=self._incarnation, is_remote=True)
+                        )
                     return supervisor
                 if self._step is not None and self._step.poll() is not None:
                     break
-                if self._step is None and self._life and time.monotonic() >= retry_at_s:
-                    self._step = self._start()
+                if self._step is None and self._incarnation and time.monotonic() >= retry_at_s:
+                    self._step = self._launch()
                     retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
                     retry_at_s = time.monotonic() + retry_s
         finally:
-            door.close()
-        say(f"node {spec.node}: no supervisor has come")
+            listener.close()
+        say(f"node {spec.node}: no supervisor has connected")
         return None
 
-    def _why_missing(self, *, has_come: bool) -> str:
+    def _why_missing(self, *, has_connected: bool) -> str:
         node, step = self._spec.node, self._step
         code = None if step is None else step.poll()
-        if has_come:
+        if has_connected:
             reason = "its supervisor was lost before training began"
         elif code is not None:
             reason = f"its supervisor has not come: what was to start it ended with {describe_exit(code)}"
@@ -156,7 +159,7 @@ class _RemoteSupervisor:
             reason = f"its supervisor has not come within control.startup_timeout_s={timeout_s:g}"
         return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
+    def _launch(self) -> subprocess.Popen[bytes] | None:
         """Launches a supervisor; None if that is not possible now.
 
         Raises:
@@ -164,12 +167,12 @@ class _RemoteSupervisor:
         """
         spec = self._spec
         try:
-            return self._launcher.start(spec.run_dir, spec.node, self._life)
+            return self._launcher.start(spec.run_dir, spec.node, self._incarnation)
         except (OSError, ValueError) as error:
-            if self._life == 0:
+            if self._incarnation == 0:
                 raise
             say(f"node {spec.node}: its supervisor cannot be started now: {error}")
-            self._launcher.ended(spec.run_dir, spec.node)
+            self._launcher.release(spec.run_dir, spec.node)
             return None
 
     def _forward(self, supervisor: Connection) -> bool:
@@ -178,20 +181,20 @@ class _RemoteSupervisor:
             while True:
                 ready = wait([supervisor, self._driver])
                 if self._driver in ready:
-                    self._obey(supervisor)
+                    self._relay_order(supervisor)
                 if supervisor in ready:
                     try:
                         report = supervisor.recv()
                     except (EOFError, OSError):
                         return False
                     self._has_begun = self._has_begun or isinstance(report, RanksReady)
-                    self._tell(report)
+                    self._report(report)
                     if isinstance(report, NodeEnded):
                         with contextlib.suppress(OSError):
                             supervisor.send(LastReportAcknowledged())
                         return True
 
-    def _tell(self, report: NodeReport) -> None:
+    def _report(self, report: NodeReport) -> None:
         try:
             self._driver.send(report)
         except OSError:
@@ -202,10 +205,10 @@ class _RemoteSupervisor:
         self._step = None
         raise _Over
 
-    def _obey(self, supervisor: Connection | None) -> None:
+    def _relay_order(self, supervisor: Connection | None) -> None:
         """Relays an order of the driver, if there is a supervisor."""
         try:
-            order = self._driver.recv()
+            order: Order = self._driver.recv()
         except (EOFError, OSError):
             self._leave()
         if supervisor is not None:
@@ -214,13 +217,13 @@ class _RemoteSupervisor:
         if isinstance(order, StopProcess):
             raise _Over
 
-    def _end_step(self, patience_s: float = 0.0) -> None:
-        """Ends the process that launched the supervisor, if it is still there after `patience_s`."""
-        self._launcher.ended(self._spec.run_dir, self._spec.node)
+    def _end_step(self, grace_s: float = 0.0) -> None:
+        """Ends the process that launched the supervisor, if it is still there after `grace_s`."""
+        self._launcher.release(self._spec.run_dir, self._spec.node)
         step, self._step = self._step, None
         if step is None:
             return
-        for end, wait_s in ((lambda: None, patience_s), (step.terminate, _TERMINATE_S), (step.kill, _TERMINATE_S)):
+        for end, wait_s in ((lambda: None, grace_s), (step.terminate, _TERMINATE_S), (step.kill, _TERMINATE_S)):
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(wait_s)

@@ -54,30 +54,30 @@ class GroupRestarts:
         self.has_begun = False
         self.is_over = False
 
-    def up(self, group: GroupId) -> None:
+    def on_ready(self, group: GroupId) -> None:
         self.has_begun = True
         self._up_since_s[group] = time.monotonic()
 
-    def admitted(self, group: GroupId) -> None:
+    def on_admitted(self, group: GroupId) -> None:
         self.not_admitted.discard(group)
         self.wiped_out_at_s = None
 
-    def ended(self, group: GroupId) -> None:
+    def on_ended(self, group: GroupId) -> None:
         """Notes that the group may be started again after a wipe-out."""
         self._ended.add(group)
 
-    def fenced(self, group: GroupId) -> bool:
+    def on_fenced(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
         self._ended.add(group)
         is_wanted = self._most_restarts > 0 or self.wiped_out_at_s is not None
         return not is_wanted or self.is_over or self._bring_back(group)
 
-    def missed(self, group: GroupId) -> None:
+    def on_missed(self, group: GroupId) -> None:
         """Schedules the incarnation after one that this node waited for and that is already lost elsewhere."""
         self.coming_back.discard(group)
-        self.fenced(group)
+        self.on_fenced(group)
 
-    def wiped_out(self) -> None:
+    def on_wipe_out(self) -> None:
         """Schedules the restart of all ended groups, because the whole run restarts. Called again as others end."""
         self.wiped_out_at_s = self.wiped_out_at_s or time.monotonic()
         for group in sorted(self._ended):

@@ -11,6 +11,7 @@ from spare_megatron.process.processes import say
 from spare_megatron.process.reports import ExitCode, RankKey
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 
 _SILENT_INTERVALS = 4.0
@@ -57,7 +58,7 @@ def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: 
     last: dict[int, tuple[str | None, float]] = {}
     while others:
         now_s = time.monotonic()
-        for other, beat in zip(others, store.get([f"beat/{other}" for other in others]), strict=True):
+        for other, beat in zip(others, store.get([keys.beat(other) for other in others]), strict=True):
             if last.get(other, ("", 0.0))[0] != beat:
                 last[other] = beat, now_s
         others = [

@@ -46,7 +46,7 @@ class Timeline:
         self._first_step = 0
         self._due_at: int | None = None
 
-    def take(self, report: object) -> None:
+    def on_event(self, report: object) -> None:
         """Handles a report. Must be called before the report has consequences."""
         match report:
             case StepCommitted(step=step, epoch=epoch):

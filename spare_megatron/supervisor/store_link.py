@@ -15,16 +15,16 @@ from multiprocessing.connection import Connection
 
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
-from spare_megatron.process.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.supervisor.group_rendezvous import (
     GroupRendezvous,
-    PartLost,
-    PartsThere,
-    incarnation_key,
+    PartFenced,
+    PartsReady,
     present_members,
 )
 from spare_megatron.voting.fencing import fence
@@ -103,7 +103,7 @@ class NodeReplaced:
     """Another supervisor has taken this one's place, so this one must not start a group again."""
 
 
-LinkEvent = FenceWritten | NodeSilent | PartLost | PartsThere | LinkLost | LogStopped | NodeReplaced
+LinkEvent = FenceWritten | NodeSilent | PartFenced | PartsReady | LinkLost | LogStopped | NodeReplaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class StoreLink:
 
     Args:
         connect: Opens the store, in the thread.
-        life: Incarnation of this supervisor; None if no other may take its place.
+        incarnation: Incarnation of this supervisor; None if no other may take its place.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class StoreLink:
         interval_s: float,
         connect: Callable[[], ControlStore],
         outbox: Connection,
-        life: int | None = None,
+        incarnation: int | None = None,
     ) -> None:
-        self._life = life
+        self._incarnation = incarnation
         self._node = node
         self._layout = layout
         self._interval_s = interval_s
@@ -140,12 +140,12 @@ class StoreLink:
         self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
         self._stop: Stop | None = None  # as last reported
-        self._parts = GroupRendezvous(layout, node, life or 0, interval_s, outbox.send)
+        self._parts = GroupRendezvous(layout, node, incarnation or 0, interval_s, outbox.send)
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
         # Offset by incarnation: a replacement's first beat must not equal the last one of the lost supervisor.
-        self._beats = (life or 0) << 32
+        self._beats = (incarnation or 0) << 32
         self._beat_at_s = time.monotonic()
         """Due time of the next heartbeat."""
         self._last_beats: dict[int, int] = {}
@@ -161,12 +161,12 @@ class StoreLink:
         """Requests a fence, which is written as soon as the store answers."""
         self._wanted.put(wanted)
 
-    def begin(self, member: Member) -> None:
+    def publish_incarnation(self, member: Member) -> None:
         """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
         self._wanted.put(member)
 
     def wait_for_parts(self, member: Member) -> None:
-        """Publishes that this node is ready for the incarnation; `PartsThere` follows once all its nodes are."""
+        """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
         self._wanted.put(_Ready(member))
 
     def follow(self, setup: ControllerSetup) -> None:
@@ -190,9 +190,9 @@ class StoreLink:
         try:
             store = self._connect()
             log = DecisionLog(store)
-            if self._life:
-                store.put(f"life/{self._node}", str(self._life))
-            while self._serve(store, log):
+            if self._incarnation:
+                store.put(keys.supervisor_incarnation(self._node), str(self._incarnation))
+            while self._handle_next(store, log):
                 self._since_s = time.monotonic()
         except StoreLost as error:
             self._outbox.send(LinkLost(reason=str(error)))
@@ -200,13 +200,13 @@ class StoreLink:
             traceback.print_exc()
             self._outbox.send(LinkLost(reason=f"{type(error).__name__}: {error}"))
 
-    def _serve(self, store: ControlStore, log: DecisionLog) -> bool:
+    def _handle_next(self, store: ControlStore, log: DecisionLog) -> bool:
         """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
-            self._parts.look(store)
-            self._look_at_log(store)
+            self._parts.poll(store)
+            self._poll_log(store)
             return True
         try:
             wanted = self._wanted.get(timeout=left_s)
@@ -216,15 +216,15 @@ class StoreLink:
             self._outbox.send(NodeReplaced())
             return False
         if wanted is None:
-            store.put(f"beat/{self._node}", ENDED)
+            store.put(keys.beat(self._node), ENDED)
             return False
         if isinstance(wanted, Member):
-            store.put(incarnation_key(wanted.group), str(wanted.incarnation))
-            self._parts.begin(wanted)
+            store.put(keys.group_incarnation(wanted.group), str(wanted.incarnation))
+            self._parts.note_started(wanted)
             self._follower = None
             return True
         if isinstance(wanted, _Ready):
-            self._parts.wait(store, wanted.member)
+            self._parts.publish_ready(store, wanted.member)
             return True
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)
@@ -234,19 +234,19 @@ class StoreLink:
         if index is None:
             keep_beating = partial(self._keep_beating, store)
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
-            error = wanted.error if wanted.error and store.exists(ALL_GROUPS_READY) else ""
+            error = wanted.error if wanted.error and store.exists(keys.ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
-            self._parts.fenced(store, member, index, wanted.rank, wanted.cause)
+            self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
-        if not store.exists(ALL_GROUPS_READY):
+        if not store.exists(keys.ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_groups)
         return True
 
     def _is_replaced(self, store: ControlStore) -> bool:
-        if self._life is None:
+        if self._incarnation is None:
             return False
-        (latest,) = store.get([f"life/{self._node}"])
-        return latest is not None and int(latest) > self._life
+        (latest,) = store.get([keys.supervisor_incarnation(self._node)])
+        return latest is not None and int(latest) > self._incarnation
 
     def _keep_beating(self, store: ControlStore) -> None:
         """For use between the requests of a long operation: notes that the store answers, and beats if that is due."""
@@ -257,13 +257,13 @@ class StoreLink:
     def _beat(self, store: ControlStore) -> None:
         began_s = time.monotonic()
         self._beats += 1
-        store.beat(f"beat/{self._node}", str(self._beats), _LEASE_S)
+        store.beat(keys.beat(self._node), str(self._beats), _LEASE_S)
         near = [other for other in self._ring if other not in self._silent][:NUM_WATCHED]
         watched = [*near, *sorted(self._silent)]  # a silent node may come back, and its groups with it
         # Without nodes to watch it reads its own beat, to see that the store answers.
-        found = store.get([f"beat/{other}" for other in watched or [self._node]])
+        found = store.get([keys.beat(other) for other in watched or [self._node]])
         if not self._has_begun and watched and None in found:
-            self._has_begun = store.exists(ALL_GROUPS_READY)
+            self._has_begun = store.exists(keys.ALL_GROUPS_READY)
         now_s = time.monotonic()
         if now_s - began_s > self._interval_s / 2:
             self._slow_at_s = now_s
@@ -271,7 +271,7 @@ class StoreLink:
             self._judge(store, other, beats, now_s)
         self._beat_at_s = now_s + self._interval_s / BEATS_PER_INTERVAL
 
-    def _look_at_log(self, store: ControlStore) -> None:
+    def _poll_log(self, store: ControlStore) -> None:
         stop = None if self._follower is None else self._follower.stop(lambda: self._keep_beating(store))
         if stop is not None and stop is not self._stop:
             self._outbox.send(LogStopped(stop=stop))
@@ -295,7 +295,7 @@ class StoreLink:
         if cause and other not in self._silent:
             members = present_members(store, self._layout.groups_on(other))
             # A supervisor beats before it starts a group: if the beat stands still, none of these is a replacement's.
-            if store.get([f"beat/{other}"]) == [beats]:
+            if store.get([keys.beat(other)]) == [beats]:
                 self._silent.add(other)
                 self._outbox.send(NodeSilent(node=other, cause=cause, members=tuple(members)))
         elif self._last_beats[other] != before:  # `cause` is also empty in the grace period
@@ -321,7 +321,7 @@ class StoreWatch:
     def is_away(self) -> bool:
         return self._away_since_s is not None
 
-    def look(self, now_s: float) -> StoreAway | StoreBack | None:
+    def poll(self, now_s: float) -> StoreAway | StoreBack | None:
         """Whether the store has gone away or come back, at this monotonic time; None if nothing has changed."""
         silent_s = self._link.unanswered_s()
         if silent_s > self._limit_s:

@@ -8,7 +8,7 @@ from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.process.network import NodeNetwork
-from spare_megatron.process.processes import close_or_tell, report_held
+from spare_megatron.process.processes import close_or_report, report_held
 from spare_megatron.process.reports import (
     EndEarly,
     ExitCode,
@@ -33,9 +33,10 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.group_rendezvous import PartLost, PartsThere
+from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.node_faults import NodeFaults
-from spare_megatron.supervisor.rank_processes import LOSSLESS_EXITS, Raised, RankProcesses, cause_of_end
+from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
+from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import write_end
@@ -73,14 +74,14 @@ class Supervisor:
         self._spec = spec
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
-        on_held = report_held(lambda event: self._driver.tell(event))
+        on_held = report_held(lambda event: self._driver.report(event))
         self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
-        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)
+        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.on_event)
         load_timeout_s = spec.config.checkpoint.timeout_s
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
-        self._raised = Raised()
+        self._raised = RaisedExceptions()
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # not written yet
         self._is_following = False  # whether the link follows the log, as no rank here does
@@ -96,8 +97,8 @@ class Supervisor:
         self._store_failure = ""
         self._head_hint = 0
         network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.tell)
-        self._looked_at_s = time.monotonic()
+        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
+        self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
             node=spec.node,
@@ -105,18 +106,18 @@ class Supervisor:
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
-            life=spec.life if spec.is_remote else None,
+            incarnation=spec.incarnation if spec.is_remote else None,
         )
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:
         """Supervises until no rank is left. Returns why the run cannot continue; empty after a normal end."""
         try:
-            if self._spec.life:
+            if self._spec.incarnation:
                 self._take_over()
             else:
                 self._ranks.start_all()
-                self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+                self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
             self._link.start()
             self._watch()
         except Stopped:
@@ -131,12 +132,12 @@ class Supervisor:
 
     def close(self, failure: str) -> bool:
         """Ends all processes and connections. Returns whether the run has ended without a driver."""
-        self._ranks.end()
+        self._ranks.end_all()
         if not failure:
             self._link.stop(_FAREWELL_S)
-            self._serve_link()
+            self._handle_link_events()
         self._timeline.close()
-        close_or_tell(self._journal, self._driver.tell)
+        close_or_report(self._journal, self._driver.report)
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         if failure or self._driver.is_there:
             return False
@@ -147,22 +148,22 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Handles events until no rank is left and no fence or restart is pending."""
-        self._look()
+        self._poll()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
             ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._timers.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
-                self._reaped(key)
+                self._on_rank_exit(key)
             for pipe in [item for item in ready if item in ranks.pipes]:
-                if not self._serve(pipe):
+                if not self._receive_report(pipe):
                     del ranks.pipes[pipe]
             for _ in set(self._driver.pipes).intersection(ready):
-                self._obey()
-            self._serve_link()
+                self._handle_order()
+            self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:
-            self._hear(group)
+            self._receive_all_reports(group)
 
     def _is_awaiting_more(self) -> bool:
         """Whether a fence is pending, or a group may be started again, possibly after a later wipe-out."""
@@ -179,7 +180,7 @@ class Supervisor:
             self._link.follow(controller_setup(self._spec.config))
         return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out)
 
-    def _serve(self, pipe: Connection) -> bool:
+    def _receive_report(self, pipe: Connection) -> bool:
         """Handles one report of a rank. Returns False when its pipe has ended."""
         try:
             report: RankReport = pipe.recv()
@@ -193,13 +194,13 @@ class Supervisor:
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
                     self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
             case RanksReady(group=group):
-                self._restarts.up(group)
+                self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
-                self._rank_watch.begin(group)
+                self._rank_watch.start_watching(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
-                self._restarts.admitted(member.group)
+                self._restarts.on_admitted(member.group)
             case RestartAwaited():
-                self._restarts.wiped_out()
+                self._restarts.on_wipe_out()
                 return True
             case FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
@@ -208,71 +209,69 @@ class Supervisor:
                 self._faults.inflict(report)
                 return True
         if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
-            self._timeline.take(report)
+            self._timeline.on_event(report)
             return True  # only the report of the leader, rank 0, is forwarded
-        self._driver.tell(report)
+        self._driver.report(report)
         return True
 
-    def _obey(self) -> None:
-        match self._driver.hear():
+    def _handle_order(self) -> None:
+        match self._driver.next_order():
             case GoOn(wanted=wanted):
                 self._faults.let_go_on(wanted)
             case EndEarly():
                 self.ask_to_end()
 
-    def _reaped(self, key: RankKey) -> None:
+    def _on_rank_exit(self, key: RankKey) -> None:
         group, rank = key
         code = self._ranks.exits[key]
-        self._rank_watch.end(key)
-        if code == ExitCode.RESTART and group not in self._lost:
-            if self._ranks.have_ended(group):
-                self._restarts.ended(group)
-            self._restarts.wiped_out()
-            return
-        if code in LOSSLESS_EXITS:
-            self._end_with_the_run()
-        if code in LOSSLESS_EXITS or group in self._lost or self._store_failure:
-            return
-        if code == ExitCode.STORE_LOST:
-            # The store may be lost for all nodes; by then the link knows.
-            member = self._ranks.member(group)
-            self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
-            return
-        self._hear(group)  # a rank sends its traceback before it ends, and its peers end after it
-        rank = self._raised.first_rank(group, rank)
-        self._lose(group, rank, *self._raised.cause_of_end((group, rank), code))
+        self._rank_watch.stop_watching(key)
+        is_lost = group in self._lost
+        match consequence_of(code, is_group_lost=is_lost, is_store_given_up=bool(self._store_failure)):
+            case Consequence.RUN_ENDS:
+                self._end_with_the_run()
+            case Consequence.RUN_RESTARTS:
+                if self._ranks.have_ended(group):
+                    self._restarts.on_ended(group)
+                self._restarts.on_wipe_out()
+            case Consequence.GROUP_LOST_LATER:
+                member = self._ranks.member(group)
+                self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
+            case Consequence.GROUP_LOST:
+                self._receive_all_reports(group)  # a rank sends its traceback before it ends; its peers end after it
+                first = self._raised.first_rank(group, rank)
+                self._lose(group, first, *self._raised.cause_of_end((group, first), code))
 
     def _lose_without_store(self, member: Member, rank: int) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
         if is_present and not self._store_failure:
             self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
 
-    def _hear(self, group: GroupId) -> None:
+    def _receive_all_reports(self, group: GroupId) -> None:
         """Handles all reports that the group's ranks have sent so far."""
         for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
-            while pipe.poll() and self._serve(pipe):
+            while pipe.poll() and self._receive_report(pipe):
                 pass
 
     def _end_with_the_run(self) -> None:
         """Gives up the groups that have yet to be admitted again, because the run has ended."""
         self._restarts.is_over = True
         for group in sorted(self._restarts.not_admitted):
-            self._hear(group)
+            self._receive_all_reports(group)
         for group in self._restarts.not_admitted:
             self._lost.add(group)
             self._ranks.kill(group)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Polls heartbeats, the snapshot server and the store, then reschedules itself."""
-        self._timers.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
+        self._timers.after(self._interval_s / BEATS_PER_INTERVAL, self._poll)
         self._ranks.ensure_snapshot_server()
         now_s = time.monotonic()
-        if now_s - self._looked_at_s > self._interval_s:
+        if now_s - self._polled_at_s > self._interval_s:
             self._link.forgive()  # this process was suspended, and the link's thread with it
-        self._looked_at_s = now_s
-        change = self._store_watch.look(now_s)
+        self._polled_at_s = now_s
+        change = self._store_watch.poll(now_s)
         if change is not None:
-            self._driver.tell(change)
+            self._driver.report(change)
         if self._store_watch.failure:
             self._give_store_up(self._store_watch.failure)
         if self._store_watch.is_away:
@@ -287,7 +286,7 @@ class Supervisor:
         if self._store_failure:
             return
         self._store_failure, self._restarts.is_over = reason, True
-        self._driver.tell(StoreGone(node=self._spec.node, reason=reason))
+        self._driver.report(StoreGone(node=self._spec.node, reason=reason))
         self._timers.after(_SAVING_S, self._stop_saving)
 
     def _stop_saving(self) -> None:
@@ -306,7 +305,7 @@ class Supervisor:
         self._lost.add(group)
         self._want_fence(group, rank, cause, error)
         self._ranks.kill(group)
-        self._rank_watch.end(*self._ranks.of(group))
+        self._rank_watch.stop_watching(*self._ranks.of(group))
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
         member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
@@ -316,25 +315,25 @@ class Supervisor:
         self._link.fence(wanted)
         self._num_fences_wanted += 1
 
-    def _serve_link(self) -> None:
+    def _handle_link_events(self) -> None:
         while self._inbox.poll():
             event: LinkEvent = self._inbox.recv()
             match event:
                 case FenceWritten(wanted=wanted, member=member, entry_index=index):
-                    self._fenced(wanted, member, index)
+                    self._on_fence_written(wanted, member, index)
                 case NodeSilent(node=node, cause=cause, members=members):
                     self._lose_members(members, f"node {node}: {cause}")
-                case PartLost(member=member, rank=rank, cause=cause):
+                case PartFenced(member=member, rank=rank, cause=cause):
                     if member == self._ranks.member(member.group):
                         self._lose_part(member.group, rank, cause)
                     elif member == self._ranks.next_member(member.group):
                         self._ranks.adopt(member)
-                        self._restarts.missed(member.group)
-                case PartsThere(member=member):
+                        self._restarts.on_missed(member.group)
+                case PartsReady(member=member):
                     self._restarts.start(member.group)
                 case LogStopped(stop=stop):
                     if isinstance(stop, StopWipeOut) and not stop.reason:
-                        self._restarts.wiped_out()
+                        self._restarts.on_wipe_out()
                     else:
                         self._end_with_the_run()
                 case NodeReplaced():
@@ -354,7 +353,7 @@ class Supervisor:
         if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
             self._lose(group, rank, cause)
 
-    def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
+    def _on_fence_written(self, wanted: FenceWanted, member: Member, index: int) -> None:
         """Journals and reports a loss that is now in the log, and schedules the group's restart."""
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
@@ -363,7 +362,7 @@ class Supervisor:
             self._ranks.adopt(member)
             self._lost.add(group)
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
-        is_given_up = is_lost and not self._restarts.fenced(group)
+        is_given_up = is_lost and not self._restarts.on_fenced(group)
         record = LossRecord(
             group=group,
             rank=wanted.rank,
@@ -374,20 +373,22 @@ class Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._driver.tell(GroupLost.of(record, wanted.error, self._raised.take(group, wanted.rank)))
+        self._driver.report(GroupLost.of(record, wanted.error, self._raised.pop(group, wanted.rank)))
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
-        self._hear(group)
+        self._receive_all_reports(group)
         num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
         self._raised.forget(group)  # reports of the lost incarnation
-        self._rank_watch.end(*self._ranks.of(group))
+        self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
-        life, num_ranks = member.incarnation, len(self._ranks.of(group))
-        self._journal.write(StartRecord(group=group, incarnation=life, num_ranks=num_ranks, num_spares=num_spares))
-        self._link.begin(member)
+        num_ranks = len(self._ranks.of(group))
+        self._journal.write(
+            StartRecord(group=group, incarnation=member.incarnation, num_ranks=num_ranks, num_spares=num_spares)
+        )
+        self._link.publish_incarnation(member)
         self._is_following = False
-        self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+        self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
 
     def _give_up_if_not_ready(self, member: Member) -> None:

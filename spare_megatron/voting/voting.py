@@ -9,7 +9,7 @@ votes read them (`core.relays.Reliance` says why that suffices), once as many ar
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import ControlConfig
 from spare_megatron.core.entries import Entry, decode_entry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.relays import BlockVotes, Reliance
@@ -37,10 +37,10 @@ class RelayParts:
     collect_s: float
 
 
-def open_relay(member: Member, store: ControlStore, config: RunConfig) -> RelayParts | None:
+def open_relay(member: Member, store: ControlStore, control: ControlConfig, num_groups: int) -> RelayParts | None:
     """Opens and publishes the relay of this leader; None where all groups vote directly."""
-    fan_in, interval_s = config.control.vote_fan_in, config.control.heartbeat_interval_s
-    if fan_in == 1 or config.layout.num_groups <= fan_in:
+    fan_in, interval_s = control.vote_fan_in, control.heartbeat_interval_s
+    if fan_in == 1 or num_groups <= fan_in:
         return None
     log = DecisionLog(store)
 

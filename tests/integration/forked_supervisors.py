@@ -36,12 +36,12 @@ class Forks:
 
     replaces: bool = True
 
-    def start(self, run_dir: Path, node: int, life: int) -> Forked | None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
         process = multiprocessing.get_context("fork").Process(target=supervise, args=(os.getpid(), run_dir, node))
         process.start()
         return Forked(process)
 
-    def ended(self, run_dir: Path, node: int) -> None:
+    def release(self, run_dir: Path, node: int) -> None:
         """There is nothing to be given back."""
 
 

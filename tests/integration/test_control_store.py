@@ -125,43 +125,43 @@ def test_entries_are_found_in_whatever_order_they_are_asked_for(spec: StoreSpec)
 
 def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: ControlStore) -> None:
     log = DecisionLog(store)
-    assert [log.cast(4, (group, 0), {(group, 0): f"vote of {group}"}) for group in (0, 2)] == [1, 2]
+    assert [log.cast(4, Member(group), {Member(group): f"vote of {group}"}) for group in (0, 2)] == [1, 2]
     assert log.num_votes(4) == 2
-    assert log.votes(4, [(0, 0), (1, 0), (2, 0)]) == {0: "vote of 0", 2: "vote of 2"}
-    assert log.votes(4, [(0, 0), (2, 0)]) == {0: "vote of 0", 2: "vote of 2"}
+    assert log.votes(4, [Member(0), Member(1), Member(2)]) == {0: "vote of 0", 2: "vote of 2"}
+    assert log.votes(4, [Member(0), Member(2)]) == {0: "vote of 0", 2: "vote of 2"}
     assert log.votes(4, []) == {}
 
 
 def test_votes_that_others_have_cast_are_found_and_counted(store: ControlStore) -> None:
     log = DecisionLog(store)
-    voters = [(group, 0) for group in range(5)]
-    assert log.cast(0, (0, 0), {(0, 0): "yes", (1, 0): "no", (2, 0): "yes"}) == 3
-    assert log.cast(0, (3, 0), {(3, 0): "yes"}) == 4
-    assert log.votes(0, voters, [(0, 0), (3, 0)]) == {0: "yes", 1: "no", 2: "yes", 3: "yes"}
-    assert log.cast(0, (4, 0), dict.fromkeys([(4, 0), (5, 0), (6, 1), (7, 0), (8, 0)], "no")) == 9
-    assert log.cast(0, (1, 0), {(1, 0): "no"}) == 10  # again: never fewer than there are
+    voters = [Member(group) for group in range(5)]
+    assert log.cast(0, Member(0), {Member(0): "yes", Member(1): "no", Member(2): "yes"}) == 3
+    assert log.cast(0, Member(3), {Member(3): "yes"}) == 4
+    assert log.votes(0, voters, [Member(0), Member(3)]) == {0: "yes", 1: "no", 2: "yes", 3: "yes"}
+    assert log.cast(0, Member(4), dict.fromkeys([*map(Member, (4, 5, 7, 8)), Member(6, 1)], "no")) == 9
+    assert log.cast(0, Member(1), {Member(1): "no"}) == 10  # again: never fewer than there are
     assert log.num_votes(0) == 10
-    assert log.votes(0, voters, [(0, 0), (4, 0)]) == {0: "yes", 1: "no", 2: "yes", 3: "yes", 4: "no"}
-    assert log.votes(0, [(6, 0)], [(4, 0)]) == {}
+    assert log.votes(0, voters, [Member(0), Member(4)]) == {0: "yes", 1: "no", 2: "yes", 3: "yes", 4: "no"}
+    assert log.votes(0, [Member(6)], [Member(4)]) == {}
 
 
 def test_votes_that_are_forgotten_are_gone_and_no_others(store: ControlStore) -> None:
     log = DecisionLog(store)
-    voters = [(group, 0) for group in range(20)]
+    voters = [Member(group) for group in range(20)]
     for attempt in range(3):
         for voter in voters:
             log.cast(attempt, voter, {voter: "ok"}, [attempt - 2, attempt - 3] if voter[0] else [])
     assert log.votes(0, voters) == {0: "ok"}
     assert len(log.votes(1, voters)) == len(log.votes(2, voters)) == 20
-    assert log.cast(2, (20, 0), {(20, 0): "ok"}) == 21
-    assert log.cast(0, (20, 0), {(20, 0): "ok"}) == 1
+    assert log.cast(2, Member(20), {Member(20): "ok"}) == 21
+    assert log.cast(0, Member(20), {Member(20): "ok"}) == 1
 
 
 def test_as_many_votes_are_counted_as_groups_vote_at_once(spec: StoreSpec) -> None:
     counts: list[int] = []
 
     def vote(group: int) -> None:
-        counts.append(DecisionLog(open_store(spec)).cast(0, (group, 0), {(group, 0): "ok"}))
+        counts.append(DecisionLog(open_store(spec)).cast(0, Member(group), {Member(group): "ok"}))
 
     at_once(vote, 16)
     assert sorted(counts) == list(range(1, 17))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import EtcdGateway, Message
 from spare_megatron.store.etcd_store import EtcdControlStore
@@ -114,16 +115,16 @@ def test_a_vote_whose_answer_is_lost_counts_once(etcd_cluster: EtcdCluster) -> N
     answers = iter([True])
     with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:
         log = DecisionLog(EtcdControlStore(spec_of(proxy.endpoint)))
-        assert [log.cast(0, (group, 0), {(group, 0): "ok"}) for group in range(3)] == [1, 2, 3]
+        assert [log.cast(0, Member(group), {Member(group): "ok"}) for group in range(3)] == [1, 2, 3]
         assert proxy.num_lost == 1
 
 
 def test_a_vote_that_is_cast_twice_counts_once(etcd_cluster: EtcdCluster) -> None:
     log = DecisionLog(EtcdControlStore(spec_of(*etcd_cluster.endpoints)))
     assert [
-        log.cast(1, (0, 0), {(0, 0): "ok"}),
-        log.cast(1, (0, 0), {(0, 0): "ok"}),
-        log.cast(1, (1, 0), {(1, 0): "ok"}),
+        log.cast(1, Member(0), {Member(0): "ok"}),
+        log.cast(1, Member(0), {Member(0): "ok"}),
+        log.cast(1, Member(1), {Member(1): "ok"}),
     ] == [1, 1, 2]
 
 
@@ -141,13 +142,13 @@ def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluste
         def write(group: int) -> list[str]:
             log = DecisionLog(EtcdControlStore(spec))
             entries = [log.append(index, f"{index} by {group}") for index in range(20)]
-            log.cast(0, (group, 0), {(group, 0): "ok"})
+            log.cast(0, Member(group), {Member(group): "ok"})
             return entries
 
         with ThreadPoolExecutor(6) as pool:
             heard = list(pool.map(write, range(6), timeout=100))
         assert all(entries == heard[0] for entries in heard)
-        assert DecisionLog(EtcdControlStore(spec)).cast(0, (6, 0), {(6, 0): "ok"}) == 7
+        assert DecisionLog(EtcdControlStore(spec)).cast(0, Member(6), {Member(6): "ok"}) == 7
         assert proxy.num_lost > 20
 
 

@@ -30,9 +30,9 @@ class AllButOne(Forks):
     ends: bool = False
     comes_late: bool = False
 
-    def start(self, run_dir: Path, node: int, life: int) -> Forked | None:
-        if node != self.missing or (life and self.comes_late):
-            return super().start(run_dir, node, life)
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
+        if node != self.missing or (incarnation and self.comes_late):
+            return super().start(run_dir, node, incarnation)
         if not self.ends:
             return None
         process = get_context("fork").Process(target=sys.exit, args=(7,))

@@ -15,7 +15,8 @@ from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
-from spare_megatron.store.decision_log import DecisionLog, Voter
+from spare_megatron.stacking.layout import Member
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from tests.integration.whole_run import assert_masked, kill, read_run, tiny_config
 
@@ -33,7 +34,7 @@ class _TellingLog(DecisionLog):
         super().__init__(store)
         self._file = file
 
-    def cast(self, attempt: int, writer: Voter, votes: Mapping[Voter, str], forget: Sequence[int] = ()) -> int:
+    def cast(self, attempt: int, writer: Member, votes: Mapping[Member, str], forget: Sequence[int] = ()) -> int:
         with self._file.open("a") as file:
             file.write(f"{attempt}:{len(votes)}\n")
         return super().cast(attempt, writer, votes, forget)

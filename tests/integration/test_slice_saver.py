@@ -11,7 +11,7 @@ from spare_megatron.mcore.checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed
-from spare_megatron.store.decision_log import entry_key
+from spare_megatron.store import keys
 from tests.unit.memory_store import MemoryStore
 from tests.unit.test_slice_saves import HEAD, save_of
 
@@ -55,7 +55,7 @@ def run_all(savers: Sequence[PartitionSaver]) -> list[Future[bool]]:
 
 
 def fence(store: MemoryStore, index: int, member: Member) -> None:
-    store.put(entry_key(HEAD + index), encode_entry(Fence(group=member.group)))
+    store.put(keys.entry(HEAD + index), encode_entry(Fence(group=member.group)))
 
 
 def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.core.votes import Vote
 from spare_megatron.process.piece_wire import Address
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreTimeout
 from spare_megatron.voting.agreement import GroupAgreement
 from spare_megatron.voting.relay_link import RelayLink
@@ -151,7 +152,7 @@ def after_fences(*lost: int) -> tuple[list[Leader], dict[str, Any]]:
     assert everybody[1].vote(0) is None
     assert everybody[0].vote(0) is None
     for index, group in enumerate(lost):
-        data[entry_key(index)] = encode_entry(Fence(group=GroupId(group), reason="killed"))
+        data[keys.entry(index)] = encode_entry(Fence(group=GroupId(group), reason="killed"))
         for leader in everybody[:2]:
             assert leader.voting.confirm() is None
             assert leader.voting.read_entry(index).group == group
@@ -188,7 +189,7 @@ def test_after_a_loss_who_has_cast_its_vote_itself_reads_the_votes() -> None:
         assert everybody[number].vote(0) is None
     everybody[2].parts.relay.close()
     assert everybody[3].voting.confirm() is None
-    data[entry_key(0)] = encode_entry(Fence(group=GroupId(2), reason="killed"))
+    data[keys.entry(0)] = encode_entry(Fence(group=GroupId(2), reason="killed"))
     everybody[3].voting.read_entry(0)
     assert everybody[3].read_votes() == {0, 1, 3}
 
@@ -203,9 +204,9 @@ def test_who_has_not_voted_in_time_is_put_out_and_not_who_waits_for_it() -> None
     fence = everybody[0].voting.read_entry(0)
     assert isinstance(fence, Fence)
     assert fence.group == 2
-    assert fence.reason == f"it has not voted on attempt 0: {entry_key(0)} was not written within 50 s"
+    assert fence.reason == f"it has not voted on attempt 0: {keys.entry(0)} was not written within 50 s"
     assert everybody[3].voting.read_entry(0) == fence
-    assert [key for key in data if key.startswith("log/")] == [entry_key(0)]
+    assert [key for key in data if key.startswith("log/")] == [keys.entry(0)]
     with pytest.raises(StoreTimeout):
         everybody[0].voting.read_entry(1)  # group 2 is out, and nobody else is to blame
 
@@ -216,7 +217,7 @@ def test_a_decision_that_does_not_come_although_all_have_voted_puts_nobody_else_
         everybody[number].vote(0)
     with pytest.raises(StoreTimeout):
         everybody[0].voting.read_entry(0)
-    assert entry_key(0) not in data
+    assert keys.entry(0) not in data
 
 
 def test_votes_for_less_than_the_whole_sum_cost_no_more() -> None:
@@ -232,7 +233,7 @@ def one_commit_later() -> tuple[list[Leader], dict[str, Any]]:
     everybody, data = leaders()
     for leader in everybody[1], everybody[0]:
         assert leader.vote(0) is None
-    data[entry_key(0)] = encode_entry(Commit(step=0, attempt=0))
+    data[keys.entry(0)] = encode_entry(Commit(step=0, attempt=0))
     assert everybody[0].voting.read_entry(0) == everybody[1].voting.read_entry(0)
     return everybody, data
 
@@ -240,7 +241,7 @@ def one_commit_later() -> tuple[list[Leader], dict[str, Any]]:
 def test_a_relay_that_is_told_of_a_loss_waits_for_its_block_which_finds_out_by_itself() -> None:
     """Most of thousands of groups voted directly after a loss."""
     everybody, data = one_commit_later()
-    data[entry_key(1)] = encode_entry(Fence(group=GroupId(3), reason="killed"))
+    data[keys.entry(1)] = encode_entry(Fence(group=GroupId(3), reason="killed"))
     store, has_looked = everybody[0].store, []
 
     def look(key: str) -> bool:
@@ -251,7 +252,7 @@ def test_a_relay_that_is_told_of_a_loss_waits_for_its_block_which_finds_out_by_i
 
     store.exists = look  # type: ignore[method-assign]
     assert everybody[0].vote(1, is_complete=False) is None
-    assert has_looked == [entry_key(1), entry_key(2)]
+    assert has_looked == [keys.entry(1), keys.entry(2)]
     assert [leader.store.num_casts for leader in everybody[:2]] == [2, 0]
     for leader in everybody[0], everybody[1]:
         assert leader.voting.confirm() is None
@@ -272,6 +273,6 @@ def test_a_relay_does_not_wait_for_a_vote_of_which_the_log_says_that_it_will_not
     entry: Entry,
 ) -> None:
     everybody, data = one_commit_later()
-    data[entry_key(1)] = encode_entry(entry)
+    data[keys.entry(1)] = encode_entry(entry)
     assert everybody[0].vote(1, is_complete=False) is None
     assert everybody[0].store.num_casts == 2

@@ -12,7 +12,7 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, 
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
-from spare_megatron.supervisor.rank_processes import INJECTED
+from spare_megatron.supervisor.rank_exits import INJECTED
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     HEARTBEAT_S,

@@ -7,7 +7,8 @@ from typing import Any
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Fence, decode_entry
 from spare_megatron.core.events import EntryRead, VotesRead
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import Member
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.communicators import Communicator, Reduction
@@ -121,14 +122,14 @@ class Links:
     def announce(self) -> Steps:
         """Says that this incarnation waits to be taken in."""
         member = self._member
-        yield from conversation(lambda store: store.put(_waiting_key(member.group), str(member.incarnation)))
+        yield from conversation(lambda store: store.put(keys.waiting(member.group), str(member.incarnation)))
 
     def with_waiting(self, event: VotesRead) -> Steps:
         """The votes, with those who wait to be taken in."""
         groups = [group for group in self._world.groups if group not in self._controller.members]
         if not groups:
             return event
-        found = yield from conversation(lambda store: store.get([_waiting_key(group) for group in groups]))
+        found = yield from conversation(lambda store: store.get([keys.waiting(group) for group in groups]))
         waiting = [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
         return replace(event, waiting=tuple(waiting))
 
@@ -170,8 +171,3 @@ class Links:
 
     def _voice(self, log: DecisionLog) -> GroupAgreement:
         return self._world.voice_type(self._member, _LoneRank(), log, 1.0, fan_in=self._world.fan_in)
-
-
-def _waiting_key(group: GroupId) -> str:
-    """Where the latest incarnation of a group says that it waits."""
-    return f"waiting/{group}"

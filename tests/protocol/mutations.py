@@ -24,7 +24,7 @@ from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, Repair
 from spare_megatron.state.checkpoint.verification import refusal_in_log
-from spare_megatron.store.decision_log import DecisionLog, Voter
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.slices import PartitionStates
 
@@ -130,7 +130,7 @@ class RestartsWithoutHosts(Controller):
 class CountsOldVotes(DecisionLog):
     """Takes a group's vote on an earlier attempt where it has not voted on this one."""
 
-    def votes(self, attempt: int, voters: Sequence[Voter], relays: Sequence[Voter] = ()) -> dict[int, str]:
+    def votes(self, attempt: int, voters: Sequence[Member], relays: Sequence[Member] = ()) -> dict[int, str]:
         return {**super().votes(attempt - 1, voters, relays), **super().votes(attempt, voters, relays)}
 
 

@@ -18,7 +18,8 @@ from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup
-from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.fencing import fence
 from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group
@@ -155,10 +156,10 @@ class World:
                 self._start_group(group, is_replacing=False)
 
     def is_written(self, index: int) -> bool:
-        return self._store.has(entry_key(index))
+        return self._store.has(keys.entry(index))
 
     def is_told_broken(self, index: int) -> bool:
-        return self._store.has(f"broken/{index}")
+        return self._store.has(keys.broken(index))
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)

@@ -263,13 +263,13 @@ class InStep(ProcessWatch):
         self._num_left = num_looks
         self.has_seen_enough = threading.Event()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         if self._num_left == 0:
             self.has_seen_enough.set()
             return
         self._num_left -= 1
         self._happen()
-        super()._look()
+        super()._sample()
 
 
 def test_a_process_that_leaks_is_noticed() -> None:
@@ -287,7 +287,7 @@ def test_a_process_that_leaks_is_noticed() -> None:
         InStep(grow, num_looks=60) as watch,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
     ):
-        watch.take(COMMITTED)
+        watch.on_event(COMMITTED)
         assert watch.has_seen_enough.wait(WAIT_S)
     report = watch.report()
     assert report.orphans == ()
@@ -304,10 +304,10 @@ def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak(monkeypatch: pytes
     watch = ProcessWatch()
     held = [bytearray(1)]
     for pids in ({}, {(GroupId(1), 0): os.getpid()}):
-        watch.take(RanksStarted(node=0, pids=pids))
+        watch.on_event(RanksStarted(node=0, pids=pids))
         held.append(bytearray(b"x") * (100 << 20))
         for _ in range(20):
-            watch._look()
+            watch._sample()
     report = watch.report()
     assert report.growth.memory_bytes < MOST_GROWTH.memory_bytes
     assert report.largest.memory_bytes > sum(map(len, held))
@@ -333,7 +333,7 @@ def test_a_process_whose_parent_is_gone_is_found_and_ended(monkeypatch: pytest.M
 class NothingSeen:
     """A watch of processes that saw none."""
 
-    take = None
+    on_event = None
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 import pytest
 
 from spare_megatron.process.reports import ExitCode
-from spare_megatron.supervisor.rank_processes import INJECTED, cause_of_end
+from spare_megatron.supervisor.rank_exits import INJECTED, Consequence, cause_of_end, consequence_of
 
 _ADVICE = """CUDA kernel errors might be asynchronously reported at some other API call.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
@@ -45,3 +45,26 @@ def test_of_a_chain_the_last_exception_counts() -> None:
 def test_without_a_traceback_the_exit_code_tells() -> None:
     assert cause_of_end(-9) == ("SIGKILL", "")
     assert cause_of_end(ExitCode.GROUP_BROKEN) == ("lost a peer in its group", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_group_lost", "is_store_given_up", "expected"),
+    [
+        (-9, False, False, Consequence.GROUP_LOST),
+        (ExitCode.RAISED, False, False, Consequence.GROUP_LOST),
+        (ExitCode.GROUP_BROKEN, True, False, Consequence.NONE),
+        (-9, False, True, Consequence.NONE),
+        (ExitCode.STORE_LOST, False, False, Consequence.GROUP_LOST_LATER),
+        (ExitCode.STORE_LOST, False, True, Consequence.NONE),
+        (ExitCode.RESTART, False, False, Consequence.RUN_RESTARTS),
+        (ExitCode.RESTART, True, False, Consequence.NONE),
+        (ExitCode.FINISHED, True, True, Consequence.RUN_ENDS),
+        (ExitCode.WIPE_OUT, False, False, Consequence.RUN_ENDS),
+        (ExitCode.HALTED, False, False, Consequence.RUN_ENDS),
+    ],
+)
+def test_what_follows_from_an_exit_depends_on_its_code_and_on_what_is_lost_already(
+    code: int, is_group_lost: bool, is_store_given_up: bool, expected: Consequence
+) -> None:
+    found = consequence_of(code, is_group_lost=is_group_lost, is_store_given_up=is_store_given_up)
+    assert found is expected

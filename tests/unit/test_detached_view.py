@@ -40,7 +40,7 @@ class ListView:
     ) -> None:
         self.taken.append("end")
 
-    def take(self, event: object) -> None:
+    def on_event(self, event: object) -> None:
         self.goes_on.wait(60.0)
         self.taken.append(event)
 
@@ -89,7 +89,7 @@ def test_everything_is_shown_in_its_order_by_the_end() -> None:
     view.goes_on.set()
     with DetachedView(view, Console()) as detached:
         for event in range(100):
-            detached.take(event)
+            detached.on_event(event)
     assert view.taken == [*range(100), "end"]
 
 
@@ -98,7 +98,7 @@ def test_an_output_that_stalls_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
     view = ListView()
     with DetachedView(view, Console()) as detached:
         for event in range(10_000):
-            detached.take(event)
+            detached.on_event(event)
     assert view.taken == []
     view.goes_on.set()
 
@@ -109,7 +109,7 @@ def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_termi
         console = RunConsole(file=full, force_terminal=is_terminal)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
             for number in range(3):
-                progress.take(Starting(what=f"part {number}"))
+                progress.on_event(Starting(what=f"part {number}"))
         assert is_nowhere(full), "the disk was full"
         with outlasting_output(full):
             console.print("the end")
@@ -120,7 +120,7 @@ def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: py
     with open("/dev/full", "w") as full:
         console = RunConsole(file=full)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
-            progress.take(Starting(what="a test"))
+            progress.on_event(Starting(what="a test"))
         assert is_nowhere(full)
     print("{}", flush=True)
     assert capfd.readouterr().out == "{}\n"
@@ -140,7 +140,7 @@ def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, 
     with unread_pipe() as pipe:
         console = RunConsole(file=pipe, force_terminal=False)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
-            progress.take(Starting(what="a test"))
+            progress.on_event(Starting(what="a test"))
         assert is_nowhere(pipe), "the pipe was closed"
         with outlasting_output(pipe):
             console.print("the end")

@@ -27,9 +27,9 @@ def test_a_node_goes_on_without_a_driver_where_that_is_elsewhere() -> None:
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=False)
     theirs.close()
-    link.tell(REPORT)
-    assert link.hear() is None
-    link.tell(REPORT)
+    link.report(REPORT)
+    assert link.next_order() is None
+    link.report(REPORT)
     assert (link.is_there, link.pipes) == (False, [])
 
 
@@ -38,14 +38,14 @@ def test_a_node_ends_when_the_driver_says_so(is_needed: bool) -> None:
     ours, theirs = Pipe()
     theirs.send(StopProcess())
     with pytest.raises(Stopped):
-        DriverLink(ours, is_needed=is_needed).hear()
+        DriverLink(ours, is_needed=is_needed).next_order()
 
 
 def test_a_node_ends_with_the_driver_where_both_are_here() -> None:
     ours, theirs = Pipe()
     theirs.close()
     with pytest.raises(Stopped):
-        DriverLink(ours, is_needed=True).hear()
+        DriverLink(ours, is_needed=True).next_order()
 
 
 @pytest.mark.timeout(60)
@@ -55,9 +55,9 @@ def test_nobody_waits_for_a_driver_that_does_not_read() -> None:
     link = DriverLink(ours, is_needed=True)
     told = [RankRaised(group=GroupId(0), rank=rank, traceback="x" * 2**20) for rank in range(4)]
     for report in told:  # each is more than the pipe holds
-        link.tell(report)
+        link.report(report)
     exits = {(GroupId(0), 0): 1}
-    link.tell(NodeEnded(node=0, exits=exits))
+    link.report(NodeEnded(node=0, exits=exits))
     exits.clear()
     assert [theirs.recv() for _ in told] == told
     assert theirs.recv() == NodeEnded(node=0, exits={(GroupId(0), 0): 1})
@@ -74,7 +74,7 @@ def test_a_driver_that_leaves_too_much_unread_counts_as_gone(monkeypatch: pytest
     report = RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20)
     with pytest.raises(Stopped) if is_needed else contextlib.nullcontext():
         for _ in range(5):
-            link.tell(report)
+            link.report(report)
     assert link.is_there == is_needed
 
 
@@ -83,7 +83,7 @@ def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(driver_link, "_LAST_WORD_S", 0.01)
     ours, _theirs = Pipe()
     link = DriverLink(ours, is_needed=False)
-    link.tell(RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20))
+    link.report(RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20))
     link.close(REPORT)
     assert not link.is_there
 
@@ -118,15 +118,15 @@ def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
     link = DriverLink(ours, is_needed=False)
     theirs.send(StopProcess())
     theirs.close()
-    link.tell(REPORT)
+    link.report(REPORT)
     assert link._sender is not None
     link._sender.join(WAIT_S)
-    link.tell(REPORT)
+    link.report(REPORT)
     with pytest.raises(Stopped):
-        link.hear()
+        link.next_order()
 
 
 def test_a_node_is_told_to_end_early() -> None:
     ours, theirs = Pipe()
     theirs.send(EndEarly())
-    assert DriverLink(ours, is_needed=True).hear() == EndEarly()
+    assert DriverLink(ours, is_needed=True).next_order() == EndEarly()

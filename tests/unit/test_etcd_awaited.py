@@ -11,7 +11,7 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
 from spare_megatron.driver import node_facts, run
-from spare_megatron.driver.node_facts import look_at_node
+from spare_megatron.driver.node_facts import examine_node
 from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited
 from spare_megatron.store import etcd_gateway
 from tests.unit.tiny_corpus import write_tiny_corpus
@@ -54,7 +54,7 @@ def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
     monkeypatch.setattr(node_facts, "silence_of", lambda _: "etcdserver: no leader")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         control = ControlConfig(store="etcd", endpoints=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
-        found = look_at_node(data=DataConfig(), control=control, ports=(), folder=tmp_path, token=".")
+        found = examine_node(data=DataConfig(), control=control, ports=(), folder=tmp_path, token=".")
     assert (found.store_failures, found.store_space) == ({}, None)
     assert found.store_refusal == "no member that has a quorum answers within 5 s: etcdserver: no leader"
 
@@ -62,7 +62,7 @@ def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
 def test_where_it_should_answer_what_comes_instead_and_how_long_it_is_waited_for_are_shown(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=1000)
     with RunProgress(RunConfig(), console, tmp_path) as progress:
-        progress.take(StoreAwaited(endpoints=("http://a:1", "http://b:1"), reason="no leader", limit_s=60.0))
+        progress.on_event(StoreAwaited(endpoints=("http://a:1", "http://b:1"), reason="no leader", limit_s=60.0))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "etcd at http://a:1, http://b:1 (control.endpoints) does not answer: no leader" in shown

@@ -11,8 +11,8 @@ import pytest
 
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.partition_saver import SaveBoard
-from spare_megatron.store import etcd_watch
-from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store import etcd_watch, keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import StoreFull, decoded, encoded
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.interface import StoreTimeout
@@ -140,7 +140,7 @@ def values_kept(store: EtcdControlStore) -> int:
 def test_who_asks_about_two_directories_in_turn_opens_two_watches(etcd: Etcd, store: EtcdControlStore) -> None:
     board = SaveBoard(store, 100, [Member(GroupId(0), 0)])
     for index in range(100):
-        etcd.put(entry_key(index), "entry")
+        etcd.put(keys.entry(index), "entry")
     for _ in range(20):
         assert not board.has_ended()
         assert board.lost() == frozenset()
@@ -150,11 +150,11 @@ def test_who_asks_about_two_directories_in_turn_opens_two_watches(etcd: Etcd, st
 
 def test_what_is_written_in_either_directory_is_heard_of(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(20):
-        assert not store.exists(entry_key(index))
+        assert not store.exists(keys.entry(index))
         assert not store.exists(f"save/7/{index}")
         etcd.put(f"save/7/{index}", f"share {index}")
-        etcd.put(entry_key(index), f"entry {index}")
-        assert store.wait(entry_key(index), WAIT_S) == f"entry {index}"
+        etcd.put(keys.entry(index), f"entry {index}")
+        assert store.wait(keys.entry(index), WAIT_S) == f"entry {index}"
         assert store.wait(f"save/7/{index}", WAIT_S) == f"share {index}"
     assert etcd.num_watches == 2
 
@@ -167,7 +167,7 @@ def test_what_was_written_last_before_it_was_full_is_found_and_nothing_after_it(
         monkeypatch.setattr(etcd_watch, name, 0.0)  # what the watch does not tell is read each time
     log = DecisionLog(store)
     assert not log.has(0)
-    etcd.last_key = entry_key(0)
+    etcd.last_key = keys.entry(0)
     assert log.has(0)
     with pytest.raises(StoreFull):
         log.wait(1, WAIT_S)
@@ -190,14 +190,14 @@ def test_the_directory_that_was_asked_about_longest_ago_is_dropped(etcd: Etcd, s
 
 def test_of_a_long_log_only_what_comes_next_is_read_and_kept(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(500):
-        etcd.put(entry_key(index), f"entry {index}")
+        etcd.put(keys.entry(index), f"entry {index}")
     log = DecisionLog(store)
     for index in range(480, 500):
         assert log.has(index)
         assert log.wait(index, WAIT_S) == f"entry {index}"
     assert etcd.num_values_read == 20
     for index in range(500, 1000):
-        etcd.put(entry_key(index), f"entry {index}")
+        etcd.put(keys.entry(index), f"entry {index}")
         assert log.wait(index, WAIT_S) == f"entry {index}"
         assert values_kept(store) == 1
     assert etcd.num_watches == 1
@@ -205,11 +205,11 @@ def test_of_a_long_log_only_what_comes_next_is_read_and_kept(etcd: Etcd, store: 
 
 def test_who_looks_beyond_the_head_and_back_still_hears_of_the_next_entry(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(100):
-        etcd.put(entry_key(index), f"entry {index}")
+        etcd.put(keys.entry(index), f"entry {index}")
     log = DecisionLog(store)
     assert [index for index in (127, 63, 95, 111, 103, 99, 101, 100) if log.has(index)] == [63, 95, 99]
     for index in range(100, 130):
-        etcd.put(entry_key(index), f"entry {index}")
+        etcd.put(keys.entry(index), f"entry {index}")
     assert [log.wait(index, WAIT_S) for index in (100, 129, 5)] == ["entry 100", "entry 129", "entry 5"]
     assert etcd.num_watches == 1
 
@@ -221,7 +221,7 @@ def test_every_entry_is_found_in_whatever_order_it_is_asked_for(etcd: Etcd, stor
         index = random.randrange(length + 5)
         match random.choice(("write", "has", "wait", "wait")):
             case "write":
-                etcd.put(entry_key(length), f"entry {length}")
+                etcd.put(keys.entry(length), f"entry {length}")
                 length += 1
             case "has":
                 assert not log.has(index) or index < length

@@ -11,7 +11,7 @@ from spare_megatron.config.node_facts import NodeReport, Rate
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
 from spare_megatron.driver import node_facts
 from spare_megatron.driver.examination import examine, serve_examination
-from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
+from spare_megatron.driver.node_facts import Sink, examine_node, send_speed, write_speed
 from spare_megatron.process.node_connection import connect
 
 LOOPBACK = "127.0.0.1"
@@ -100,7 +100,7 @@ def test_a_node_that_ends_under_way_is_told_and_the_others_are_measured_without_
     serving(folder, 2)
     reports = examined(config, folder, 3)
     thread.join(WAIT_S)
-    assert "its process has ended while it was looked at" in reports[1].failure
+    assert "its process has ended while it was examined" in reports[1].failure
     assert (reports[0].link_to, reports[2].link_to) == ("node 2", "node 0")
 
 
@@ -109,7 +109,7 @@ def test_a_node_that_does_not_come_is_told_with_what_to_do(config: RunConfig, tm
     assert reports[0].facts is not None
     assert reports[0].link is None
     folder = tmp_path / "folder"
-    assert f"`spare doctor --node 1 --folder {folder}` has not come" in reports[1].failure
+    assert f"`spare doctor --node 1 --folder {folder}` has not connected" in reports[1].failure
     assert f"is {folder} on storage that all nodes share?" in reports[1].failure
 
 
@@ -151,7 +151,7 @@ def test_what_a_node_lacks_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(node_facts, "_VISIBLE_S", 0.0)
     with socket.create_server((LOOPBACK, 0)) as taken, unheard() as deaf:
         answering, deaf_port = taken.getsockname()[1], deaf.getsockname()[1]
-        facts = look_at_node(
+        facts = examine_node(
             data=DataConfig(corpus=str(tmp_path / "none")),
             control=ControlConfig(endpoints=(f"http://{LOOPBACK}:{answering}", f"http://{LOOPBACK}:{deaf_port}")),
             ports=(answering, 0),  # some port is always free
@@ -168,7 +168,7 @@ def test_what_a_node_lacks_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 def test_gpus_are_seen_with_their_memory(tmp_path: Path) -> None:
-    facts = look_at_node(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token=".")
+    facts = examine_node(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token=".")
     assert facts.gpus
     assert all(0 < gpu.free_bytes <= gpu.memory_bytes for gpu in facts.gpus)
     assert facts.gpu_driver

@@ -11,9 +11,9 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.core.actions import StopWipeOut
 from spare_megatron.core.entries import Commit, Entry, Fence, Retry, encode_entry
-from spare_megatron.process.readiness import ALL_GROUPS_READY
 from spare_megatron.stacking.layout import GroupId, Layout, Member
-from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import controller_setup
@@ -31,8 +31,8 @@ class Log:
     """A store of a log and little else; counts what it is asked."""
 
     def __init__(self, *entries: Entry) -> None:
-        self.values = {entry_key(index): encode_entry(entry) for index, entry in enumerate(entries)}
-        self.values[ALL_GROUPS_READY] = "yes"
+        self.values = {keys.entry(index): encode_entry(entry) for index, entry in enumerate(entries)}
+        self.values[keys.ALL_GROUPS_READY] = "yes"
         self.num_requests = self.num_beats = 0
 
     def put_if_absent(self, key: str, value: str) -> str:
@@ -73,7 +73,7 @@ def test_the_head_is_found_from_every_index_before_it() -> None:
     log = log_of(store)
     for length in range(70):
         assert [log.find_head(hint) for hint in range(length + 1)] == [length] * (length + 1)
-        store.values[entry_key(length)] = "entry"
+        store.values[keys.entry(length)] = "entry"
 
 
 def test_the_head_of_a_long_log_is_found_in_few_reads() -> None:
@@ -88,7 +88,7 @@ def test_the_head_of_a_long_log_is_found_in_few_reads() -> None:
 def test_a_fence_by_who_knows_nothing_of_a_long_log_takes_few_requests() -> None:
     store = Log(*commits(2000))
     assert fence(log_of(store), LOST, "dead", from_index=0) == 2000
-    assert store.values[entry_key(2000)] == encode_entry(Fence(group=LOST.group, incarnation=1, reason="dead"))
+    assert store.values[keys.entry(2000)] == encode_entry(Fence(group=LOST.group, incarnation=1, reason="dead"))
     assert store.num_requests < 40
 
 
@@ -133,12 +133,12 @@ class Endless(Log):
 class Growing(Endless):
     """A log that has some hundred entries more whenever somebody asks for the next."""
 
-    def get(self, keys: Sequence[str]) -> list[str | None]:
+    def get(self, names: Sequence[str]) -> list[str | None]:
         num_entries = sum(key.startswith(LOG) for key in self.values)
-        if list(keys) == [entry_key(num_entries)]:
+        if list(names) == [keys.entry(num_entries)]:
             self.on_turn()
             self.num_turns += 1
-        return super().get(keys)
+        return super().get(names)
 
 
 def link_to(store: Log) -> tuple[StoreLink, Connection]:
@@ -172,7 +172,7 @@ def test_who_loses_every_race_for_an_entry_goes_on_beating_and_knows_that_the_st
         unanswered_s.append(link.unanswered_s())
         link._since_s = time.monotonic() - 1e6
         if not store.is_over:
-            store.values[entry_key(store.num_turns)] = encode_entry(Retry(step=0, attempt=0))
+            store.values[keys.entry(store.num_turns)] = encode_entry(Retry(step=0, attempt=0))
 
     store.on_turn = lose
     link.fence(wanted(LOST))
@@ -216,7 +216,7 @@ def test_who_follows_a_long_log_goes_on_beating_and_knows_that_the_store_answers
         link._since_s = time.monotonic() - 1e6
         next_entries = [GroupId(0), GroupId(2)] if store.is_over else [GroupId(1)] * 300
         for group in next_entries:
-            store.values[entry_key(num_entries)] = encode_entry(Fence(group=group))
+            store.values[keys.entry(num_entries)] = encode_entry(Fence(group=group))
             num_entries += 1
         if store.is_over:
             store.on_turn = lambda: None

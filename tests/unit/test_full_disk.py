@@ -107,7 +107,7 @@ def test_the_first_file_that_is_held_and_the_last_that_is_written_again_are_news
     watch.journal = JournalWriter(tmp_path, "driver")
     one, other = str(tmp_path / "journal" / "group-0000-rank-0.jsonl"), str(tmp_path / "metrics.jsonl")
     for path, reason in [(one, FULL), (other, FULL), (one, ""), (other, "")]:
-        watch.held(RecordsHeld(path=path, reason=reason))
+        watch.on_held(RecordsHeld(path=path, reason=reason))
     watch.record_lost()
     watch.report_lost()
     assert events == [RecordsHeld(path=one, reason=FULL), RecordsHeld(path=other, reason="")]
@@ -123,10 +123,10 @@ def test_what_is_lost_is_one_report_and_only_lines_of_the_journal_count_for_the_
     watch = StorageWatch(tmp_path, events.append)
     watch.journal = JournalWriter(tmp_path, "driver")
     journal, metrics = str(tmp_path / "journal" / "group-0000-rank-0.jsonl"), str(tmp_path / "metrics.jsonl")
-    watch.lost(RecordsLost(paths=(metrics,), num_bytes=5, reason=FULL))
+    watch.on_lost(RecordsLost(paths=(metrics,), num_bytes=5, reason=FULL))
     watch.record_lost()
     assert read_journal(tmp_path).of(StorageRecord) == []
-    watch.lost(RecordsLost(paths=(journal,), num_bytes=7, reason=FULL))
+    watch.on_lost(RecordsLost(paths=(journal,), num_bytes=7, reason=FULL))
     watch.record_lost()
     watch.report_lost()
     assert events == [RecordsLost(paths=(metrics, journal), num_bytes=12, reason=FULL)]
@@ -201,9 +201,9 @@ def test_the_screen_names_the_file_what_is_lost_and_what_is_not(tmp_path: Path) 
     console = Console(file=StringIO(), width=400)
     progress = RunProgress(RunConfig(), console, tmp_path)
     path = "/run/journal/group-0000-rank-0.jsonl"
-    progress.take(RecordsHeld(path=path, reason=FULL))
-    progress.take(RecordsHeld(path=path, reason=""))
-    progress.take(RecordsLost(paths=(path, "/run/metrics.jsonl"), num_bytes=9000, reason=FULL))
+    progress.on_event(RecordsHeld(path=path, reason=FULL))
+    progress.on_event(RecordsHeld(path=path, reason=""))
+    progress.on_event(RecordsLost(paths=(path, "/run/metrics.jsonl"), num_bytes=9000, reason=FULL))
     assert isinstance(console.file, StringIO)
     held, written, lost = console.file.getvalue().splitlines()
     for text in (path, "--run-dir", FULL, "make room", "Training goes on"):

@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": {"stacking", "core"},
     "observe": {"journal"},
     "simulator": {"stacking", "core", "config", "journal", "planner"},
-    "store": {"config"},
+    "store": {"stacking", "config"},
     "process": {"stacking", "core", "config", "faults", "journal", "store"},
     "mcore": {"stacking", "core", "config"},
     "comm": {"stacking", "core", "store", "mcore"},

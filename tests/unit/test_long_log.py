@@ -8,7 +8,8 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.core.actions import FinishRun
 from spare_megatron.core.entries import Commit, encode_entry
-from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 NUM_STEPS = 4000
@@ -18,7 +19,7 @@ class Store:
     """Holds a log; what is asked for is counted. A key that was asked for in a row must lie beside the others."""
 
     def __init__(self, *entries: str) -> None:
-        self.values = {entry_key(index): entry for index, entry in enumerate(entries)}
+        self.values = {keys.entry(index): entry for index, entry in enumerate(entries)}
         self.num_requests = 0
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
@@ -29,7 +30,7 @@ class Store:
 
 def test_names_of_entries_are_in_the_order_of_the_entries() -> None:
     numbers = [0, 1, 9, 10, 99, 100, 12345, 99_999_999]
-    assert sorted(map(entry_key, numbers)) == list(map(entry_key, numbers))
+    assert sorted(map(keys.entry, numbers)) == list(map(keys.entry, numbers))
 
 
 def test_at_least_half_of_what_is_written_is_read_and_nothing_else() -> None:
@@ -70,5 +71,5 @@ def test_who_asks_again_is_told_what_is_new(length: int) -> None:
     while found := log.read(head, 512):
         head += len(found)
     assert head == length
-    store.values[entry_key(length)] = "one more"
+    store.values[keys.entry(length)] = "one more"
     assert log.read(head, 512) == ["one more"]

@@ -85,7 +85,7 @@ def told(*events: Any, config: RunConfig = CONFIG) -> list[Mapping[str, Value]]:
     sink = ListSink()
     telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), [sink])
     for event in events:
-        telemetry.take(event)
+        telemetry.on_event(event)
     telemetry.close()
     assert sink.is_closed
     return sink.taken
@@ -130,18 +130,18 @@ def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatc
     def commit(step: int, at_s: float, **settings: Any) -> None:
         nonlocal now_s
         now_s = at_s
-        telemetry.take(committed(step, step_s=1.0, **settings))
+        telemetry.on_event(committed(step, step_s=1.0, **settings))
 
     for step in range(5):
         commit(step, 8.0 + step)  # 7 s before the first
-    telemetry.take(lost(1))
+    telemetry.on_event(lost(1))
     commit(5, 15.0, num_alive=3)  # 2 s in a recovery
     commit(6, 16.5, num_alive=3)  # half a second, for 3 groups do the work of 4
-    telemetry.take(GroupRejoined(member=Member(GroupId(1), 1), step=7))
+    telemetry.on_event(GroupRejoined(member=Member(GroupId(1), 1), step=7))
     commit(7, 20.5)  # 3 s to take one in
     commit(8, 21.75)
-    telemetry.take(lost(1))
-    telemetry.take(GroupRestarted(member=Member(GroupId(0), 1), step=7))  # without steps 7 and 8
+    telemetry.on_event(lost(1))
+    telemetry.on_event(GroupRestarted(member=Member(GroupId(0), 1), step=7))  # without steps 7 and 8
     commit(7, 27.0)
     commit(8, 28.0)
     telemetry.close()
@@ -217,7 +217,7 @@ def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Pat
     sinks: list[Sink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
     for step in range(10):
-        telemetry.take(committed(step))
+        telemetry.on_event(committed(step))
     telemetry.close()
     assert reasons == ["broken takes no more metrics: OSError: no route to it"]
     assert len(whole.taken) == 10
@@ -263,7 +263,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
         config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)
     )
     for step in range(3):
-        telemetry.take(committed(step))
+        telemetry.on_event(committed(step))
     telemetry.close()
     (failure,) = failures
     assert failure.reason.startswith("Weights & Biases takes no more metrics: ModuleNotFoundError: ")
@@ -279,7 +279,7 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
         for step in range(12_000):
             if step in (2000, 11_999):
                 sizes.append(tracemalloc.get_traced_memory()[0])
-            telemetry.take(committed(step))
+            telemetry.on_event(committed(step))
     finally:
         tracemalloc.stop()
     telemetry.close()
@@ -293,7 +293,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
         config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)
     )
     for step in range(3):
-        telemetry.take(committed(step))
+        telemetry.on_event(committed(step))
     telemetry.close()
     assert not failures
     events = EventAccumulator(str(tmp_path / "tensorboard"))

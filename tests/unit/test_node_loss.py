@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.entries import Fence, decode_entry
-from spare_megatron.process.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout
-from spare_megatron.store.decision_log import entry_key
+from spare_megatron.store import keys
 from spare_megatron.supervisor.group_rendezvous import fence_node
 from spare_megatron.supervisor.store_link import NUM_WATCHED, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
@@ -24,7 +24,7 @@ def store_of(*still: int) -> Any:
 
 def fences(store: MemoryStore) -> list[tuple[int, int, str]]:
     """Group, life and reason of each, in the order of the log."""
-    texts = [store.values[entry_key(index)] for index in range(len(store.values)) if entry_key(index) in store.values]
+    texts = [store.values[keys.entry(index)] for index in range(len(store.values)) if keys.entry(index) in store.values]
     entries = [decode_entry(text) for text in texts]
     return [(entry.group, entry.incarnation, entry.reason) for entry in entries if isinstance(entry, Fence)]
 
@@ -39,7 +39,7 @@ def test_all_groups_of_a_node_are_fenced_once_and_nobody_waits_for_them() -> Non
         (2, -1, CAUSE, 0),
         (3, -1, CAUSE, 1),
     ]
-    assert store.exists(ALL_GROUPS_READY)
+    assert store.exists(keys.ALL_GROUPS_READY)
     assert list(fence_node(store, layout, 1, "again")) != []
     assert fences(store) == [(2, 0, CAUSE), (3, 0, CAUSE)]
     assert not [key for key in store.values if key.startswith("lost/")]
@@ -51,7 +51,7 @@ def test_the_other_nodes_of_a_divided_group_are_told() -> None:
     [record] = fence_node(store, Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), 1, CAUSE)
     assert (record.group, record.incarnation) == (0, 2)
     assert store.values["lost/0/2"] == f'[0, -1, "{CAUSE}"]'
-    assert not store.exists(ALL_GROUPS_READY)
+    assert not store.exists(keys.ALL_GROUPS_READY)
 
 
 @pytest.mark.timeout(60)
@@ -60,7 +60,7 @@ def test_nodes_behind_those_that_never_came_are_watched_once_training_has_begun(
     num_nodes = NUM_WATCHED + 3
     last = num_nodes - 1
     store = store_of(last)
-    store.put(ALL_GROUPS_READY, "yes")
+    store.put(keys.ALL_GROUPS_READY, "yes")
     inbox, outbox = Pipe(duplex=False)
     link = StoreLink(
         node=0,

@@ -162,11 +162,11 @@ def test_passes_add_up_within_a_step_and_waiting_between_them_does_not_count() -
     now_s = iter([0.0, 1.0, 5.0, 7.0, 20.0, 24.0])
     times = PassTimes(lambda: next(now_s), lambda began_s, ended_s: ended_s - began_s)
     for _ in range(2):
-        times.begin()
-        times.end()
-    times.end()
+        times.start_pass()
+        times.end_pass()
+    times.end_pass()
     assert times.total_s() == 3.0
     times.begin_step()
-    times.begin()
-    times.end()
+    times.start_pass()
+    times.end_pass()
     assert times.total_s() == 4.0

@@ -11,8 +11,9 @@ from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
 from spare_megatron.supervisor import group_rendezvous, restarts
-from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartLost, PartsThere, incarnation_key
+from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartFenced, PartsReady
 from spare_megatron.supervisor.restarts import GroupRestarts
 from tests.unit.memory_store import MemoryStore
 
@@ -67,28 +68,28 @@ class OneNode:
     """A node that beats and looks when it is told to."""
 
     def __init__(self, store: MemoryStore, clock: Clock, node: int, life: int = 0) -> None:
-        self.told: list[PartsThere | PartLost] = []
+        self.events: list[PartsReady | PartFenced] = []
         self.parts = GroupRendezvous(
-            Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.hear
+            Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.on_event
         )
         self.store, self.clock, self.node = store, clock, node
         if life:
             store.put(f"life/{node}", str(life))
 
-    def hear(self, event: PartsThere | PartLost) -> None:
-        self.told.append(event)
+    def on_event(self, event: PartsReady | PartFenced) -> None:
+        self.events.append(event)
 
     def look(self, num_looks: int = 1, beat: str = "") -> None:
         for _ in range(num_looks):
             self.clock.now_s += TICK_S / 2  # the other node beats as often
             self.store.put(f"beat/{self.node}", beat or str(self.clock.now_s))
-            self.parts.look(self.store)  # type: ignore[arg-type]
+            self.parts.poll(self.store)  # type: ignore[arg-type]
 
     def wait(self, member: Member) -> None:
-        self.parts.wait(self.store, member)  # type: ignore[arg-type]
+        self.parts.publish_ready(self.store, member)  # type: ignore[arg-type]
 
     def fenced(self, member: Member) -> None:
-        self.parts.fenced(self.store, member, 7, 1, "SIGKILL")  # type: ignore[arg-type]
+        self.parts.publish_fence(self.store, member, 7, 1, "SIGKILL")  # type: ignore[arg-type]
 
 
 def look_both(one: OneNode, other: OneNode) -> None:
@@ -105,12 +106,12 @@ def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(cl
     one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
     one.wait(NEXT)
     look_both(one, other)
-    assert one.told == other.told == []
-    assert store.get([incarnation_key(GROUP)]) == [None]
+    assert one.events == other.events == []
+    assert store.get([keys.group_incarnation(GROUP)]) == [None]
     other.wait(NEXT)
     look_both(one, other)
-    assert one.told == other.told == [PartsThere(member=NEXT)]
-    assert store.get([incarnation_key(GROUP)]) == ["1"]
+    assert one.events == other.events == [PartsReady(member=NEXT)]
+    assert store.get([keys.group_incarnation(GROUP)]) == ["1"]
 
 
 def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock: Clock) -> None:
@@ -119,17 +120,17 @@ def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock
     one.fenced(Member(GROUP))
     for node in (one, other, stranger):
         node.look(2)
-    assert other.told == [PartLost(member=Member(GROUP), rank=1, cause="SIGKILL")]
-    assert one.told == stranger.told == []
+    assert other.events == [PartFenced(member=Member(GROUP), rank=1, cause="SIGKILL")]
+    assert one.events == stranger.events == []
     found = [stranger.parts.find_fence(store, Member(GROUP, life)) for life in (0, 1)]  # type: ignore[arg-type]
     assert found == [7, None], "it need not be written again"
-    other.parts.begin(NEXT)
+    other.parts.note_started(NEXT)
     other.look(2)
-    assert len(other.told) == 1
+    assert len(other.events) == 1
     stranger.fenced(NEXT)  # it watches the first node
-    one.parts.begin(NEXT)
+    one.parts.note_started(NEXT)
     look_both(one, other)
-    assert one.told == [other.told[1]] == [PartLost(member=NEXT, rank=1, cause="SIGKILL")]
+    assert one.events == [other.events[1]] == [PartFenced(member=NEXT, rank=1, cause="SIGKILL")]
 
 
 def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_is_back(clock: Clock) -> None:
@@ -140,13 +141,13 @@ def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_i
     one.look(8)  # while the other is silent
     one.wait(NEXT)
     one.look(8)
-    assert one.told == []
+    assert one.events == []
     back = OneNode(store, clock, 1, life=1)
     look_both(one, back)
-    assert one.told == []
+    assert one.events == []
     back.wait(NEXT)
     look_both(one, back)
-    assert one.told == back.told == [PartsThere(member=NEXT)]
+    assert one.events == back.events == [PartsReady(member=NEXT)]
 
 
 def test_nobody_begins_with_a_node_that_has_ended(clock: Clock) -> None:
@@ -158,7 +159,7 @@ def test_nobody_begins_with_a_node_that_has_ended(clock: Clock) -> None:
     one.look()
     other.look(beat=ENDED)
     one.look(2)
-    assert one.told == []
+    assert one.events == []
 
 
 # ------------------------------------------------------------------------------------------------------ histories
@@ -188,8 +189,8 @@ class World:
         for number, gone_at_s in self.gone_at_s.items():
             silent_ticks = round((self.clock.now_s - gone_at_s) / TICK_S)
             if self.nodes[number] is None and silent_ticks == 6:
-                (named,) = self.store.get([incarnation_key(GROUP)])
-                self.watcher.fenced(self.store, Member(GROUP, int(named or 0)), 0, -1, "silent")  # type: ignore[arg-type]
+                (named,) = self.store.get([keys.group_incarnation(GROUP)])
+                self.watcher.publish_fence(self.store, Member(GROUP, int(named or 0)), 0, -1, "silent")  # type: ignore[arg-type]
         for node in self.random.sample(self.present, len(self.present)):
             node.tick()
         lives = {node.incarnation if node.runs else None for node in self.nodes if node is not None}
@@ -228,7 +229,7 @@ class Node:
     def __init__(self, world: World, number: int, life: int) -> None:
         self.world, self.number, self.life = world, number, life
         self.incarnation, self.runs, self.is_up, self.beats = 0, life == 0, False, 0
-        self.events: list[PartsThere | PartLost] = []
+        self.events: list[PartsReady | PartFenced] = []
         self.timers = Timers()
         self.parts = GroupRendezvous(world.layout, number, life, INTERVAL_S, self.events.append)
         self.restarts = GroupRestarts(
@@ -241,7 +242,7 @@ class Node:
         )
         if life:
             world.store.put(f"life/{number}", str(life))
-            (named,) = world.store.get([incarnation_key(GROUP)])
+            (named,) = world.store.get([keys.group_incarnation(GROUP)])
             self.incarnation = int(named or 0)
             self.fenced()
 
@@ -253,10 +254,10 @@ class Node:
         self.timers.run_due()
         self.beats += 1
         self.world.store.put(f"beat/{self.number}", str(self.beats))
-        self.parts.look(self.world.store)  # type: ignore[arg-type]
+        self.parts.poll(self.world.store)  # type: ignore[arg-type]
         while self.events:
             event = self.events.pop(0)
-            if isinstance(event, PartsThere):
+            if isinstance(event, PartsReady):
                 self.restarts.start(GROUP)
             elif event.member == self.member:
                 if self.runs:
@@ -264,28 +265,28 @@ class Node:
             else:
                 assert event.member == Member(GROUP, self.incarnation + 1)
                 self.incarnation += 1
-                self.restarts.missed(GROUP)
+                self.restarts.on_missed(GROUP)
 
     def lose(self) -> None:
         self.runs = False
         self.fenced()
 
     def fenced(self) -> None:
-        self.parts.fenced(self.world.store, self.member, 0, 0, "lost")  # type: ignore[arg-type]
-        assert self.restarts.fenced(GROUP)
+        self.parts.publish_fence(self.world.store, self.member, 0, 0, "lost")  # type: ignore[arg-type]
+        assert self.restarts.on_fenced(GROUP)
 
     def wait(self, group: GroupId) -> None:
-        self.parts.wait(self.world.store, Member(group, self.incarnation + 1))  # type: ignore[arg-type]
+        self.parts.publish_ready(self.world.store, Member(group, self.incarnation + 1))  # type: ignore[arg-type]
 
     def start(self, group: GroupId, takes_spares: bool) -> None:
         self.world.begins(self, self.incarnation + 1)
         self.incarnation, self.runs, self.is_up = self.incarnation + 1, True, False
-        self.parts.begin(self.member)
+        self.parts.note_started(self.member)
 
     def up(self) -> None:
         if not self.is_up:
             self.is_up = True
-            self.restarts.up(GROUP)
+            self.restarts.on_ready(GROUP)
 
 
 def test_whatever_is_lost_when_the_group_is_back_on_all_nodes_once_they_are_there(clock: Clock) -> None:

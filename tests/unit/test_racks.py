@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema import SpareConfig
 from spare_megatron.driver.slurm.racks import find_racks, nodes_per_domain, order_by_rack, shared_racks, spread
+from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.placement import make_placement
 
 TREE = """
@@ -70,28 +71,27 @@ def test_what_fits_into_no_rack_as_a_whole_takes_what_is_left() -> None:
     assert order_by_rack(["n2", "n1", "n3"], {}, 2, 2) == ("n2", "n1", "n3")
 
 
-def config(num_groups: int, num_nodes: int, *, groups_per_domain: int, redundancy: int = 2) -> RunConfig:
-    return RunConfig(
-        layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=2),
-        cluster=ClusterConfig(launcher="srun", num_nodes=num_nodes),
-        spare=SpareConfig(redundancy=redundancy, groups_per_domain=groups_per_domain),
-    )
+def sections(
+    num_groups: int, num_nodes: int, *, groups_per_domain: int, redundancy: int = 2
+) -> tuple[SpareConfig, Layout]:
+    spare = SpareConfig(redundancy=redundancy, groups_per_domain=groups_per_domain)
+    return spare, Layout(num_groups=num_groups, pipeline_parallel=2, num_nodes=num_nodes)
 
 
 @pytest.mark.parametrize(("num_nodes", "groups_per_domain", "expected"), [(8, 1, 1), (16, 2, 4), (4, 2, 1), (4, 3, 2)])
 def test_a_domain_is_as_many_nodes_as_its_groups_take(num_nodes: int, groups_per_domain: int, expected: int) -> None:
-    assert nodes_per_domain(config(8, num_nodes, groups_per_domain=groups_per_domain)) == expected
+    assert nodes_per_domain(*sections(8, num_nodes, groups_per_domain=groups_per_domain)) == expected
 
 
 def test_racks_that_hold_more_than_a_domain_are_told_with_what_keeps_the_hosts_of_a_shard_apart() -> None:
     racks = {f"n{node}": f"rack{node // 4}" for node in range(16)}
     nodes = order_by_rack(sorted(racks), racks, 16, 2)
-    warning = shared_racks(config(8, 16, groups_per_domain=1), nodes, racks)
+    warning = shared_racks(*sections(8, 16, groups_per_domain=1), nodes, racks)
     assert warning.endswith("(so it is with 4 of 4 racks); spare.groups_per_domain=2 keeps hosts apart")
-    assert shared_racks(config(8, 16, groups_per_domain=1, redundancy=1), nodes, racks) == ""
-    apart = config(8, 16, groups_per_domain=2)
-    nodes = order_by_rack(sorted(racks, reverse=True), racks, 16, nodes_per_domain(apart))
-    assert shared_racks(apart, nodes, racks) == ""
+    assert shared_racks(*sections(8, 16, groups_per_domain=1, redundancy=1), nodes, racks) == ""
+    apart = sections(8, 16, groups_per_domain=2)
+    nodes = order_by_rack(sorted(racks, reverse=True), racks, 16, nodes_per_domain(*apart))
+    assert shared_racks(*apart, nodes, racks) == ""
     for hosts in make_placement("golomb", 8, 2, 2).hosts:
         stand = {racks[nodes[2 * group + part]] for group in hosts for part in range(2)}
         assert len(stand) == len(hosts), "no rack has two hosts of a shard"

@@ -54,11 +54,11 @@ def found_at_s(starved: float, *, ends_at_s: float = 100.0) -> float | None:
     ranks = FakeRanks()
     ranks.pulses = {(GROUP, rank): shown(0, progress=0) for rank in (0, 1)}
     watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
-    watch.begin(GROUP)
+    watch.start_watching(GROUP)
     for number in range(40):
         now_s = number * LOOK_S
         if now_s >= ends_at_s:
-            watch.end((GROUP, 1))
+            watch.stop_watching((GROUP, 1))
         ranks.pulses[GROUP, 0] = shown(number, progress=0)
         ranks.pulses[GROUP, 1] = shown(number, progress=number, starved_s=100.0 + starved * now_s)
         for group, rank, cause in watch.find_lost(now_s, ()):
@@ -83,7 +83,7 @@ def at_storage(until_s: float, *, goes_on_s: float) -> tuple[float, int] | None:
     ranks = FakeRanks()
     ranks.pulses = {(GROUP, rank): shown(0, progress=0) for rank in (0, 1)}
     watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
-    watch.begin(GROUP)
+    watch.start_watching(GROUP)
     for number in range(400):
         now_s = number * LOOK_S
         is_there = now_s < until_s
@@ -210,5 +210,5 @@ def test_a_group_that_is_not_up_gets_on_while_a_rank_makes_progress_and_for_ten_
     }
     watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
     assert [watch.is_getting_on(GROUP, now_s) for now_s in (100.0, 109.5, 110.5, 1000.0)] == [True, True, False, False]
-    watch.begin(GROUP)
+    watch.start_watching(GROUP)
     assert not watch.is_getting_on(GROUP, 100.0)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.process.readiness import ALL_GROUPS_READY, GroupsMissing, note_ready, wait_until_ready
+from spare_megatron.process.readiness import GroupsMissing, note_ready, wait_until_ready
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store import keys
 from spare_megatron.store.interface import StoreTimeout
 
 NUM_GROUPS = 2
@@ -60,7 +61,7 @@ def begins_after(told: Sequence[tuple[GroupId, str]], *, dies: int | None = None
             note_ready(store, group, teller, NUM_GROUPS)
         except Died:
             continue
-        if ALL_GROUPS_READY in store.values:
+        if keys.ALL_GROUPS_READY in store.values:
             return number + 1
     return None
 

@@ -228,7 +228,7 @@ def test_a_supervisor_that_comes_back_after_another_took_its_place_fences_nobody
         interval_s=0.2,
         connect=lambda: store,  # type: ignore[arg-type, return-value]
         outbox=outbox,
-        life=1,
+        incarnation=1,
     )
     member = Member(GroupId(0), 0)
     link.fence(FenceWanted(group=member.group, member=member, rank=0, cause="SIGKILL", error="", from_index=0))
@@ -271,12 +271,12 @@ def test_steps_that_are_left_have_an_exit_code_of_their_own_unless_the_time_was_
 
 def test_nobody_gets_a_node_that_another_supervisor_has(tmp_path: Path) -> None:
     claims = Claims(tmp_path)
-    assert claims.take("n1", 0)
-    assert not claims.take("n1", 1)
+    assert claims.claim("n1", 0)
+    assert not claims.claim("n1", 1)
     assert claims.taken() == ("n1",)
-    claims.leave("n1")
-    claims.leave("n1")
-    assert claims.take("n1", 1)
+    claims.release("n1")
+    claims.release("n1")
+    assert claims.claim("n1", 1)
 
 
 def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
@@ -289,7 +289,7 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
     launchers = [SrunLauncher(job_id=1, slurm=SlurmConfig(), nodes=("n1", "n2")) for _ in range(2)]
     for node, launcher in enumerate(launchers):
         launcher.start(tmp_path, node, 0)
-    launchers[1].ended(tmp_path, 1)
+    launchers[1].release(tmp_path, 1)
     present.remove("n2")
     launchers[1].start(tmp_path, 1, 1)
     assert [next(word for word in command if "nodelist" in word) for command in started] == [
@@ -298,7 +298,7 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
         "--nodelist=n3",
     ]
     assert started[2][-3:] == (str(tmp_path), "--node", "1")
-    launchers[1].ended(tmp_path, 1)
+    launchers[1].release(tmp_path, 1)
     present.remove("n3")
     assert launchers[1].start(tmp_path, 1, 2) is None
 
@@ -311,12 +311,12 @@ def test_a_supervisor_gives_up_its_own_node_while_others_come_and_go(
     claims = Claims(tmp_path)
     launcher = SrunLauncher(job_id=1, slurm=SlurmConfig(), nodes=("n1", "n2"))
     launcher.start(tmp_path, 1, 0)
-    claims.take("n1", 0)
+    claims.claim("n1", 0)
     (tmp_path / "nodes/on-n0").symlink_to(tmp_path / "gone")  # listed, and gone when it is read
-    launcher.ended(tmp_path, 1)
+    launcher.release(tmp_path, 1)
     assert claims.taken() == ("n0", "n1")
-    claims.take("n2", 7)
-    launcher.ended(tmp_path, 1)
+    claims.claim("n2", 7)
+    launcher.release(tmp_path, 1)
     assert claims.taken() == ("n0", "n1", "n2")
 
 

@@ -6,7 +6,8 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, T
 from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.log_follower import LogFollower, Stop, controller_setup
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=3), spare=SpareConfig(redundancy=2), train=TrainConfig(steps=2))
@@ -17,7 +18,7 @@ class _Store:
     """Holds a log and nothing else."""
 
     def __init__(self, *entries: Entry) -> None:
-        self._values = {entry_key(index): encode_entry(entry) for index, entry in enumerate(entries)}
+        self._values = {keys.entry(index): encode_entry(entry) for index, entry in enumerate(entries)}
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
         return [self._values.get(key) for key in keys]

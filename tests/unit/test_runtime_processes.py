@@ -70,9 +70,9 @@ def test_who_takes_a_lost_supervisors_place_is_heard_from_the_first_beat_on() ->
     link, inbox = quiet_link()
     store, layout = MemoryStore(), Layout(num_groups=2, num_nodes=2)
     for life, times_s in ((0, (0.0, 0.5, 1.0)), (1, (1.5, 2.0, 2.5))):
-        StoreLink(node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], life=life)._beat(
-            store
-        )
+        StoreLink(
+            node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], incarnation=life
+        )._beat(store)
         judge(link, store.values["beat/1"], *times_s)
     assert events_of(inbox) == []
 
@@ -113,9 +113,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
 
 def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_can_wake(driver: Driver) -> None:
     driver._store = _StoppedStore()  # type: ignore[assignment]
-    driver._take(RanksReady(group=GroupId(0)))
-    driver._take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
-    assert driver._lost == {1}
+    driver._handle(RanksReady(group=GroupId(0)))
+    driver._handle(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
+    assert driver._absent_groups == {1}
 
 
 def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
@@ -128,7 +128,7 @@ def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.Mon
         hit.append(pid)
 
     monkeypatch.setattr(os, "kill", kill)
-    driver._stop([1, 2, 3], None, None)
+    driver._suspend([1, 2, 3], None, None)
     assert hit == [1, 3]
 
 
@@ -159,7 +159,7 @@ def test_who_lost_a_peer_is_taken_for_lost_after_the_peer(tmp_path: Path) -> Non
     assert ranks.reap(sentinels) == [(0, 1), (0, 0)]
     assert ranks.exits == {(0, 0): ExitCode.GROUP_BROKEN, (0, 1): 9}
     assert not ranks.sentinels
-    ranks.end()
+    ranks.end_all()
 
 
 @pytest.mark.parametrize(

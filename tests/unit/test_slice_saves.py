@@ -13,7 +13,7 @@ from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
 from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, WrittenShare
-from spare_megatron.store.decision_log import entry_key
+from spare_megatron.store import keys
 from tests.unit.memory_store import MemoryStore
 
 HEAD = 5
@@ -136,12 +136,12 @@ def test_who_cannot_write_says_why() -> None:
 
 def test_losses_are_those_of_the_log_since_the_save_began() -> None:
     store, voters = MemoryStore(), save_of(4, 2).voters
-    store.put(entry_key(HEAD - 1), encode_entry(Fence(group=GroupId(0))))
+    store.put(keys.entry(HEAD - 1), encode_entry(Fence(group=GroupId(0))))
     board = board_of(store, voters)
     assert board.lost() == frozenset()
     entries = (Fence(group=GroupId(2)), Commit(step=3, attempt=3), Fence(group=GroupId(1), incarnation=0))
     for index, entry in zip(itertools.count(HEAD), entries, strict=False):
-        store.put(entry_key(index), encode_entry(entry))
+        store.put(keys.entry(index), encode_entry(entry))
     assert board.lost() == {voters[1], voters[2]}
-    store.put(entry_key(HEAD + 3), encode_entry(Fence(group=GroupId(3), incarnation=2)))
+    store.put(keys.entry(HEAD + 3), encode_entry(Fence(group=GroupId(3), incarnation=2)))
     assert board.lost() == set(voters[1:])

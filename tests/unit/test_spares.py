@@ -64,7 +64,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
 
     def make(most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> Lives:
         made.append(Lives(most_restarts, whole))
-        made[0].restarts.up(GroupId(0))
+        made[0].restarts.on_ready(GroupId(0))
         return made[0]
 
     for module in (timers, restarts):
@@ -75,9 +75,9 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
 def test_a_group_that_was_up_for_long_is_started_at_once_and_takes_spares(lives: Callable[..., Lives]) -> None:
     node = lives(3)
     for loss_s in (10.0, 20.0, 30.0):
-        node.restarts.up(ONE)
+        node.restarts.on_ready(ONE)
         node.now_s = loss_s
-        assert node.restarts.fenced(ONE)
+        assert node.restarts.on_fenced(ONE)
         node.wait()
     assert node.started == [(1, 10.0, True), (1, 20.0, True), (1, 30.0, True)]
 
@@ -87,31 +87,31 @@ def test_a_flapping_group_waits_longer_and_longer_leaves_spares_to_others_and_is
 ) -> None:
     node = lives(4)
     for _ in range(4):
-        assert node.restarts.fenced(ONE)
+        assert node.restarts.on_fenced(ONE)
         node.wait()
-        node.restarts.up(ONE)
+        node.restarts.on_ready(ONE)
     assert node.started == [(1, 0.0, True), (1, 1.0, False), (1, 3.0, False), (1, 7.0, False)]
-    assert not node.restarts.fenced(ONE)
+    assert not node.restarts.on_fenced(ONE)
 
 
 def test_a_group_that_comes_back_for_good_may_take_spares_again(lives: Callable[..., Lives]) -> None:
     node = lives(9)
     for life_s in (0.0, 0.5, 100.0):
-        node.restarts.up(ONE)
+        node.restarts.on_ready(ONE)
         node.now_s += life_s
-        node.restarts.fenced(ONE)
+        node.restarts.on_fenced(ONE)
         node.wait()
     assert [takes_spares for *_, takes_spares in node.started] == [True, False, True]
 
 
 def test_a_wipe_out_starts_groups_that_were_given_up(lives: Callable[..., Lives]) -> None:
     node = lives(1)
-    node.restarts.fenced(ONE)
+    node.restarts.on_fenced(ONE)
     node.wait()
-    assert not node.restarts.fenced(ONE), "once is what it gets"
-    node.restarts.ended(GroupId(0))
-    node.restarts.wiped_out()
-    node.restarts.wiped_out()
+    assert not node.restarts.on_fenced(ONE), "once is what it gets"
+    node.restarts.on_ended(GroupId(0))
+    node.restarts.on_wipe_out()
+    node.restarts.on_wipe_out()
     node.wait()
     assert node.started == [(1, 0.0, True), (0, 0.0, True), (1, 1.0, False)]
 
@@ -121,23 +121,23 @@ def test_a_group_of_several_nodes_waits_as_long_as_another_and_then_for_its_othe
 ) -> None:
     node = lives(2, whole=(0,))
     for _ in range(2):
-        assert node.restarts.fenced(ONE)
+        assert node.restarts.on_fenced(ONE)
         node.wait()
         assert node.restarts.awaits_other_nodes
-        assert node.restarts.fenced(ONE), "who is told twice of one loss counts it once"
+        assert node.restarts.on_fenced(ONE), "who is told twice of one loss counts it once"
         node.restarts.start(ONE)
         assert not node.restarts.awaits_other_nodes
     assert node.waiting == [(1, 0.0), (1, 1.0)]
     assert node.started == [(1, 0.0, True), (1, 1.0, False)]
-    assert not node.restarts.fenced(ONE), "and is given up after as many restarts"
-    node.restarts.wiped_out()
+    assert not node.restarts.on_fenced(ONE), "and is given up after as many restarts"
+    node.restarts.on_wipe_out()
     node.wait()
     assert node.waiting[2:] == [(1, 3.0)]
 
 
 def test_a_group_whose_other_nodes_come_when_the_run_is_over_is_not_started(lives: Callable[..., Lives]) -> None:
     node = lives(3, whole=(0,))
-    node.restarts.fenced(ONE)
+    node.restarts.on_fenced(ONE)
     node.wait()
     node.restarts.is_over = True
     node.restarts.start(ONE)
@@ -147,7 +147,7 @@ def test_a_group_whose_other_nodes_come_when_the_run_is_over_is_not_started(live
 
 def test_nobody_is_started_once_the_run_is_over(lives: Callable[..., Lives]) -> None:
     node = lives(3)
-    node.restarts.fenced(ONE)
+    node.restarts.on_fenced(ONE)
     node.restarts.is_over = True
     node.wait()
     assert node.started == []
@@ -196,7 +196,7 @@ def node(tmp_path: Path) -> Iterator[RankProcesses]:
     ranks = node_of(tmp_path, 1)
     ranks.start_all()
     yield ranks
-    ranks.end()
+    ranks.end_all()
     assert active_children() == []
 
 
@@ -271,7 +271,7 @@ def test_ranks_stand_still_before_the_first_of_them_is_killed(tmp_path: Path, mo
         kill(process)
 
     monkeypatch.setattr(BaseProcess, "kill", kill_stopped)
-    ranks.end()
+    ranks.end_all()
     assert not any(process.is_running() for process in processes)
 
 
@@ -281,7 +281,7 @@ def test_the_end_of_a_node_leaves_no_spare(tmp_path: Path) -> None:
     ranks.warm_spares()
     processes = [psutil.Process(pid) for pid in [*waiting(ranks), *ranks.pids.values()]]
     assert len(processes) == 8
-    ranks.end()
+    ranks.end_all()
     assert not any(process.is_running() for process in processes)
 
 
@@ -295,7 +295,7 @@ def _show_a_beat(spec: RankSpec, reports: Connection) -> None:
 def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: Path) -> None:
     spares = Spares(rank_context("gpu"), _show_a_beat, 1)
     spares.warm()
-    (process,) = spares.take(1)
+    (process,) = spares.pop(1)
     try:
         process.become(
             RankSpec(
@@ -320,7 +320,7 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
 def _keep_spares(pids: Connection) -> None:
     spares = Spares(get_context("fork"), _tell_who_it_is, 3)
     spares.warm()
-    pids.send([process.child.pid for process in spares.take(3)])
+    pids.send([process.child.pid for process in spares.pop(3)])
     signal.pause()
 
 

@@ -80,8 +80,8 @@ class Launcher:
         self.told: list[str] = []
         self.steps: list[Step | Broken] = []
 
-    def start(self, run_dir: Path, node: int, life: int) -> Any:
-        self.told.append(f"start {life}")
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Any:
+        self.told.append(f"start {incarnation}")
         begin = self._lives.pop(0)
         if begin is None:
             raise ValueError("scontrol failed: Socket timed out on send/recv operation")
@@ -90,7 +90,7 @@ class Launcher:
         self.steps.append(Broken() if begin is broken else Step(run_dir, begin))
         return self.steps[-1]
 
-    def ended(self, run_dir: Path, node: int) -> None:
+    def release(self, run_dir: Path, node: int) -> None:
         self.told.append("ended")
 
 
@@ -160,7 +160,7 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
 
     tries_s: list[float] = []
 
-    def start(run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+    def start(run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         tries_s.append(now_s[0])
         if len(tries_s) == 9:
             raise Tried
@@ -172,9 +172,9 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
     launcher = Launcher()
     monkeypatch.setattr(launcher, "start", start)
     run_remote_supervisor = module._RemoteSupervisor(launcher, spec, Pipe()[1])
-    run_remote_supervisor._life = 1
+    run_remote_supervisor._incarnation = 1
     with pytest.raises(Tried):
-        run_remote_supervisor._begin()
+        run_remote_supervisor._start_supervisor()
     waits_s = [later - earlier for earlier, later in itertools.pairwise(tries_s)]
     assert waits_s == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 

@@ -309,7 +309,7 @@ def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> No
     run_dir = write(tmp_path / "run", [line(100.0, RUN), commit(101.0, 0, 0)])
     console = Console(file=io.StringIO(), width=120, force_terminal=True, no_color=True, color_system=None)
     with RunProgress(RunConfig(), console, run_dir) as progress:
-        progress.take(Starting(what="a test"))
+        progress.on_event(Starting(what="a test"))
     assert isinstance(console.file, io.StringIO)
     for part in ("step 1/20", "groups AAA", "starting: a test"):
         assert part in console.file.getvalue(), part
@@ -351,12 +351,12 @@ def follow_story(run_dir: Path, *, is_terminal: bool) -> str:
     write(run_dir, STORY[:5])
     with RunProgress(RunConfig(), console, run_dir) as progress:
         for event in (lost, lost, RanksReady(group=group)):
-            progress.take(event)
+            progress.on_event(event)
             progress.refresh()
         with (run_dir / "journal" / "test.jsonl").open("a") as file:
             file.write("".join(encode_line(item) + "\n" for item in STORY[5:]))
         for event in (GroupRejoined(member=Member(group, 1), step=2), RunStopped(group=group, step=2, reason="halt")):
-            progress.take(event)
+            progress.on_event(event)
             progress.refresh()
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -397,12 +397,12 @@ def test_while_the_journal_is_behind_what_is_reported_is_told_and_not_again(
     rejoined = GroupRejoined(member=Member(GroupId(1), 1), step=2)
     with RunProgress(RunConfig(), console, run_dir) as progress:
         for event in (step, lost, rejoined):
-            progress.take(event)
+            progress.on_event(event)
         assert isinstance(console.file, io.StringIO)
         assert console.file.getvalue() == "", "the journal will tell of these"
         now_s += 11.0
         for event in (replace(step, step=9), replace(step, step=10), lost, rejoined):
-            progress.take(event)
+            progress.on_event(event)
         with (run_dir / "journal" / "test.jsonl").open("a") as file:
             file.write("".join(encode_line(item) + "\n" for item in STORY[2:]))
         progress.refresh()
@@ -486,9 +486,9 @@ def test_a_wipe_out_before_a_restart_is_told_once_though_each_group_says_so(tmp_
     stopped = RunStopped(group=GroupId(0), step=3, reason="shard 1 has no host", is_final=False)
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for _ in range(2):
-            progress.take(stopped)
-            progress.take(replace(stopped, group=GroupId(1)))
-            progress.take(GroupRestarted(member=Member(GroupId(0), 1), step=3))
+            progress.on_event(stopped)
+            progress.on_event(replace(stopped, group=GroupId(1)))
+            progress.on_event(GroupRestarted(member=Member(GroupId(0), 1), step=3))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("wiped out after 3 committed steps: shard 1 has no host") == 2
 
@@ -497,7 +497,7 @@ def test_a_traceback_is_shown_below_the_loss_that_it_explains(tmp_path: Path) ->
     run_dir = write(tmp_path / "run", STORY[:5])
     console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, run_dir) as progress:
-        progress.take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="Traceback:\n  x[/b]\n"))
+        progress.on_event(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="Traceback:\n  x[/b]\n"))
     assert isinstance(console.file, io.StringIO)
     lines = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
     assert lines[1:] == [TOLD[1], "group 1 rank 0 raised:", "Traceback:", "  x[/b]"]
@@ -507,9 +507,9 @@ def test_that_a_group_is_up_again_is_told_once_though_each_of_its_nodes_says_so(
     console = Console(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for life in (0, 1):
-            progress.take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="", incarnation=life))
+            progress.on_event(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="", incarnation=life))
             for _ in range(2):
-                progress.take(RanksReady(group=GroupId(1)))
+                progress.on_event(RanksReady(group=GroupId(1)))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("group 1 is up again") == 2
 
@@ -519,7 +519,7 @@ def test_that_etcd_fills_up_is_told_once_though_it_is_measured_again_and_again(t
     full, wide = (StoreSpace(used_bytes=9, limit_bytes=limit, is_full=False) for limit in (10, 1 << 30))
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for space in (wide, full, full, wide, full):
-            progress.take(StoreMeasured(space=space, shortage=shortage(space, 0)))
+            progress.on_event(StoreMeasured(space=space, shortage=shortage(space, 0)))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("warning: etcd holds 9 B of the 10 B") == 2
 

@@ -153,9 +153,9 @@ def test_a_window_is_on_disk_two_steps_after_its_event_and_nothing_before(tmp_pa
         with recorder.during(Operation.VOTE):
             pass
         if step == 5:
-            timeline.take(event)
+            timeline.on_event(event)
         for told in (step, step - 1, step):  # the group that tells second is a step behind
-            timeline.take(committed(told, num_alive=3 if told >= 5 and isinstance(event, StepCommitted) else 4))
+            timeline.on_event(committed(told, num_alive=3 if told >= 5 and isinstance(event, StepCommitted) else 4))
         kept.append([[span.step for span in part.spans] for part in read_spans_of(tmp_path)])
     assert kept == [[]] * 7 + [[[2, 3, 4, 5, 6, 7]]] * 3
     timeline.close()

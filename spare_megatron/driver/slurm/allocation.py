@@ -44,7 +44,7 @@ def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) ->
             f"job {job_id} has {len(names)} nodes ({', '.join(names)}), too few for cluster.num_nodes={num_nodes}; ask "
             f"for more (sbatch --nodes), or lower cluster.num_nodes and the layout"
         )
-    return order_by_rack(names, racks, num_nodes, nodes_per_domain(config))
+    return order_by_rack(names, racks, num_nodes, nodes_per_domain(config.spare, config.parallel))
 
 
 def address_of(name: str) -> str:
@@ -75,7 +75,7 @@ class Claims:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "nodes"
 
-    def take(self, name: str, node: int) -> bool:
+    def claim(self, name: str, node: int) -> bool:
         """Claims a Slurm node for this node's supervisor. Returns False if it is taken."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -86,7 +86,7 @@ class Claims:
             file.write(str(node))
         return True
 
-    def leave(self, name: str) -> None:
+    def release(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
 
     def taken(self) -> tuple[str, ...]:

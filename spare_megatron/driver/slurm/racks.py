@@ -10,8 +10,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import SpareConfig
 from spare_megatron.driver.slurm.commands import call
+from spare_megatron.stacking.layout import Layout
 
 _RACK = re.compile(r"^(?:SwitchName=(\S+) Level=0\b|BlockName=(\S+)).*?\bNodes=(\S+)", re.MULTILINE)
 
@@ -28,10 +29,9 @@ def find_racks() -> Mapping[str, str]:
     return racks
 
 
-def nodes_per_domain(config: RunConfig) -> int:
+def nodes_per_domain(spare: SpareConfig, layout: Layout) -> int:
     """Nodes that the groups of a domain use; the last one possibly in part."""
-    layout = config.parallel
-    return -(-config.spare.groups_per_domain * layout.ranks_per_group // layout.ranks_per_node)
+    return -(-spare.groups_per_domain * layout.ranks_per_group // layout.ranks_per_node)
 
 
 def order_by_rack(names: Sequence[str], racks: Mapping[str, str], num_nodes: int, domain_nodes: int) -> tuple[str, ...]:
@@ -72,9 +72,8 @@ def spread(names: Sequence[str], racks: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in itertools.chain.from_iterable(rounds) if name is not None)
 
 
-def shared_racks(config: RunConfig, nodes: Sequence[str], racks: Mapping[str, str]) -> str:
+def shared_racks(spare: SpareConfig, layout: Layout, nodes: Sequence[str], racks: Mapping[str, str]) -> str:
     """A warning of racks with groups that the placement takes to be independent; empty if there are none."""
-    spare, layout = config.spare, config.parallel
     groups: dict[str, set[int]] = defaultdict(set)
     for node, name in enumerate(nodes):
         if name in racks:

@@ -69,9 +69,9 @@ class SrunLauncher:
     _held: str = field(default="", init=False)
     _last: str = field(default="", init=False)
 
-    def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+    def start(self, run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         """Starts the supervisor with srun. Returns None if no node is free now."""
-        name = self._choose(run_dir, node, life)
+        name = self._choose(run_dir, node, incarnation)
         if name is None:
             return None
         with contextlib.suppress(OSError):  # a disk that is full
@@ -79,15 +79,15 @@ class SrunLauncher:
         step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
         return subprocess.Popen(step, start_new_session=True)
 
-    def ended(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
+    def release(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
         if self._held:
-            Claims(run_dir).leave(self._held)
+            Claims(run_dir).release(self._held)
             self._last, self._held = self._held, ""
 
-    def _choose(self, run_dir: Path, node: int, life: int) -> str | None:
+    def _choose(self, run_dir: Path, node: int, incarnation: int) -> str | None:
         claims = Claims(run_dir)
-        name = self.nodes[node] if life == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
-        if name is None or not claims.take(name, node):
+        name = self.nodes[node] if incarnation == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
+        if name is None or not claims.claim(name, node):
             return None
         self._held = name
         return name

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron import __version__
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.config.terms import CHECKPOINT_NAME, LAST_STATE_NAME, global_batch, step_of, terms_of
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.fault_points import FaultPoint
@@ -128,8 +128,8 @@ def manifest_of(
 # ----------------------------------------------------------------------------------------------------------- names
 
 
-def folder_of(config: RunConfig, run_dir: Path) -> Path:
-    return Path(config.checkpoint.folder).absolute() if config.checkpoint.folder else run_dir.absolute() / FOLDER
+def folder_of(checkpoint: CheckpointConfig, run_dir: Path) -> Path:
+    return Path(checkpoint.folder).absolute() if checkpoint.folder else run_dir.absolute() / FOLDER
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

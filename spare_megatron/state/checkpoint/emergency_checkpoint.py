@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.journal.check import fold_evidence
 from spare_megatron.journal.journal_index import JournalIndex
@@ -74,10 +74,10 @@ def _stem(group: int, rank: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- write
 
 
-def last_state_path(config: RunConfig, run_dir: Path, step: int) -> Path:
+def last_state_path(checkpoint: CheckpointConfig, run_dir: Path, step: int) -> Path:
     """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
-    folder = folder_of(config, run_dir)
-    if not (config.checkpoint.is_wanted and (folder / LOCK).exists()):
+    folder = folder_of(checkpoint, run_dir)
+    if not (checkpoint.is_wanted and (folder / LOCK).exists()):
         folder = run_dir.absolute() / FOLDER
     path = checkpoint_path(folder, step)
     return path.with_name(path.name + LAST_STATE)
@@ -155,9 +155,9 @@ def assemble(path: Path) -> Manifest:
     return Manifest(**fields)
 
 
-def saved_state(config: RunConfig, run_dir: Path) -> str:
+def saved_state(checkpoint: CheckpointConfig, run_dir: Path) -> str:
     """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
-    folders = {folder_of(config, run_dir), run_dir.absolute() / FOLDER}
+    folders = {folder_of(checkpoint, run_dir), run_dir.absolute() / FOLDER}
     found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
     path = max(found, key=step_of, default=None)
     if path is None:

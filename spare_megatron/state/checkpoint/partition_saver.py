@@ -19,6 +19,7 @@ from spare_megatron.core.partition_saves import Abandon, Publish, WritePartition
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 
@@ -55,11 +56,13 @@ class SaveBoard:
 
     def tell(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
         """Publishes all that a group has written so far, or why it cannot write."""
-        self._store.put(self._key(member), json.dumps({"shares": list(map(_row, shares)), "failure": failure}))
+        self._store.put(
+            keys.save_shares(self._head, member), json.dumps({"shares": list(map(_row, shares)), "failure": failure})
+        )
 
     def told(self) -> list[WrittenShare]:
         """What all groups have written so far. Raises `SaveFailed` if one of them cannot write."""
-        texts = self._store.get([self._key(voter) for voter in self._voters])
+        texts = self._store.get([keys.save_shares(self._head, voter) for voter in self._voters])
         shares = []
         for member, text in zip(self._voters, texts, strict=True):
             if text is None:
@@ -81,32 +84,21 @@ class SaveBoard:
 
     def begin(self) -> None:
         """Announces that there is a folder to write into."""
-        self._store.put(self._begun, "")
+        self._store.put(keys.save_begun(self._head), "")
 
     def has_begun(self) -> bool:
-        return self._store.exists(self._begun)
+        return self._store.exists(keys.save_begun(self._head))
 
     def end(self) -> None:
         """Announces that the save has ended, well or not: no group waits for it any more."""
-        self._store.put(self._over, "")
+        self._store.put(keys.save_over(self._head), "")
 
     def has_ended(self) -> bool:
-        return self._store.exists(self._over)
+        return self._store.exists(keys.save_over(self._head))
 
     def forget(self, member: Member) -> None:
         """Removes a group's key once no other group reads it."""
-        self._store.delete([self._key(member)])
-
-    @property
-    def _begun(self) -> str:
-        return f"save/{self._head}/begun"
-
-    @property
-    def _over(self) -> str:
-        return f"save/{self._head}/over"
-
-    def _key(self, member: Member) -> str:
-        return f"save/{self._head}/{member.group}/{member.incarnation}"
+        self._store.delete([keys.save_shares(self._head, member)])
 
 
 def _row(share: WrittenShare) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
+from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.voting.agreement import GroupAgreement
 
@@ -110,7 +111,7 @@ class SnapshotLoader:
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
             self._own |= {_Copy(one.attempt, one.slice): one.sha256 for one in slices}
             copies = [[*copy, sha256] for copy, sha256 in self._own.items()]
-            self._store.put(_server_key(self._member, self._position), json.dumps([told.server, copies]))
+            self._store.put(keys.snapshot_server(self._member, self._position), json.dumps([told.server, copies]))
         finally:
             asking.shutdown(wait=False)
         gathered = self._agreement.gathered((held, slices, rejected))
@@ -225,7 +226,7 @@ class SnapshotLoader:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}
         for holder in in_order_to_ask(holders, members, self._member.group):
-            server, copies = json.loads(self._store.wait(_server_key(holder, self._position), self._timeout_s))
+            server, copies = json.loads(self._store.wait(keys.snapshot_server(holder, self._position), self._timeout_s))
             for attempt, number, sha256 in copies:
                 if (attempt, number) == copy:
                     found[server] = _Holder(holder, sha256)
@@ -259,8 +260,3 @@ def _in_place(state: Tensor, description: bytes) -> TensorBytes:
 def _pieces_of(memory: mmap.mmap) -> Callable[[Piece], memoryview]:
     """Reads each piece once, into memory of its own: what is checked is what is loaded."""
     return lambda piece: memoryview(bytearray(memory[piece.start : piece.stop]))
-
-
-def _server_key(member: Member, rank: int) -> str:
-    """Store key of the address of a rank's snapshot server and of the copies it has of that rank's state."""
-    return f"keeper/{member.group}/{member.incarnation}/{rank}"

@@ -1,0 +1,149 @@
+"""The keys of a run in the control store: one function or constant for each, with who writes and who reads it.
+
+No other module spells a key. etcd puts the prefix of the run before each; the embedded store holds one run only. A
+communicator's own store, which `ControlStore.rendezvous` opens under one of these names, has keys of its own.
+"""
+
+from spare_megatron.stacking.layout import GroupId, Member
+
+# ----------------------------------------------------------------------------------------------------------- the run
+
+RUN_NAME = "name"
+"""Name of the run. Written by the driver; for people who list the keys of an etcd."""
+
+ALL_GROUPS_READY = "all_groups_ready"
+"""Exists once every group is ready to train, or lost. Written by the last reporter; read by ranks, supervisors."""
+
+NUM_READY_REPORTS = "groups_told"
+"""Counter of the reports of ready groups, repeated ones included. Counted and read by each reporter."""
+
+DATA_DIGEST = "data-digest"
+"""Digest of samples of the shared corpus. Written by the first rank that has read them; read by all others."""
+
+PLAIN_WORLD = "plain"
+"""Name of the only torch.distributed world of a run without SPARe, for all of its ranks."""
+
+
+def ready(group: GroupId) -> str:
+    """Says that the group is ready or lost. Written by its leader, a supervisor or the driver; read by reporters."""
+    return f"ready/{group}"
+
+
+def ready_report(group: GroupId, reporter: str) -> str:
+    """One reporter's report that the group is ready or lost. Written by it; only counted, in `NUM_READY_REPORTS`."""
+    return f"told/{group}/{reporter}"
+
+
+# ----------------------------------------------------------------------------------------------------------- the log
+
+LOG = "log/"
+"""The directory that holds the entries and nothing else; they are written in lexicographic order."""
+
+
+def entry(index: int) -> str:
+    """Entry of the decision log. Written once, by any leader, supervisor or the driver; read by all of them."""
+    return f"{LOG}{index:010}"
+
+
+def broken(index: int) -> str:
+    """Says that the collective preceding entry `index` has failed. Written by any of its ranks; read by the others."""
+    return f"broken/{index}"
+
+
+def votes(attempt: int, writer: Member) -> str:
+    """Votes on an attempt that this leader has cast, its own and those it relays. Read by the leader that decides."""
+    return f"vote/{attempt}/{writer.group}/{writer.incarnation}"
+
+
+def num_votes(attempt: int) -> str:
+    """Counter of the votes on an attempt, repeated casts included. Counted and read by the leaders that cast them."""
+    return f"votes/{attempt}"
+
+
+def relay(member: Member) -> str:
+    """Address and token of the member's relay. Written by its leader; read by the leaders of its block."""
+    return f"relay/{member.group}/{member.incarnation}"
+
+
+def waiting(group: GroupId) -> str:
+    """Incarnation that waits to be admitted. Written by the group's leader; read by the leader that commits."""
+    return f"waiting/{group}"
+
+
+def restart(group: GroupId) -> str:
+    """Incarnation that has restarted after a wipe-out, and the state it offers. Written and read by all leaders."""
+    return f"restart/{group}"
+
+
+def digest(index: int, group: GroupId) -> str:
+    """Digest of the group's parameters as of entry `index`. Written by its leader; read by an admitted group's."""
+    return f"digest/{index}/{group}"
+
+
+# ------------------------------------------------------------------------------------------------------- supervisors
+
+
+def beat(node: int) -> str:
+    """Heartbeat of the node's supervisor, which writes it; read by the supervisors that watch the node."""
+    return f"beat/{node}"
+
+
+def supervisor_incarnation(node: int) -> str:
+    """Incarnation of the node's present supervisor, if not the first. Written by it; read by former ones and peers."""
+    return f"life/{node}"
+
+
+def group_incarnation(group: GroupId) -> str:
+    """Present incarnation of the group, if not the first. Written by its supervisors; read by all and the driver."""
+    return f"incarnation/{group}"
+
+
+def part_ready(member: Member, node: int) -> str:
+    """Says that the node can start its ranks of this incarnation. Written and read by the group's supervisors."""
+    return f"part/{member.group}/{member.incarnation}/{node}"
+
+
+def part_fenced(member: Member) -> str:
+    """Entry, rank and cause of the fence of this incarnation. Written and read by the group's supervisors."""
+    return f"lost/{member.group}/{member.incarnation}"
+
+
+# ------------------------------------------------------------------------------------------- servers and communicators
+
+
+def piece_server(member: Member, rank: int) -> str:
+    """Address of the rank's piece server. Written by the rank; read by the same rank of groups that copy state."""
+    return f"pieces/{member.group}/{member.incarnation}/{rank}"
+
+
+def snapshot_server(member: Member, rank: int) -> str:
+    """Address of the rank's snapshot server, and its copies. Written by the rank; read by the same rank of others."""
+    return f"keeper/{member.group}/{member.incarnation}/{rank}"
+
+
+def world(member: Member) -> str:
+    """Name of the torch.distributed world of a group's ranks, which all of them join."""
+    return f"world/{member.group}/{member.incarnation}"
+
+
+def communicator(index: int, position: int) -> str:
+    """Name of the communicator across groups of one rank position, built at a log index; its ranks join it."""
+    return f"communicator/{index}/{position}"
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_begun(index: int) -> str:
+    """Says that the folder of the save is there. Written by the saving group's leader; read by all others."""
+    return f"save/{index}/begun"
+
+
+def save_over(index: int) -> str:
+    """Says that the save has ended, well or not. Written by the saving group's leader; read by all others."""
+    return f"save/{index}/over"
+
+
+def save_shares(index: int, member: Member) -> str:
+    """State partitions that the member has written for the save. Written by its leader; read by the saving group."""
+    return f"save/{index}/{member.group}/{member.incarnation}"

@@ -1,0 +1,87 @@
+"""What a supervisor does when a rank exits: the consequence for its group and the run, and the cause of the loss."""
+
+from enum import Enum
+
+from spare_megatron.faults.injection import InjectedFault
+from spare_megatron.journal.records import LOST_A_PEER
+from spare_megatron.process.processes import describe_exit
+from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
+from spare_megatron.stacking.layout import GroupId
+
+_ENDS_OF_THE_RUN = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
+
+
+class Consequence(Enum):
+    """What follows from the exit of a rank."""
+
+    NONE = "the loss of its group is known, or the run ends for want of a store"
+    GROUP_LOST = "its group is fenced, and the rest of it killed"
+    GROUP_LOST_LATER = "as GROUP_LOST a heartbeat interval later, unless the store is given up until then"
+    RUN_RESTARTS = "a wipe-out: the groups of the node are started again as soon as they have ended"
+    RUN_ENDS = "no group is started again"
+
+
+def consequence_of(code: int, *, is_group_lost: bool, is_store_given_up: bool) -> Consequence:
+    """The consequence of the exit code of a rank whose group is or is not lost already."""
+    if code in _ENDS_OF_THE_RUN:
+        return Consequence.RUN_ENDS
+    if code == ExitCode.RESTART and not is_group_lost:
+        return Consequence.RUN_RESTARTS
+    if is_group_lost or is_store_given_up:
+        return Consequence.NONE
+    # Without the store all nodes may be: by then the link knows.
+    return Consequence.GROUP_LOST_LATER if code == ExitCode.STORE_LOST else Consequence.GROUP_LOST
+
+
+_CAUSES: dict[int, str] = {
+    ExitCode.GROUP_BROKEN: LOST_A_PEER,
+    ExitCode.JOIN_FAILED: "could not take the state over; its log says why",
+    ExitCode.FENCED: "found itself fenced; the log entry says why",
+    ExitCode.STORE_LOST: "lost the control store",
+}
+"""Causes of loss by exit code."""
+
+INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
+"""Start of the last traceback line of an injected fault."""
+
+_OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
+"""Fragments of CUDA errors that mean a failed device, which no other group meets by computing the same."""
+
+
+def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
+    """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string."""
+    error = _error_in(traceback)
+    cause = error or _CAUSES.get(code) or describe_exit(code)
+    is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
+    return cause, "" if is_its_own else error
+
+
+class RaisedExceptions:
+    """Exceptions that ranks of the node have raised, kept until they are reported with the losses of their groups."""
+
+    def __init__(self) -> None:
+        self._reports: dict[RankKey, RankRaised] = {}
+
+    def note(self, report: RankRaised) -> None:
+        self._reports[report.group, report.rank] = report
+
+    def first_rank(self, group: GroupId, ended: int) -> int:
+        """The lowest rank of the group that has raised; `ended` if none has."""
+        return min((rank for of, rank in self._reports if of == group), default=ended)
+
+    def cause_of_end(self, key: RankKey, code: int) -> tuple[str, str]:
+        """`cause_of_end` with the traceback that the rank has reported, if any."""
+        report = self._reports.get(key)
+        return cause_of_end(code, report.traceback if report else "")
+
+    def pop(self, group: GroupId, rank: int) -> RankRaised | None:
+        return self._reports.pop((group, rank), None)
+
+    def forget(self, group: GroupId) -> None:
+        self._reports = {key: report for key, report in self._reports.items() if key[0] != group}
+
+
+def _error_in(traceback: str) -> str:
+    """The last line of a traceback; of a CUDA error its own line, because the text ends with advice."""
+    lines = traceback.strip().splitlines()
+    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")

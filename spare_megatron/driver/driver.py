@@ -144,7 +144,7 @@ class Driver:
             if isinstance(spec, EtcdStoreSpec):
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
             self._watch(store)
-            end = self._conclude()
+            end = self._end_record()
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
@@ -351,7 +351,7 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- end
 
-    def _conclude(self) -> EndRecord:
+    def _end_record(self) -> EndRecord:
         if self._store_failure:
             return EndRecord(
                 outcome="failed", reason=self._store_failure + saved_state(self._config.checkpoint, self._run_dir)

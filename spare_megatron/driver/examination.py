@@ -260,7 +260,7 @@ def _connected(
             listener.close()
         for connection in nodes.connections.values():
             connection.close()
-        _end(steps.values())
+        _end_steps(steps.values())
         _clear(folder, logs, is_new=is_new)
 
 
@@ -290,7 +290,7 @@ def _log(logs: Path, node: int) -> Path:
     return logs / f"node-{node:04d}.log"
 
 
-def _end(steps: Collection[subprocess.Popen[bytes]]) -> None:
+def _end_steps(steps: Collection[subprocess.Popen[bytes]]) -> None:
     """Waits for the processes to end with their connections, then signals them."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         end_s = time.monotonic() + _END_S

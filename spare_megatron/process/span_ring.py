@@ -1,6 +1,6 @@
 """A rank's spans, in memory shared with its supervisor, and the compute time of its steps.
 
-The time of forward and backward passes alone tells a slow rank from one that waits for it.
+The time of forward and backward passes alone distinguishes a slow rank from one that waits for it.
 """
 
 import contextlib

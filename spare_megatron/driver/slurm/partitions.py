@@ -33,10 +33,10 @@ def never_fits(num_nodes: int, partitions: Sequence[Mapping[str, str]]) -> str:
     sizes = {partition.get("PartitionName", ""): partition.get("TotalNodes", "") for partition in partitions}
     if not sizes or not all(size.isdigit() and int(size) < num_nodes for size in sizes.values()):
         return ""
-    told = ", ".join(f"{name} has {size} nodes" for name, size in sizes.items())
+    found = ", ".join(f"{name} has {size} nodes" for name, size in sizes.items())
     return (
-        f"slurm.partition: {told}, and cluster.num_nodes + slurm.num_spare_nodes = {num_nodes}: the job would wait for "
-        f"ever; lower them, or choose another partition (`sinfo --summarize`)"
+        f"slurm.partition: {found}, and cluster.num_nodes + slurm.num_spare_nodes = {num_nodes}: the job would wait "
+        f"for ever; lower them, or choose another partition (`sinfo --summarize`)"
     )
 
 

@@ -110,7 +110,7 @@ class Controller:
         """
         match event:
             case RunStarted():
-                self._clock.begin(now_s)
+                self._clock.start(now_s)
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
                 if index != self.head:
@@ -127,7 +127,7 @@ class Controller:
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         refused = self._validity.fold(entry)
-        self._saves.refused(refused)
+        self._saves.on_refusal(refused)
         return (*refused, *self._follow(entry, now_s))
 
     def _follow(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
@@ -162,7 +162,7 @@ class Controller:
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
         # Compare ids first: with thousands of groups a call for each would dominate.
         left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
-        self._saves.lost(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
+        self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
         self.restarts.snapshots.lost(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
@@ -188,7 +188,7 @@ class Controller:
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
-        self._saves.committed(commit.at_s, len(self.members), commit.save_ends)
+        self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
@@ -214,7 +214,7 @@ class Controller:
             # Donors take turns, which spreads the cost.
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
-            self._saves.admitted(admitted)
+            self._saves.on_admission(admitted)
             admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
             actions += [admit, self._build_communicator()]
             actions += self._own(self.ownership and self.ownership.for_members(self.voters))
@@ -237,7 +237,7 @@ class Controller:
         self.attempt += 1
         self._is_discarded = False
         self._retries_without_loss = 0
-        self._saves.restarted(step, self._clock.read_s(now_s))
+        self._saves.on_restart(step, self._clock.read_s(now_s))
         self._order = self._first_order
         self._ordered_for = self._everybody
         self._is_over = step == self._num_steps  # the state saved after the last step has yet to be compared
@@ -331,7 +331,7 @@ class Controller:
     # --------------------------------------------------------------------------------------------------- actions
 
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
-        action = self._saves.take(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
+        action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
         self._validity.begun(action)
         return replace(action, doubtful=tuple(sorted(self._saves.void | self._validity.unsettled)))
 

@@ -36,7 +36,7 @@ class CheckpointValidity:
         self._wrong = ""  # wrong state found since then
         self._is_explained = False  # a fence explains why the attempt is discarded
 
-    def begun(self, action: SaveCheckpoint) -> None:
+    def on_save(self, action: SaveCheckpoint) -> None:
         writers = frozenset((action.member,)).union(*action.hosts)
         self._saves.append(_Save(action=action, writers=writers))
 
@@ -107,7 +107,7 @@ def _wrong_with(fence: Fence) -> str:
 def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
     """Why the checkpoint does not count, by the entries since its save began; empty if it does as far as they go."""
     doubts = CheckpointValidity()
-    doubts.begun(action)
+    doubts.on_save(action)
     for entry in entries:
         for refusal in doubts.fold(entry):
             return refusal.reason

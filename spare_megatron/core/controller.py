@@ -149,7 +149,9 @@ class Controller:
             case Restart():
                 return self._restart(entry, now_s)
             case GiveUp(step=step, reason=reason):
-                return self.restarts.wiped_out(replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason))
+                return self.restarts.on_wipe_out(
+                    replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason)
+                )
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
@@ -163,7 +165,7 @@ class Controller:
         # Compare ids first: with thousands of groups a call for each would dominate.
         left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
         self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
-        self.restarts.snapshots.lost(group, self.step if fence.discard else None)
+        self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_votes()
@@ -177,12 +179,12 @@ class Controller:
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
             shards = tuple(ShardId(int(group)) for group in self._everybody)
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=shards))
         try:
             own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong))
         return (self._build_communicator(), *own, *self._await_votes())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
@@ -225,7 +227,7 @@ class Controller:
         for voter in set(self.voters) - set(restart.members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(restart.members))
-        self.restarts.restarted(step, self._clock.at_s)
+        self.restarts.on_restart(step, self._clock.at_s)
         self._last_error = ""
         slices = self._setup.slices
         ownership = first_ownership(slices, self.voters) if slices and self.voters else None
@@ -265,7 +267,7 @@ class Controller:
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce(retry.kept)
         # A group that lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
@@ -305,7 +307,7 @@ class Controller:
         try:
             plan = self._plan_step()
         except WipeOut as wipe_out:
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce()
         return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
 
@@ -332,7 +334,7 @@ class Controller:
 
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
         action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
-        self._validity.begun(action)
+        self._validity.on_save(action)
         return replace(action, doubtful=tuple(sorted(self._saves.void | self._validity.unsettled)))
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:

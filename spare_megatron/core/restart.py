@@ -59,16 +59,16 @@ class Restarts:
     def num_restarts(self) -> int:
         return len(self._restarted_at_s)
 
-    def wiped_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
+    def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
         """Records the wipe-out and returns it as the driver's action."""
         self.wipe_out = stop
         return (stop,)
 
-    def restarted(self, step: int, at_s: float) -> None:
+    def on_restart(self, step: int, at_s: float) -> None:
         """Training restarts after this many committed steps, at this time on the clock of the log."""
         self.wipe_out = None
         self._restarted_at_s.append(at_s)
-        self.snapshots.restarted(step)
+        self.snapshots.on_restart(step)
 
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int

@@ -98,7 +98,7 @@ class Snapshots:
         self._holders[attempt] = frozenset().union(*action.holders, *action.slice_holders)
         return (action,)
 
-    def lost(self, group: GroupId, wrong_after: int | None) -> None:
+    def on_loss(self, group: GroupId, wrong_after: int | None) -> None:
         """Records the loss of a group.
 
         If its state was found to be wrong after `wrong_after` committed steps (None: it was not), snapshots of just
@@ -108,7 +108,7 @@ class Snapshots:
             one for one in self._taken if one.step != wrong_after or group not in self._holders[one.attempt]
         )
 
-    def restarted(self, step: int) -> None:
+    def on_restart(self, step: int) -> None:
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
     def newest_whole(self, held: Iterable[Held], slices: Iterable[HeldPartition] = ()) -> WholeSnapshot | None:

@@ -86,7 +86,7 @@ def test_training_begins_anew_only_where_nobody_finds_anything() -> None:
 def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
     """A save may end after the wipe-out that undid its step."""
     restarts = Restarts(LIMITS, RING)
-    restarts.wiped_out(StopWipeOut(step=9))
+    restarts.on_wipe_out(StopWipeOut(step=9))
     waits = tuple(waiting(group, 8, 6, 4) for group in range(3))
     event = WaitingRead(group=GroupId(0), waiting=waits, waited_s=0.0)
     (append,) = restarts.decide(event, {0, 4, 6}, {}, 0.0, 7)
@@ -117,7 +117,7 @@ def reader(
 def asked(group: int, *waits: RestartState, waited_s: float = 0.0) -> object:
     """What follows for the group."""
     restarts = Restarts(LIMITS, RING)
-    restarts.wiped_out(StopWipeOut(step=9))
+    restarts.on_wipe_out(StopWipeOut(step=9))
     event = WaitingRead(group=GroupId(group), waiting=waits, waited_s=waited_s)
     actions = restarts.decide(event, range(10), {}, 0.0, 7)
     return actions[0] if actions else None
@@ -213,7 +213,7 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     withdrawn: dict[int, set[CheckpointCandidate]] = {group: set() for group in range(3)}
     lives = [1, 1, 1]
     restarts = Restarts(LIMITS, RING)
-    restarts.wiped_out(StopWipeOut(step=9))
+    restarts.on_wipe_out(StopWipeOut(step=9))
 
     def say(group: int) -> RestartState:
         return RestartState(

@@ -251,15 +251,15 @@ def test_a_snapshot_that_a_group_with_wrong_state_keeps_is_none() -> None:
     keeping = sorted(action.holders[0])
     (other, *_) = set(ids(0, 1, 2, 3)) - set(keeping)
     for group, wrong_after in ((keeping[0], None), (keeping[0], 7), (other, 8)):
-        snapshots.lost(group, wrong_after)
+        snapshots.on_loss(group, wrong_after)
         assert snapshots.newest_whole(held) == WholeSnapshot(step=8, attempt=18)
-    snapshots.lost(keeping[0], 8)
+    snapshots.on_loss(keeping[0], 8)
     assert snapshots.newest_whole(held) == WholeSnapshot(step=4, attempt=14)
 
 
 def test_a_snapshot_of_what_a_restart_has_undone_is_none() -> None:
     snapshots = taken_after(range(1, 9), policy_for(4))
-    snapshots.restarted(4)
+    snapshots.on_restart(4)
     assert snapshots.newest_whole([Held(18, 0, "c")]) is None
     (taken,) = snapshots.after(6, 30, ids(0, 1, 2, 3))
     assert (taken.previous, taken.settled_by) == (14, 7)
@@ -292,7 +292,7 @@ def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_b
 def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
     restarts = Restarts(LIMITS, make_placement("golomb", 2, 2), policy_for(2))
     restarts.snapshots.after(2, 12, ids(0, 1))
-    restarts.wiped_out(StopWipeOut(step=3))
+    restarts.on_wipe_out(StopWipeOut(step=3))
     waiting = tuple(RestartState(member=Member(GroupId(group), 1), offers=()) for group in (0, 1))
     gone = replace(waiting[0], member=Member(GroupId(0), 0), held=(Held(12, 0, "a"),))
     over = {GroupId(0): 0, GroupId(1): 0}
@@ -309,7 +309,7 @@ def test_a_restart_from_memory_needs_every_slice() -> None:
     for numbers, expected in (((0, 1), 12), ((0,), None)):
         restarts = Restarts(LIMITS, ring, policy)
         restarts.snapshots.after(2, 12, ids(0, 1))
-        restarts.wiped_out(StopWipeOut(step=3))
+        restarts.on_wipe_out(StopWipeOut(step=3))
         waiting = tuple(
             RestartState(
                 member=Member(GroupId(group), 1),

@@ -72,7 +72,7 @@ class PartReadiness:
         self._interval_s = interval_s
         self._beats: dict[int, tuple[str | None, float]] = {}  # the last beat, and when it moved
 
-    def look(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
+    def poll(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
         """Whether all nodes are ready and present at this monotonic time.
 
         `ready` are nodes whose present supervisors have reported; `beats` is None for a node without heartbeat.

@@ -104,7 +104,7 @@ class GroupRendezvous:
         lives = store.get([f"life/{node}" for node in nodes])
         ready = [node for node, text, life in zip(nodes, told, lives, strict=True) if text == (life or "0")]
         there = {node: None if beat == ENDED else beat for node, beat in zip(nodes, beats, strict=True)}
-        return gathering.look(ready, there, time.monotonic())
+        return gathering.poll(ready, there, time.monotonic())
 
     def _is_divided(self, group: GroupId) -> bool:
         return len(self._layout.nodes_of(group)) > 1

@@ -140,7 +140,7 @@ class PartitionRepairs:
         repair, index = job
         self._bucket = self._bucket or TokenBucket(self._bytes_per_s, now_s)
         if self._earned_at_s is None:
-            self._earned_at_s = self._bucket.take(self._contents[repair.slice].piece(index).size, now_s)
+            self._earned_at_s = self._bucket.reserve(self._contents[repair.slice].piece(index).size, now_s)
         if self._earned_at_s > now_s:
             return self._earned_at_s - now_s
         try:

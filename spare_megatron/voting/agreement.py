@@ -262,13 +262,13 @@ class GroupAgreement:
         """Leader: the encoded entry, as soon as it is written. Raises StoreTimeout after the decision timeout."""
         return self._log.wait(index, self._decision_timeout_s)
 
-    def read_entry(self, index: int, told: str = "") -> Entry:
-        """The entry at the index, as soon as it is written; `told` is the leader's text of it, if it has one already.
+    def read_entry(self, index: int, text: str = "") -> Entry:
+        """The entry at the index, as soon as it is written; `text` is the leader's text of it, if it has one already.
 
         Collective over: all ranks of the group. Only the leader waits on the store, for one connection per group.
         Raises StoreTimeout after the decision timeout.
         """
-        entry = decode_entry(self._tell((told or self.await_entry(index)) if self.is_leader else ""))
+        entry = decode_entry(self._broadcast((text or self.await_entry(index)) if self.is_leader else ""))
         self.head = index + 1
         return entry
 
@@ -280,9 +280,9 @@ class GroupAgreement:
         texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]
-        return [decode_entry(text) for text in self._tell("\n".join(texts)).split("\n")]
+        return [decode_entry(text) for text in self._broadcast("\n".join(texts)).split("\n")]
 
-    def _tell(self, text: str) -> str:
+    def _broadcast(self, text: str) -> str:
         content = text.encode()
         length = torch.tensor([len(content)])
         self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))

@@ -86,7 +86,7 @@ class Voting:
 
     def confirm(self) -> VotesRead | None:
         """Waits for the next entry from the relay; casts the vote directly if it does not come. Returns as `vote`."""
-        if not self._reliance.is_placed or self._told(self.agreement.head):
+        if not self._reliance.is_placed or self._relayed_entry(self.agreement.head):
             return None
         self._reliance = Reliance(None)
         return self._cast({self._member: self._vote})
@@ -107,7 +107,7 @@ class Voting:
         """
         entry = ""
         if self.agreement.is_leader:
-            entry = (self._told(index) if self._reliance.is_placed else "") or self._await_entry(index)
+            entry = (self._relayed_entry(index) if self._reliance.is_placed else "") or self._await_entry(index)
         if self._parts is not None:
             self._parts.relay.pass_on(index, entry)
         read = self.agreement.read_entry(index, entry)
@@ -126,7 +126,7 @@ class Voting:
                 raise  # no vote is missing, or only those of groups fenced before
             return self.agreement.await_entry(index)
 
-    def _told(self, index: int) -> str:
+    def _relayed_entry(self, index: int) -> str:
         assert self._parts is not None, "something was relayed"
         return self._parts.link.await_entry(index, self._attempt)
 

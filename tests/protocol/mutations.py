@@ -137,14 +137,14 @@ class CountsOldVotes(DecisionLog):
 class TakesOldVotes(BlockVotes):
     """A relay that casts whatever its block has sent, as votes on the attempt that it casts its own on."""
 
-    def take(self, attempt: int, voter: Member, vote: str) -> bool:
-        return super().take(self.attempt, voter, vote)
+    def add_vote(self, attempt: int, voter: Member, vote: str) -> bool:
+        return super().add_vote(self.attempt, voter, vote)
 
 
 class TellsItsWholeBlock(BlockVotes):
     """A relay that passes entries on to those, too, whose votes it has not cast."""
 
-    told = property(lambda votes: votes._block)  # type: ignore[assignment]
+    entry_receivers = property(lambda votes: votes._block)  # type: ignore[assignment]
 
 
 class ReadsNothing(Reliance):

@@ -82,10 +82,10 @@ class SpareRun:
         decision_s: Seconds spent in the controller, by `clock`.
     """
 
-    def __init__(self, world: World, chronicle: SimulatedJournal | None, clock: Clock | None) -> None:
+    def __init__(self, world: World, journal: SimulatedJournal | None, clock: Clock | None) -> None:
         scenario = world.scenario
         self._world = world
-        self._simulated_journal = chronicle
+        self._simulated_journal = journal
         self._clock = clock
         self._placement = make_placement(
             scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
@@ -134,9 +134,9 @@ class SpareRun:
         while not isinstance(action := actions.popleft(), FinishRun):
             for event in self._execute(action):
                 actions.extendleft(reversed(self._handle(event)))
-        self._world.ledger.keep()
+        self._world.ledger.mark_saved()
         if self._simulated_journal:
-            self._simulated_journal.finished(action.step, self._controller.members)
+            self._simulated_journal.on_finish(action.step, self._controller.members)
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
         if self._clock is None:
@@ -162,7 +162,7 @@ class SpareRun:
                 self._world.update(len(self._members))
                 self._save_ends = ()
                 if self._simulated_journal:
-                    self._simulated_journal.updated(step, attempt, self._members)
+                    self._simulated_journal.on_update(step, attempt, self._members)
             case ReadVotes(attempt=attempt):
                 return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
             case BuildCommunicator():
@@ -174,7 +174,7 @@ class SpareRun:
                 self._world.save(step)
                 self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
                 if self._simulated_journal:
-                    self._simulated_journal.compared(step, self._members)
+                    self._simulated_journal.on_comparison(step, self._members)
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
@@ -199,13 +199,13 @@ class SpareRun:
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
         if self._simulated_journal:
-            self._simulated_journal.computed_step(plan, began_s)
+            self._simulated_journal.on_step_computed(plan, began_s)
 
     def _compute_patch(self, plan: StepPlan) -> None:
         self._world.ledger.spend("patch", self._stacks_of(plan.work) * self._world.scenario.costs.compute_s)
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         if self._simulated_journal:
-            self._simulated_journal.patched(plan)
+            self._simulated_journal.on_patch(plan)
 
     def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
         self._members = action.members
@@ -218,7 +218,7 @@ class SpareRun:
             if group in self._votes:
                 self._votes[group] = replace(vote, restored=slices)
         if self._simulated_journal:
-            self._simulated_journal.attempted(action, tuple(self._votes), is_complete=not lost)
+            self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
         if not lost:
             waiting = self._present(self._world.fleet.ready(self._world.now_s))
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
@@ -232,7 +232,7 @@ class SpareRun:
             return world.wait((reduce,))
         lost = world.wait((("rebuild", max(self._built_at_s - world.now_s, 0.0)),))
         if self._simulated_journal:
-            self._simulated_journal.rebuilt()
+            self._simulated_journal.on_rebuild()
         return lost or world.wait((("rebuild", world.scenario.costs.retry_s), reduce))
 
     def _stacks_of(self, work: Work) -> float:
@@ -242,7 +242,7 @@ class SpareRun:
     def _fence(self, lost: Sequence[GroupId]) -> None:
         for member in self._present(lost):
             if self._simulated_journal:
-                self._simulated_journal.lost(member, len(self._log))
+                self._simulated_journal.on_fence(member, len(self._log))
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
 
@@ -263,7 +263,7 @@ class SpareRun:
     def _read(self, index: int) -> EntryRead:
         entry = self._log[index]
         if self._simulated_journal:
-            self._simulated_journal.read(index, entry)
+            self._simulated_journal.on_entry(index, entry)
         return EntryRead(index=index, entry=entry)
 
     def _fetch_s(self, work: Work) -> float:

@@ -118,7 +118,7 @@ class StartRepairs:
         return any(map(self._is_made, self.moves))
 
     def _is_made(self, move: Repair) -> bool:
-        return move.receiver in self.hosts[move.slice]
+        return move.receiver in self.hosts[move.partition]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     told: _Told = {}
     for group, vote in votes.items():
         for digest in vote.slice_digests:
-            told.setdefault(digest.slice, {})[group] = digest
+            told.setdefault(digest.partition, {})[group] = digest
     if attempted.is_shared and any(not votes[group].params_digest for group in attempted.members):
         params = {vote.params_digest for vote in votes.values()} - {""}
         if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in told.values()):

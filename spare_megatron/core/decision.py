@@ -94,10 +94,10 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
     it and could fence a third host that is right.
     """
     digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
-    fresh = [(group, digest.slice) for group, digest in digests if not digest.is_proven]
+    fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]
     told: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
     for group, digest in digests:
-        told.get(digest.slice, set()).add(group)
+        told.get(digest.partition, set()).add(group)
     hosts = {number: {host.group for host in ownership.hosts[number]} for number in told}
     incarnations = dict(attempted.voters)
     return tuple(

@@ -40,7 +40,7 @@ class HeldPartition(NamedTuple):
     """
 
     attempt: int
-    slice: PartitionId
+    partition: PartitionId
     sha256: str
 
 
@@ -145,7 +145,7 @@ def held_by_group(of_ranks: Sequence[Sequence[HeldPartition]]) -> tuple[HeldPart
     One digest per partition keeps a group's report as short as a rank's: after a wipe-out all groups read all reports.
 
     >>> both, one = HeldPartition(5, PartitionId(0), "a"), HeldPartition(5, PartitionId(1), "b")
-    >>> [(held.attempt, held.slice) for held in held_by_group([[both, one], [both]])]
+    >>> [(held.attempt, held.partition) for held in held_by_group([[both, one], [both]])]
     [(5, 0)]
     """
     found: dict[tuple[int, PartitionId], list[str]] = {}

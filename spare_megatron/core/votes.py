@@ -15,7 +15,7 @@ class PartitionDigest(NamedTuple):
     Proven copies have been compared with those of all other hosts; an unproven copy only repeats its donor.
     """
 
-    slice: PartitionId
+    partition: PartitionId
     sha256: str
     is_proven: bool = True
 

@@ -68,7 +68,7 @@ class Copies:
         found: dict[GroupId, tuple[PartitionId, ...]] = {}
         for copy, at_s in self._whole_at_s.items():
             if at_s <= now_s:
-                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.slice)
+                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.partition)
         return found
 
 

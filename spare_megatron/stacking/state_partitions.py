@@ -37,14 +37,14 @@ class StateWipeOut(Exception):
 class PartitionCopy(NamedTuple):
     """A member's copy of a state partition."""
 
-    slice: PartitionId
+    partition: PartitionId
     member: Member
 
 
 class Repair(NamedTuple):
     """A copy to make: the donor is a host, the receiver becomes one once its copy is complete."""
 
-    slice: PartitionId
+    partition: PartitionId
     donor: Member
     receiver: Member
 
@@ -101,19 +101,19 @@ class Ownership:
         """The ownership after copies are completed or released by hosts. Copies that were not asked for are ignored."""
         if not copies and not released:
             return self
-        asked = {PartitionCopy(copy.slice, copy.receiver) for copy in (*self.repairs, *self.moves)}
+        asked = {PartitionCopy(copy.partition, copy.receiver) for copy in (*self.repairs, *self.moves)}
         hosts = [set(row) for row in self.hosts]
         for copy in copies:
             if copy in asked:
-                hosts[copy.slice].add(copy.member)
+                hosts[copy.partition].add(copy.member)
         for copy in released:
-            hosts[copy.slice].discard(copy.member)
+            hosts[copy.partition].discard(copy.member)
         return replace(self, hosts=tuple(tuple(sorted(row)) for row in hosts))._settled()
 
     @property
     def superseded(self) -> tuple[PartitionCopy, ...]:
         """The copies that the next commit releases: others have replaced them."""
-        return tuple(PartitionCopy(move.slice, move.donor) for move in self.moves if self._is_made(move))
+        return tuple(PartitionCopy(move.partition, move.donor) for move in self.moves if self._is_made(move))
 
     @property
     def num_wanted(self) -> int:
@@ -123,13 +123,13 @@ class Ownership:
         return tuple(PartitionId(index) for index, row in enumerate(self.hosts) if member in row)
 
     def _is_made(self, move: Repair) -> bool:
-        row = self.hosts[move.slice]
+        row = self.hosts[move.partition]
         return move.donor in row and move.receiver in row and len(row) > self.num_wanted
 
     def _settled(self) -> "Ownership":
         owners = _assign_owners(self.hosts, self.owners)
         repairs, made = _plan_repairs(self), [move for move in self.moves if self._is_made(move)]
-        under_way = [move for move in self.moves if move.receiver not in self.hosts[move.slice]]
+        under_way = [move for move in self.moves if move.receiver not in self.hosts[move.partition]]
         moves = made if repairs else _Evening(self, made).moves_with(under_way)
         return replace(self, owners=owners, repairs=repairs, moves=tuple(moves))
 
@@ -198,22 +198,22 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
     running: dict[int, list[Member]] = {}
     donors: dict[PartitionCopy, Member] = {}
     domains_of = ownership.slicing.domains_of
-    moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.slice])]
+    moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.partition])]
     for repair in (*ownership.repairs, *moves):
-        if repair.receiver in left and repair.receiver not in hosts[repair.slice]:
-            running.setdefault(repair.slice, []).append(repair.receiver)
+        if repair.receiver in left and repair.receiver not in hosts[repair.partition]:
+            running.setdefault(repair.partition, []).append(repair.receiver)
             if repair.donor in left:
-                donors[PartitionCopy(repair.slice, repair.receiver)] = repair.donor
+                donors[PartitionCopy(repair.partition, repair.receiver)] = repair.donor
     receivers = _assign_receivers(ownership.slicing, ownership.members, hosts, running)
     wanted = [PartitionCopy(PartitionId(index), receiver) for index, row in receivers.items() for receiver in row]
     given = Counter(donors[copy] for copy in wanted if copy in donors)
     repairs = []
-    for copy in sorted(wanted, key=lambda copy: (len(hosts[copy.slice]), copy)):
+    for copy in sorted(wanted, key=lambda copy: (len(hosts[copy.partition]), copy)):
         donor = donors.get(copy)
         if donor is None:
-            donor = min(hosts[copy.slice], key=lambda host: (given[host], host))
+            donor = min(hosts[copy.partition], key=lambda host: (given[host], host))
             given[donor] += 1
-        repairs.append(Repair(copy.slice, donor, copy.member))
+        repairs.append(Repair(copy.partition, donor, copy.member))
     return tuple(repairs)
 
 
@@ -272,7 +272,7 @@ class _Evening:
     def moves_with(self, under_way: Iterable[Repair]) -> list[Repair]:
         """All moves; those under way that are still useful continue."""
         for move in under_way:
-            if move.receiver in self._slices and any(self._allowed([move.slice], move.donor, move.receiver)):
+            if move.receiver in self._slices and any(self._allowed([move.partition], move.donor, move.receiver)):
                 self._plan(move)
         while (found := self._next()) is not None:
             self._plan(found)
@@ -286,7 +286,7 @@ class _Evening:
     def _next(self) -> Repair | None:
         """The next move, from the member with the most partitions to the one with the fewest; lowest ids."""
         givers, takers = {move.donor for move in self._moves}, {move.receiver for move in self._moves}
-        moved = {move.slice for move in self._moves}
+        moved = {move.partition for move in self._moves}
         able_to_take = sorted((count, member) for member, count in self._held.items() if member not in givers)
         for most, giver in sorted((-count, member) for member, count in self._held.items() if member not in takers):
             free = [number for number in self._slices[giver] if number not in moved]
@@ -317,7 +317,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
     """For each partition, the groups that get its gradient sums: its owner, then the others, ascending."""
     asked = [set(row) for row in ownership.hosts]
     for copy in (*ownership.repairs, *ownership.moves):
-        asked[copy.slice].add(copy.receiver)
+        asked[copy.partition].add(copy.receiver)
     return tuple(
         (owner.group, *sorted(member.group for member in row if member != owner))
         for owner, row in zip(ownership.owners, asked, strict=True)
@@ -327,7 +327,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
 class GatherShare(NamedTuple):
     """A range of elements of an owned partition that one member sends in one round."""
 
-    slice: PartitionId
+    partition: PartitionId
     start: int
     stop: int
 

@@ -242,7 +242,7 @@ class Invariants:
         members = [vote for life, vote in votes.items() if life in self.members]
         if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Finish):
             return self._is_discarded
-        states = {(digest.slice, digest.sha256) for vote in members for digest in vote.slice_digests}
+        states = {(digest.partition, digest.sha256) for vote in members for digest in vote.slice_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
         is_different |= len({vote.state_digest for vote in members} - {""}) > 1
         is_different |= len(states) > len({index for index, _ in states})

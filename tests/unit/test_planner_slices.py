@@ -42,7 +42,7 @@ def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.
             return now_s
         ownership = ownership.for_members((*ownership.members, Member(lost, lives[lost])))
         for repair in ownership.repairs:
-            copy = PartitionCopy(repair.slice, repair.receiver)
+            copy = PartitionCopy(repair.partition, repair.receiver)
             if copy not in asked:
                 asked.add(copy)
                 heapq.heappush(whole_at_s, (now_s + back_s, copy))

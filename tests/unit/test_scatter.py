@@ -43,7 +43,7 @@ def changed(owned: Ownership, random: Random, life: int) -> Ownership:
         case 1 if absent:
             return owned.for_members([*owned.members, Member(GroupId(random.choice(absent)), life)])
         case _:
-            copies = [PartitionCopy(copy.slice, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
+            copies = [PartitionCopy(copy.partition, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
             return owned.with_copies(random.sample(copies, len(copies) // 2), owned.superseded)
 
 
@@ -55,7 +55,7 @@ def assert_all_get_theirs(owned: Ownership) -> None:
         assert list(row[1:]) == sorted(set(row[1:]) - {row[0]})
         for member in owned.members:
             updates = member in owned.hosts[number] or any(
-                copy.slice == number and copy.receiver == member for copy in (*owned.repairs, *owned.moves)
+                copy.partition == number and copy.receiver == member for copy in (*owned.repairs, *owned.moves)
             )
             assert (member.group in row) == updates
 

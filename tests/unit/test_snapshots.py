@@ -237,7 +237,7 @@ def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> 
 def test_a_group_has_of_slices_what_all_of_its_ranks_have() -> None:
     first, second = ([HeldPartition(12, PartitionId(number), f"{rank}{number}") for number in (0, 1)] for rank in "ab")
     whole = held_by_group([first, second])
-    assert [(one.attempt, one.slice) for one in whole] == [(12, 0), (12, 1)]
+    assert [(one.attempt, one.partition) for one in whole] == [(12, 0), (12, 1)]
     assert held_by_group([first, second[:1]]) == whole[:1]
     assert held_by_group([second, first])[0].sha256 != whole[0].sha256
 

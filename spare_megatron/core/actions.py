@@ -58,7 +58,7 @@ class TakeSnapshot:
         previous: Attempt of the snapshot before, the only one to keep; -1 if there is none.
         settled_by: The copy is made before the update that makes this many committed steps.
         holders: For each rank position, the groups that keep it.
-        slice_holders: For each state partition, the groups all of whose ranks keep it.
+        partition_holders: For each state partition, the groups all of whose ranks keep it.
     """
 
     step: int
@@ -66,7 +66,7 @@ class TakeSnapshot:
     previous: int
     settled_by: int
     holders: tuple[tuple[GroupId, ...], ...]
-    slice_holders: tuple[tuple[GroupId, ...], ...] = ()
+    partition_holders: tuple[tuple[GroupId, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +308,7 @@ class StopWipeOut:
 
     step: int
     shards: tuple[ShardId, ...] = ()
-    slices: tuple[PartitionId, ...] = ()
+    partitions: tuple[PartitionId, ...] = ()
     cause: str = ""
     """Why the last hosts were fenced, if for wrong state."""
     reason: str = ""

@@ -312,7 +312,7 @@ class Saves:
         at_s: float,
         voters: tuple[Member, ...],
         epoch: int,
-        slices: Ownership | None = None,
+        ownership: Ownership | None = None,
         *,
         is_last: bool = False,
     ) -> SaveCheckpoint:
@@ -337,8 +337,8 @@ class Saves:
             voters=voters,
             epoch=epoch,
             cadence=cadence,
-            hosts=slices.hosts if slices else (),
-            owners=slices.owners if slices else (),
+            hosts=ownership.hosts if ownership else (),
+            owners=ownership.owners if ownership else (),
             is_last=is_last,
         )
 

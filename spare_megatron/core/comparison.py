@@ -38,7 +38,9 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
         if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in told.values()):
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
         return None
-    found = _wrong_slices(attempted, told) or _wrong_params(attempted, votes, told) or _wrong_state(attempted, votes)
+    found = (
+        _wrong_partitions(attempted, told) or _wrong_params(attempted, votes, told) or _wrong_state(attempted, votes)
+    )
     if not isinstance(found, dict):
         return found
     to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
@@ -48,7 +50,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
 
 
-def _wrong_slices(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
+def _wrong_partitions(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
     """The groups whose state of some partition is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
@@ -57,11 +59,13 @@ def _wrong_slices(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
             continue
         proven = Counter(digest.sha256 for digest in by_group.values() if digest.is_proven)
         right, num_agreeing = (proven.most_common(1) or [("", 0)])[0]
-        reason = f"its state of slice {number} before step {step} differs from that of {num_agreeing} other hosts"
-        num_hosts = min(len(by_group), ownership.slicing.redundancy if ownership else len(by_group))
+        reason = f"its state of partition {number} before step {step} differs from that of {num_agreeing} other hosts"
+        num_hosts = min(len(by_group), ownership.setup.redundancy if ownership else len(by_group))
         if 2 * num_agreeing <= num_hosts:
             right, ids = "", [int(group) for group in sorted(by_group)]
-            reason = f"groups {ids} hold different state of slice {number} before step {step}, and no majority is right"
+            reason = (
+                f"groups {ids} hold different state of partition {number} before step {step}, and no majority is right"
+            )
         for group, digest in by_group.items():
             if digest.sha256 != right:
                 wrong.setdefault(group, reason)

@@ -55,7 +55,7 @@ class ControllerSetup:
     """All groups can read all data: survivors may compute shards without a host. Microbatch granularity only."""
     ends_at_s: float | None = None
     """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
-    slices: PartitionSetup | None = None
+    partitions: PartitionSetup | None = None
     """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
@@ -88,7 +88,7 @@ class Controller:
         self._ordered_for = self._everybody
         self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
-        self.ownership = None if setup.slices is None else first_ownership(setup.slices, self.voters)
+        self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
         self._num_steps = setup.num_steps  # lowered by a commit that is the last
         self._is_over = False  # all of them are committed
         self._retries_without_loss = 0
@@ -184,7 +184,7 @@ class Controller:
             own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
         return (self._build_communicator(), *own, *self._await_votes())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
@@ -229,8 +229,8 @@ class Controller:
         self._change_voters(self._not_fenced(restart.members))
         self.restarts.on_restart(step, self._clock.at_s)
         self._last_error = ""
-        slices = self._setup.slices
-        ownership = first_ownership(slices, self.voters) if slices and self.voters else None
+        partitions = self._setup.partitions
+        ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
         hosts = ownership.hosts if ownership else ()
         load = LoadCheckpoint(
             step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot, members=self.voters

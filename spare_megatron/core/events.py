@@ -20,7 +20,7 @@ class RestartState:
     Attributes:
         offers: Checkpoints that it might load.
         held: Complete snapshots of its rank positions on its nodes.
-        slices: State partitions of which its nodes have complete snapshots of all its ranks.
+        partitions: State partitions of which its nodes have complete snapshots of all its ranks.
         failure: Why it cannot look for checkpoints, for messages; empty if it can.
         readings: What it has verified so far; `is_reading` if files remain.
         silent_s: Seconds since it last reported anything new, on the reader's clock.
@@ -29,7 +29,7 @@ class RestartState:
     member: Member
     offers: tuple[CheckpointCandidate, ...]
     held: tuple[Held, ...] = ()
-    slices: tuple[HeldPartition, ...] = ()
+    partitions: tuple[HeldPartition, ...] = ()
     failure: str = ""
     readings: tuple[Reading, ...] = ()
     is_reading: bool = False

@@ -86,7 +86,7 @@ class Restarts:
             if item.member.incarnation > over.get(item.member.group, -1)
         ]
         snapshot = self.snapshots.newest_whole(
-            (held for item in waiting for held in item.held), (held for item in waiting for held in item.slices)
+            (held for item in waiting for held in item.held), (held for item in waiting for held in item.partitions)
         )
         search = Search(self._placement, waiting, event.waited_s, self._limits, snapshot)
         reasons = search.refused_by(event.group)

@@ -249,7 +249,7 @@ class RestartSearch:
 
     def tell(self, held: tuple[Held, ...], slices: tuple[HeldPartition, ...]) -> None:
         """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
-        self._own = replace(self._own, held=held, slices=slices)
+        self._own = replace(self._own, held=held, partitions=slices)
         self._tell()
 
     def seek(self, index: int) -> None:

@@ -98,7 +98,7 @@ class SpareRun:
             granularity=scenario.granularity,
             saves=self._save_policy(),
             last_resort=scenario.last_resort,
-            slices=self._slicing(),
+            partitions=self._partition_setup(),
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)
@@ -119,7 +119,7 @@ class SpareRun:
         cadence_s = scenario.save_cadence_s()
         return SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s)
 
-    def _slicing(self) -> PartitionSetup | None:
+    def _partition_setup(self) -> PartitionSetup | None:
         scenario = self._world.scenario
         if not scenario.slice_redundancy:
             return None
@@ -184,8 +184,8 @@ class SpareRun:
                 pass  # included in the costs of update and restart
             case StartRepairs(copies=copies):
                 self._copies.start(copies, self._world.now_s)
-            case StopWipeOut(slices=slices):
-                self._world.num_state_wipe_outs += bool(slices)
+            case StopWipeOut(partitions=partitions):
+                self._world.num_state_wipe_outs += bool(partitions)
                 return (self._start_over(),)
             case _:
                 raise AssertionError(f"nothing in a simulated run asks for {action}")
@@ -214,9 +214,9 @@ class SpareRun:
         lost = self._world.notice(lost) if lost else ()
         vote = Vote(is_complete=not lost, plan_digest=action.plan_digest, save_ends=self._save_ends)
         self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
-        for group, slices in self._copies.whole(self._world.now_s).items():
+        for group, partitions in self._copies.whole(self._world.now_s).items():
             if group in self._votes:
-                self._votes[group] = replace(vote, restored=slices)
+                self._votes[group] = replace(vote, restored=partitions)
         if self._simulated_journal:
             self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
         if not lost:

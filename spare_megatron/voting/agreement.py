@@ -224,7 +224,7 @@ class GroupAgreement:
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        what = [waiting.offers, waiting.held, waiting.slices, waiting.failure, waiting.readings, waiting.is_reading]
+        what = [waiting.offers, waiting.held, waiting.partitions, waiting.failure, waiting.readings, waiting.is_reading]
         self._log.announce_restart(waiting.member, json.dumps(what))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
@@ -299,12 +299,12 @@ class GroupAgreement:
 
 def _waiting(member: Member, text: str) -> RestartState:
     """Decodes the text of `announce_restart`."""
-    offers, held, slices, failure, readings, is_reading = json.loads(text)
+    offers, held, partitions, failure, readings, is_reading = json.loads(text)
     return RestartState(
         member=member,
         offers=tuple(CheckpointCandidate(*one) for one in offers),
         held=tuple(Held(*one) for one in held),
-        slices=tuple(HeldPartition(*one) for one in slices),
+        partitions=tuple(HeldPartition(*one) for one in partitions),
         failure=failure,
         readings=tuple(
             Reading(CheckpointCandidate(*offer), tuple(whole), tuple(damaged), reason, num_bytes)

@@ -330,8 +330,8 @@ class Invariants:
         if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
             return
         # Others may have gone on without one that is late to hear of a wipe-out.
-        if isinstance(stop, StopWipeOut) and (self.slices.was_wiped_out if stop.slices else self._was_wiped_out):
-            self.counts["state wipe-out"] += bool(stop.slices)
+        if isinstance(stop, StopWipeOut) and (self.slices.was_wiped_out if stop.partitions else self._was_wiped_out):
+            self.counts["state wipe-out"] += bool(stop.partitions)
             return
         if isinstance(stop, StopHalted) and self._is_halted:
             return

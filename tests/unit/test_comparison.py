@@ -75,7 +75,7 @@ def test_an_owner_whose_wrong_value_all_others_have_is_found_by_its_stand_ins() 
     """Group 0 owns slice 0 and has sent what 3 and 4 took over; only 1 and 2 have computed it themselves."""
     [fence] = put_out(attempted(5), votes("xyyxx", "xyy--"))
     assert (fence.group, fence.incarnation) == (0, 3)
-    assert fence.reason == "its state of slice 0 before step 7 differs from that of 2 other hosts"
+    assert fence.reason == "its state of partition 0 before step 7 differs from that of 2 other hosts"
 
 
 def test_parameters_that_came_from_a_wrong_owner_put_nobody_else_out() -> None:
@@ -85,7 +85,7 @@ def test_parameters_that_came_from_a_wrong_owner_put_nobody_else_out() -> None:
 def test_two_hosts_that_differ_are_both_put_out_for_nobody_knows_who_is_right() -> None:
     fences = list(put_out(attempted(4), votes("aaba", "a-b-")))
     assert [fence.group for fence in fences] == [0, 2]
-    reason = "groups [0, 2] hold different state of slice 0 before step 7, and no majority is right"
+    reason = "groups [0, 2] hold different state of partition 0 before step 7, and no majority is right"
     assert {fence.reason for fence in fences} == {reason}
 
 

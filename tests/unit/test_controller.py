@@ -44,7 +44,7 @@ def make_controller(
         microbatches_per_shard=m,
         num_steps=steps,
         granularity=granularity,
-        slices=slices,
+        partitions=slices,
         saves=saves,
     )
     return Controller(setup)

@@ -35,7 +35,7 @@ def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
         placement=make_placement("golomb", 4, 3),
         microbatches_per_shard=4,
         num_steps=steps,
-        slices=PartitionSetup(num_groups=4, redundancy=redundancy),
+        partitions=PartitionSetup(num_groups=4, redundancy=redundancy),
     )
     controller = Controller(setup)
     controller.handle(RunStarted(), now_s=0.0)
@@ -201,7 +201,7 @@ def test_a_slice_that_loses_all_hosts_is_a_wipe_out_at_once() -> None:
     assert controller.ownership is not None
     one, two = (host.group for host in controller.ownership.hosts[2])
     fold(controller, fence(one))
-    assert fold(controller, fence(two)) == [StopWipeOut(step=0, slices=(PartitionId(2),))]
+    assert fold(controller, fence(two)) == [StopWipeOut(step=0, partitions=(PartitionId(2),))]
 
 
 def test_a_copy_in_time_averts_the_wipe_out() -> None:

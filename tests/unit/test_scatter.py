@@ -32,7 +32,7 @@ def test_every_host_and_receiver_gets_its_sums_through_any_history_and_the_owner
 
 def changed(owned: Ownership, random: Random, life: int) -> Ownership:
     """After a loss, a return, or copies that have become whole."""
-    absent = sorted(set(range(owned.slicing.num_groups)) - {member.group for member in owned.members})
+    absent = sorted(set(range(owned.setup.num_groups)) - {member.group for member in owned.members})
     match random.randrange(3):
         case 0 if len(owned.members) > 2:
             lost = random.choice(owned.members)

@@ -220,7 +220,7 @@ def unevenness(ownership: Ownership) -> tuple[int, int]:
 
 
 def check(ownership: Ownership) -> None:
-    num_wanted = min(ownership.slicing.redundancy, len(ownership.members))
+    num_wanted = min(ownership.setup.redundancy, len(ownership.members))
     superseded = {copy.partition: copy.member for copy in ownership.superseded}
     for index, row in enumerate(ownership.hosts):
         missing = [repair for repair in ownership.repairs if repair.partition == index]
@@ -239,7 +239,7 @@ def check(ownership: Ownership) -> None:
 
 
 def num_domains(ownership: Ownership, hosts: set[Member] | tuple[Member, ...]) -> int:
-    return len({host.group // ownership.slicing.groups_per_domain for host in hosts})
+    return len({host.group // ownership.setup.groups_per_domain for host in hosts})
 
 
 def ends_evenly(ownership: Ownership, random: Random) -> None:
@@ -249,7 +249,7 @@ def ends_evenly(ownership: Ownership, random: Random) -> None:
         ownership = step(ownership, random.sample(made, random.randint(min(1, len(made)), len(made))))
         check(ownership)
     count = held(ownership)
-    if ownership.slicing.groups_per_domain == 1:
+    if ownership.setup.groups_per_domain == 1:
         assert max(count.values()) - min(count.values()) <= 1
     for giver, taker in product(ownership.members, repeat=2):
         for num_more in movable(ownership, giver, taker):

@@ -97,10 +97,10 @@ def test_the_most_endangered_slices_are_copied_first() -> None:
 
 def test_a_slice_without_a_host_is_a_wipe_out_that_names_it() -> None:
     whole = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
-    with pytest.raises(StateWipeOut, match=r"^no surviving host for slices 1$") as caught:
+    with pytest.raises(StateWipeOut, match=r"^no surviving host for partitions 1$") as caught:
         without(whole, *(host.group for host in whole.hosts[1]))
-    assert caught.value.slices == (1,)
-    assert pickle.loads(pickle.dumps(caught.value)).slices == (1,)
+    assert caught.value.partitions == (1,)
+    assert pickle.loads(pickle.dumps(caught.value)).partitions == (1,)
     repaired = copied(without(whole, whole.hosts[1][0].group))
     assert without(repaired, whole.hosts[1][1].group).hosts[1]
 
@@ -187,7 +187,7 @@ def test_random_histories(
 
 
 def check(ownership: Ownership) -> None:
-    num_wanted = min(ownership.slicing.redundancy, len(ownership.members))
+    num_wanted = min(ownership.setup.redundancy, len(ownership.members))
     for index, row in enumerate(ownership.hosts):
         receivers = {repair.receiver for repair in ownership.repairs if repair.partition == index}
         assert len(receivers) == sum(repair.partition == index for repair in ownership.repairs)

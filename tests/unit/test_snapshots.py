@@ -17,7 +17,7 @@ from spare_megatron.core.snapshot_policy import (
     Snapshots,
     WholeSnapshot,
     held_by_group,
-    holders_of_slices,
+    holders_of_partitions,
     holders_of_snapshot,
 )
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
@@ -91,12 +91,12 @@ def test_slices_stay_when_nodes_are_lost_as_far_as_their_hosts_stand_apart(
     num_groups: int, ranks: int, nodes: int, domain: int, redundancy: int
 ) -> None:
     """Held against all subsets of the hosts: no other choice has more of them apart."""
-    policy = replace(policy_for(num_groups, ranks, nodes, redundancy, domain), num_slices=num_groups)
+    policy = replace(policy_for(num_groups, ranks, nodes, redundancy, domain), num_partitions=num_groups)
     random = Random(num_groups)
     for _ in range(50):
         members = [Member(group) for group in random.sample(ids(*range(num_groups)), random.randint(1, num_groups))]
         hosts = first_ownership(PartitionSetup(num_groups=num_groups, redundancy=min(3, num_groups)), members).hosts
-        for row, kept_by in zip(hosts, holders_of_slices(policy, hosts), strict=True):
+        for row, kept_by in zip(hosts, holders_of_partitions(policy, hosts), strict=True):
             able = [host.group for host in row]
             most = max(
                 num
@@ -115,9 +115,9 @@ def apart(layout: Layout, groups: Sequence[GroupId]) -> bool:
 
 
 def test_no_group_keeps_many_more_slices_than_another() -> None:
-    policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_slices=24)
+    policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_partitions=24)
     members = [Member(group) for group in ids(*range(24))]
-    holders = holders_of_slices(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
+    holders = holders_of_partitions(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
     kept = [sum(group in kept_by for kept_by in holders) for group in range(24)]
     assert sum(kept) == 24 * 2
     assert max(kept) <= 3, "of the slices that it hosts"
@@ -207,7 +207,7 @@ def test_the_newest_whole_snapshot_has_equal_copies_of_all_positions() -> None:
 
 def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> None:
     """Random copies, against what whole means, counted out."""
-    policy = replace(policy_for(2, ranks=2), num_slices=2)
+    policy = replace(policy_for(2, ranks=2), num_partitions=2)
     snapshots = taken_after(range(1, 7), policy)
     outcomes = set()
     for seed in range(300):
@@ -304,7 +304,7 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
 
 
 def test_a_restart_from_memory_needs_every_slice() -> None:
-    ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_slices=2)
+    ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_partitions=2)
     held = (Held(12, 0, "a"),)
     for numbers, expected in (((0, 1), 12), ((0,), None)):
         restarts = Restarts(LIMITS, ring, policy)
@@ -315,7 +315,7 @@ def test_a_restart_from_memory_needs_every_slice() -> None:
                 member=Member(GroupId(group), 1),
                 offers=(),
                 held=held,
-                slices=(HeldPartition(12, PartitionId(number), "s"),),
+                partitions=(HeldPartition(12, PartitionId(number), "s"),),
             )
             for group, number in itertools.zip_longest((0, 1), numbers, fillvalue=numbers[0])
         )

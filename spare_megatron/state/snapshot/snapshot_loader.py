@@ -220,7 +220,7 @@ class SnapshotLoader:
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
-            of_slices = {(held.attempt, held.partition) for held in one.slices}
+            of_slices = {(held.attempt, held.partition) for held in one.partitions}
             if (copy.attempt, self._position) in of_rank if copy.slice is None else copy in of_slices:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}

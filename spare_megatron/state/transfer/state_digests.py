@@ -103,12 +103,12 @@ class StateDigests:
             if stacked is not None:
                 own += [stacked.state_sha256(number) for number in hosted]
         with self._probe.during(Operation.SETTLE):
-            params, *slices = self._agreement.combine_digests(own)
+            params, *states = self._agreement.combine_digests(own)
         self.value = Digests(
             params=params,
-            slices=tuple(
+            partitions=tuple(
                 PartitionDigest(number, sha256, number not in self._unproven)
-                for number, sha256 in zip(hosted, slices, strict=True)
+                for number, sha256 in zip(hosted, states, strict=True)
             ),
         )
 
@@ -141,7 +141,7 @@ class StateDigests:
                 step=step,
                 sha256=self.value.params,
                 num_restarts=num_restarts,
-                slices={str(digest.partition): digest.sha256 for digest in self.value.slices},
+                slices={str(digest.partition): digest.sha256 for digest in self.value.partitions},
             )
             self._journal.write(record)
 

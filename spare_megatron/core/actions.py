@@ -151,7 +151,7 @@ class Reading(NamedTuple):
     `reason` describes the first damaged one; `num_bytes` includes files in progress.
     """
 
-    offer: CheckpointCandidate
+    candidate: CheckpointCandidate
     whole: tuple[int, ...] = ()
     damaged: tuple[int, ...] = ()
     reason: str = ""
@@ -162,12 +162,12 @@ class Reading(NamedTuple):
 class ReadFiles:
     """Verify these files of a checkpoint, by their numbers, against its manifest, unless that is done."""
 
-    offer: CheckpointCandidate
+    candidate: CheckpointCandidate
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithdrawOffers:
+class WithdrawCandidates:
     """Stop offering these checkpoints, for these reasons, and offer earlier ones."""
 
     reasons: Mapping[CheckpointCandidate, str]
@@ -340,7 +340,7 @@ Action = (
     | TakeSnapshot
     | LoadCheckpoint
     | ReadFiles
-    | WithdrawOffers
+    | WithdrawCandidates
     | AdmitGroups
     | FinishRun
     | StopWipeOut

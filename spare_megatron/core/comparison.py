@@ -17,7 +17,7 @@ from spare_megatron.stacking.layout import GroupId, PartitionId
 LEAST_HOSTS_TO_COMPARE = 3
 """Hosts of a partition of which more than half are right when the state of one of them is wrong."""
 
-_Told = dict[PartitionId, dict[GroupId, PartitionDigest]]
+_HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
 """Digests of the hosts of each state partition."""
 
 
@@ -29,17 +29,19 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     """
     if any(votes[group].lacks_params for group in attempted.members):
         return None
-    told: _Told = {}
+    by_partition: _HostDigests = {}
     for group, vote in votes.items():
         for digest in vote.slice_digests:
-            told.setdefault(digest.partition, {})[group] = digest
+            by_partition.setdefault(digest.partition, {})[group] = digest
     if attempted.is_shared and any(not votes[group].params_digest for group in attempted.members):
         params = {vote.params_digest for vote in votes.values()} - {""}
-        if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in told.values()):
+        if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in by_partition.values()):
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
         return None
     found = (
-        _wrong_partitions(attempted, told) or _wrong_params(attempted, votes, told) or _wrong_state(attempted, votes)
+        _wrong_partitions(attempted, by_partition)
+        or _wrong_params(attempted, votes, by_partition)
+        or _wrong_state(attempted, votes)
     )
     if not isinstance(found, dict):
         return found
@@ -50,11 +52,11 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
 
 
-def _wrong_partitions(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
+def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[GroupId, str]:
     """The groups whose state of some partition is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
-    for number, by_group in sorted(told.items()):
+    for number, by_group in sorted(by_partition.items()):
         if len({digest.sha256 for digest in by_group.values()}) < 2:
             continue
         proven = Counter(digest.sha256 for digest in by_group.values() if digest.is_proven)
@@ -73,7 +75,7 @@ def _wrong_partitions(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
 
 
 def _wrong_params(
-    attempted: Attempted, votes: Mapping[GroupId, Vote], told: _Told
+    attempted: Attempted, votes: Mapping[GroupId, Vote], by_partition: _HostDigests
 ) -> dict[GroupId, str] | Retry | Halt | None:
     """The groups whose parameters are wrong, and why; or the entry if none is fenced. All hosts agree."""
     counts = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
@@ -82,9 +84,9 @@ def _wrong_params(
     digest, num_agreeing = counts.most_common(1)[0]
     wrong = {group for group, vote in votes.items() if vote.params_digest not in ("", digest)}
     has_majority = 2 * num_agreeing > counts.total()
-    if told and all(len(hosts) > 1 for hosts in told.values()):
+    if by_partition and all(len(hosts) > 1 for hosts in by_partition.values()):
         has_silent = any(voter.group not in votes for voter in attempted.voters)
-        is_from_owner = any(hosts.keys() <= wrong for hosts in told.values())
+        is_from_owner = any(hosts.keys() <= wrong for hosts in by_partition.values())
         if not has_majority or has_silent or is_from_owner:
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
     if not has_majority:
@@ -96,19 +98,19 @@ def _wrong_params(
 
 def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[GroupId, str] | Halt | None:
     """Without partitions: the groups whose state is wrong, and why; Halt if it is unknown whose is."""
-    told = {group: vote for group, vote in votes.items() if vote.state_digest}
-    if len({vote.state_digest for vote in told.values()}) < 2:
+    reported = {group: vote for group, vote in votes.items() if vote.state_digest}
+    if len({vote.state_digest for vote in reported.values()}) < 2:
         return None
     words = {
-        (group if vote.copied_from is None else vote.copied_from, vote.state_digest) for group, vote in told.items()
+        (group if vote.copied_from is None else vote.copied_from, vote.state_digest) for group, vote in reported.items()
     }
     counts = Counter(digest for _, digest in words)
     digest, num_agreeing = counts.most_common(1)[0]
     if 2 * num_agreeing <= counts.total():
-        reason = f"groups have the same parameters and different state: {by_value(told, 'state_digest')}"
+        reason = f"groups have the same parameters and different state: {by_value(reported, 'state_digest')}"
         return Halt(step=attempted.step, reason=reason, discard=True)
     reason = f"its state before step {attempted.step} differs from that of {num_agreeing} groups"
-    return {group: reason for group, vote in told.items() if vote.state_digest != digest}
+    return {group: reason for group, vote in reported.items() if vote.state_digest != digest}
 
 
 def by_value(votes: Mapping[GroupId, Vote], field: str) -> str:

@@ -41,7 +41,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         )
     if attempted.is_over:
         return Finish(step=attempted.step, attempt=attempted.attempt)
-    tells_state = any(vote.slice_digests for vote in different)
+    has_digests = any(vote.slice_digests for vote in different)
     return Commit(
         step=attempted.step,
         attempt=attempted.attempt,
@@ -50,7 +50,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         is_last=is_last,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
         released=attempted.ownership.superseded if attempted.ownership else (),
-        proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and tells_state else (),
+        proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
     )
@@ -95,13 +95,13 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
     """
     digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
     fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]
-    told: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
+    reported_by: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
     for group, digest in digests:
-        told.get(digest.partition, set()).add(group)
-    hosts = {number: {host.group for host in ownership.hosts[number]} for number in told}
+        reported_by.get(digest.partition, set()).add(group)
+    hosts = {number: {host.group for host in ownership.hosts[number]} for number in reported_by}
     incarnations = dict(attempted.voters)
     return tuple(
         PartitionCopy(number, Member(group, incarnations[group]))
         for group, number in fresh
-        if len(told[number]) > 1 and told[number] >= hosts[number]
+        if len(reported_by[number]) > 1 and reported_by[number] >= hosts[number]
     )

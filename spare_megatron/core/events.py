@@ -18,7 +18,7 @@ class RestartState:
     """State of a group, in its new incarnation, that was started again after a wipe-out.
 
     Attributes:
-        offers: Checkpoints that it might load.
+        candidates: Checkpoints that it might load.
         held: Complete snapshots of its rank positions on its nodes.
         partitions: State partitions of which its nodes have complete snapshots of all its ranks.
         failure: Why it cannot look for checkpoints, for messages; empty if it can.
@@ -27,7 +27,7 @@ class RestartState:
     """
 
     member: Member
-    offers: tuple[CheckpointCandidate, ...]
+    candidates: tuple[CheckpointCandidate, ...]
     held: tuple[Held, ...] = ()
     partitions: tuple[HeldPartition, ...] = ()
     failure: str = ""

@@ -14,7 +14,7 @@ from spare_megatron.core.actions import (
     LoadCheckpoint,
     ReadFiles,
     RefuseCheckpoint,
-    WithdrawOffers,
+    WithdrawCandidates,
 )
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import RestartState, WaitingRead
@@ -235,14 +235,14 @@ class RestartSearch:
         self._groups = groups
         self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
         self._since_s = self._searched_at_s = 0.0
-        self._own = RestartState(member=agreement.member, offers=())
+        self._own = RestartState(member=agreement.member, candidates=())
         self._told: RestartState | None = None
         self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
 
     def begin(self) -> None:
         """Forgets what was announced before and searches for checkpoints."""
         self._since_s = time.monotonic()
-        self._own = RestartState(member=self._agreement.member, offers=())
+        self._own = RestartState(member=self._agreement.member, candidates=())
         self._told = None
         self._heard = {}
         self._search()
@@ -272,9 +272,9 @@ class RestartSearch:
                 case AppendEntry(index=index, entry=entry):
                     self._agreement.append(index, entry)
                     return True
-                case ReadFiles(offer=offer, numbers=numbers):
+                case ReadFiles(candidate=offer, numbers=numbers):
                     self._start_over.read(offer, numbers)
-                case WithdrawOffers(reasons=reasons):
+                case WithdrawCandidates(reasons=reasons):
                     self._start_over.withdraw(reasons)
                     self._search()
                 case _:
@@ -298,7 +298,7 @@ class RestartSearch:
             offers = self._start_over.offers()
         except OSError as error:
             failure = str(error)
-        self._own = replace(self._own, offers=offers, failure=failure)
+        self._own = replace(self._own, candidates=offers, failure=failure)
         self._searched_at_s = time.monotonic()
 
     def _tell(self) -> None:

@@ -224,7 +224,14 @@ class GroupAgreement:
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        what = [waiting.offers, waiting.held, waiting.partitions, waiting.failure, waiting.readings, waiting.is_reading]
+        what = [
+            waiting.candidates,
+            waiting.held,
+            waiting.partitions,
+            waiting.failure,
+            waiting.readings,
+            waiting.is_reading,
+        ]
         self._log.announce_restart(waiting.member, json.dumps(what))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
@@ -299,16 +306,16 @@ class GroupAgreement:
 
 def _waiting(member: Member, text: str) -> RestartState:
     """Decodes the text of `announce_restart`."""
-    offers, held, partitions, failure, readings, is_reading = json.loads(text)
+    candidates, held, partitions, failure, readings, is_reading = json.loads(text)
     return RestartState(
         member=member,
-        offers=tuple(CheckpointCandidate(*one) for one in offers),
+        candidates=tuple(CheckpointCandidate(*one) for one in candidates),
         held=tuple(Held(*one) for one in held),
         partitions=tuple(HeldPartition(*one) for one in partitions),
         failure=failure,
         readings=tuple(
-            Reading(CheckpointCandidate(*offer), tuple(whole), tuple(damaged), reason, num_bytes)
-            for offer, whole, damaged, reason, num_bytes in readings
+            Reading(CheckpointCandidate(*candidate), tuple(whole), tuple(damaged), reason, num_bytes)
+            for candidate, whole, damaged, reason, num_bytes in readings
         ),
         is_reading=is_reading,
     )

@@ -311,7 +311,7 @@ class Group:
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
         own = RestartState(
-            member=self.member, offers=tuple(map(CheckpointCandidate, sorted(self._world.invariants.saves.params)))
+            member=self.member, candidates=tuple(map(CheckpointCandidate, sorted(self._world.invariants.saves.params)))
         )
         yield from self._links.speak(lambda voice: voice.announce_restart(own))
         self._world.wiped_out(self.member)

@@ -278,7 +278,7 @@ def test_none_is_taken_where_none_is_wanted_or_due() -> None:
 def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_both_are_alike() -> None:
     ring = make_placement("golomb", 2, 1)
     waiting = [
-        RestartState(member=Member(GroupId(group), 1), offers=(CheckpointCandidate(8), CheckpointCandidate(4)))
+        RestartState(member=Member(GroupId(group), 1), candidates=(CheckpointCandidate(8), CheckpointCandidate(4)))
         for group in (0, 1)
     ]
     for step, attempt in ((6, None), (8, 18), (10, 20)):
@@ -293,7 +293,7 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
     restarts = Restarts(LIMITS, make_placement("golomb", 2, 2), policy_for(2))
     restarts.snapshots.after(2, 12, ids(0, 1))
     restarts.on_wipe_out(StopWipeOut(step=3))
-    waiting = tuple(RestartState(member=Member(GroupId(group), 1), offers=()) for group in (0, 1))
+    waiting = tuple(RestartState(member=Member(GroupId(group), 1), candidates=()) for group in (0, 1))
     gone = replace(waiting[0], member=Member(GroupId(0), 0), held=(Held(12, 0, "a"),))
     over = {GroupId(0): 0, GroupId(1): 0}
     for others, expected in (((gone, waiting[1]), None), ((waiting[0], replace(waiting[1], held=gone.held)), 12)):
@@ -313,7 +313,7 @@ def test_a_restart_from_memory_needs_every_slice() -> None:
         waiting = tuple(
             RestartState(
                 member=Member(GroupId(group), 1),
-                offers=(),
+                candidates=(),
                 held=held,
                 partitions=(HeldPartition(12, PartitionId(number), "s"),),
             )

@@ -79,13 +79,13 @@ class Controller:
         self.step = setup.first_step
         self.attempt = 0
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
-        self._everybody = self.members
+        self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
         self._first_order = initial_order(
             setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
         )
         self._order: Order = self._first_order
-        self._ordered_for = self._everybody
+        self._ordered_for = self._all_groups
         self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
@@ -178,7 +178,7 @@ class Controller:
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
-            shards = tuple(ShardId(int(group)) for group in self._everybody)
+            shards = tuple(ShardId(int(group)) for group in self._all_groups)
             return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=shards))
         try:
             own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
@@ -241,7 +241,7 @@ class Controller:
         self._retries_without_loss = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._order = self._first_order
-        self._ordered_for = self._everybody
+        self._ordered_for = self._all_groups
         self._is_over = step == self._num_steps  # the state saved after the last step has yet to be compared
         actions = (load, self._build_communicator(), *self._own(ownership))
         if self._is_over and self.voters:

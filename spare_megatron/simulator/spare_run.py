@@ -36,7 +36,7 @@ from spare_megatron.simulator.simulated_journal import SimulatedJournal
 from spare_megatron.simulator.world import World
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.plans import NOBODY, StepPlan, Work
+from spare_megatron.stacking.plans import NO_OWNER, StepPlan, Work
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 
 
@@ -90,7 +90,7 @@ class SpareRun:
         self._placement = make_placement(
             scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
         )
-        self._everybody = tuple(GroupId(group) for group in range(scenario.num_groups))
+        self._all_groups = tuple(GroupId(group) for group in range(scenario.num_groups))
         setup = ControllerSetup(
             placement=self._placement,
             microbatches_per_shard=scenario.microbatches_per_shard,
@@ -255,7 +255,7 @@ class SpareRun:
 
     def _restart(self) -> None:
         self._world.restart()
-        self._log.append(Restart(step=self._world.saved_step, members=self._present(self._everybody)))
+        self._log.append(Restart(step=self._world.saved_step, members=self._present(self._all_groups)))
 
     def _present(self, groups: Sequence[GroupId]) -> tuple[Member, ...]:
         return tuple(Member(group, self._incarnations[group]) for group in groups)
@@ -272,7 +272,7 @@ class SpareRun:
             return 0.0
         if self._fetching[0] is not work:
             hosts, owners = self._placement.host_array, work.owners
-            is_host = (owners[:, :, None] == hosts[:, None, :]).any(axis=2) | (owners == NOBODY)
+            is_host = (owners[:, :, None] == hosts[:, None, :]).any(axis=2) | (owners == NO_OWNER)
             shards, columns = np.nonzero(~is_host)
             pairs = np.unique(np.stack([owners[shards, columns], shards]), axis=1)
             most = int(np.bincount(pairs[0]).max(initial=0))

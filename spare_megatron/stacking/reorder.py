@@ -10,7 +10,7 @@ import numpy as np
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.matching import SpreadProblem, least_spread
 from spare_megatron.stacking.placement import IntArray, Placement, WipeOut
-from spare_megatron.stacking.plans import NOBODY, Microbatch, Owners
+from spare_megatron.stacking.plans import NO_OWNER, Microbatch, Owners
 
 ReorderPath = Literal["unchanged", "orphans", "chains"]
 
@@ -124,8 +124,8 @@ def assign_to_least_loaded(owners: Owners, items: Sequence[Microbatch], alive: f
     """
     changed = owners.copy()
     for item in items:
-        changed[item.shard, item.index] = NOBODY
-    present = np.bincount(changed[changed != NOBODY].ravel(), minlength=len(owners))
+        changed[item.shard, item.index] = NO_OWNER
+    present = np.bincount(changed[changed != NO_OWNER].ravel(), minlength=len(owners))
     loads = [(int(present[group]), group) for group in sorted(alive)]
     heapq.heapify(loads)
     for item in sorted(items):

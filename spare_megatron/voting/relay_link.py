@@ -52,7 +52,7 @@ class RelayLink:
             while _has_come(connection, 0.0):
                 is_closed |= attempt in self._receive(connection)
             if self._last_entry < self._waited_for:
-                raise RelayBroken("what it was to pass on has not come even now")
+                raise RelayBroken("it has not passed an entry on")
             if not is_closed:
                 send(connection, self._pack(attempt, vote))
         except RelayBroken:
@@ -84,7 +84,7 @@ class RelayLink:
     def _connect(self, relay: Member) -> socket.socket:
         address = self._find(relay)
         if address is None:
-            raise RelayBroken("it has not said where it is")
+            raise RelayBroken("it has published no address")
         try:
             connection = socket.create_connection((address.host, address.port), timeout=self._timeout_s)
             connection.setblocking(False)

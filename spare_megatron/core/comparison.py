@@ -8,7 +8,7 @@ then, and groups with partitions gather all parameters again. Rules and reasons:
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from spare_megatron.core.entries import Entry, Fence, Halt, Retry
 from spare_megatron.core.votes import Attempted, PartitionDigest, Vote
@@ -16,6 +16,9 @@ from spare_megatron.stacking.layout import GroupId, PartitionId
 
 LEAST_HOSTS_TO_COMPARE = 3
 """Hosts of a partition of which more than half are right when the state of one of them is wrong."""
+
+NO_DIGEST = "lacking"
+"""A group that lacks parameters publishes this for newcomers instead of a digest."""
 
 _HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
 """Digests of the hosts of each state partition."""
@@ -111,6 +114,22 @@ def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[Gr
         return Halt(step=attempted.step, reason=reason, discard=True)
     reason = f"its state before step {attempted.step} differs from that of {num_agreeing} groups"
     return {group: reason for group, vote in reported.items() if vote.state_digest != digest}
+
+
+def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:
+    """Whether more than half of the other groups hold the parameters that a newcomer has copied; None while unknown.
+
+    `others` are the digests of the groups that took part before the admission and are not lost since, None for those
+    that have published none yet. Otherwise copies of a wrong state could outvote the right ones in the next comparison.
+
+    >>> [majority_holds("a", others) for others in (["a", None, "a"], ["a", None, "b"], ["b", "b", None])]
+    [True, None, False]
+    """
+    same = sum(other == digest for other in others)
+    different = sum(other is not None and other != digest for other in others)
+    if 2 * same > len(others):
+        return True
+    return False if 2 * different >= len(others) else None
 
 
 def by_value(votes: Mapping[GroupId, Vote], field: str) -> str:

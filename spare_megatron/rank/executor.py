@@ -17,6 +17,7 @@ from spare_megatron.core.actions import (
     StartRepairs,
     TakeSnapshot,
 )
+from spare_megatron.core.comparison import NO_DIGEST
 from spare_megatron.core.entries import Entry, Fence, entry_fields
 from spare_megatron.core.events import EntryRead, Event
 from spare_megatron.core.failure_detector import Operation
@@ -38,7 +39,7 @@ from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import PartitionCopy
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_source import StateSource
-from spare_megatron.state.transfer.state_transfer import NO_DIGEST, StateTransfer, confirm
+from spare_megatron.state.transfer.state_transfer import StateTransfer, confirm
 from spare_megatron.voting.agreement import Fenced
 from spare_megatron.voting.finish import vote_to_finish
 from spare_megatron.voting.voting import Voting

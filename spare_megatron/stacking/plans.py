@@ -26,7 +26,7 @@ class Microbatch(NamedTuple):
 
 
 class Work:
-    """What each group computes in a step or a patch. Immutable. Owners are NO_OWNER for microbatches outside the work."""
+    """What each group computes in a step or a patch. Immutable. Microbatches outside the work have NO_OWNER."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners = owners

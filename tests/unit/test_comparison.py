@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from spare_megatron.core.comparison import objection
+from spare_megatron.core.comparison import NO_DIGEST, majority_holds, objection
 from spare_megatron.core.entries import Fence, Halt, Retry
 from spare_megatron.core.votes import Attempted, PartitionDigest, Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -164,3 +164,13 @@ def test_who_remains_is_more_than_half_of_the_hosts_by_copies_that_were_compared
             right = [value for value in "abc" if 2 * told.count(value) > num_hosts]
             expected = {host for host in expected if told[host].lower() in right}
         assert remaining == expected, told
+
+
+@pytest.mark.parametrize("num_others", [1, 2, 3, 4])
+def test_a_copy_is_confirmed_by_more_than_half_of_the_others_whatever_the_rest_publishes(num_others: int) -> None:
+    """Against all completions of what is known so far."""
+    values = ["a", "b", NO_DIGEST]
+    for others in product([*values, None], repeat=num_others):
+        choices = [values if other is None else [other] for other in others]
+        verdicts = {2 * known.count("a") > num_others for known in product(*choices)}
+        assert majority_holds("a", others) == (verdicts.pop() if len(verdicts) == 1 else None), others

@@ -2,13 +2,13 @@
 
 First come the objections: different plans, or state that differs (`core.comparison`). Then Commit if every survivor
 holds the complete sum, including what groups lost since contributed to it; otherwise Retry, which keeps the buckets
-whose sums all survivors hold.
+whose sums all survivors hold. If votes are missing for too long, the groups that have not voted are fenced.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spare_megatron.core.comparison import by_value, objection
-from spare_megatron.core.entries import Commit, Entry, Finish, Halt, Retry
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Halt, Retry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.votes import Attempted, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -54,6 +54,21 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
     )
+
+
+def fence_silent_voters(
+    attempt: int, voters: Iterable[Member], voted: Collection[GroupId], cause: str
+) -> tuple[Fence, ...]:
+    """Fences of the voters without a vote, once the decision on the attempt is overdue.
+
+    Only these: the others may be waiting for them. Empty if all have voted, so that the delay has another cause.
+
+    >>> [fence.group for fence in fence_silent_voters(4, [Member(0), Member(1), Member(2)], {0, 2}, "too late")]
+    [1]
+    """
+    reason = f"it has not voted on attempt {attempt}: {cause}"
+    silent = [voter for voter in voters if voter.group not in voted]
+    return tuple(Fence(group=voter.group, incarnation=voter.incarnation, reason=reason) for voter in silent)
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:

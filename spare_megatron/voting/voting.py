@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.decision import fence_silent_voters
 from spare_megatron.core.entries import Entry, decode_entry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.relays import BlockVotes, Reliance
@@ -115,14 +116,14 @@ class Voting:
         return read
 
     def _await_entry(self, index: int) -> str:
-        """Waits for the entry. On timeout it fences the groups that have not voted, not those that wait for them."""
+        """Waits for the entry. On timeout it writes the fences of silent voters and returns the entry then."""
         try:
             return self.agreement.await_entry(index)
         except StoreTimeout as late:
             votes = self.agreement.read_votes(self._attempt, self._voters).votes
-            silent = [voter for voter in self._voters if voter.group not in votes]
-            reason = f"it has not voted on attempt {self._attempt}: {late}"
-            if max((self.agreement.fence(voter, reason, index) for voter in silent), default=-1) < index:
+            fences = fence_silent_voters(self._attempt, self._voters, votes, str(late))
+            written = [self.agreement.fence(Member(f.group, f.incarnation), f.reason, index) for f in fences]
+            if max(written, default=-1) < index:
                 raise  # no vote is missing, or only those of groups fenced before
             return self.agreement.await_entry(index)
 

@@ -31,7 +31,7 @@ from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
 from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry
-from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarted, VotesRead, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
@@ -71,7 +71,6 @@ class Controller:
 
     def __init__(self, setup: ControllerSetup) -> None:
         self._setup = setup
-        self.ends_at_s = setup.ends_at_s  # a driver may set it to end the run early
         self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
         self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
         self.epoch = 0
@@ -90,6 +89,7 @@ class Controller:
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
         self._num_steps = setup.num_steps  # lowered by a commit that is the last
+        self._is_end_requested = False
         self._is_over = False  # all of them are committed
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
@@ -122,6 +122,9 @@ class Controller:
             case WaitingRead():
                 over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
+            case EndRequested():
+                self._is_end_requested = True
+                return ()
 
     # ------------------------------------------------------------------------------------------- folding the log
 
@@ -294,7 +297,8 @@ class Controller:
             is_over=self._is_over,
             ownership=self.ownership,
         )
-        is_last = self.ends_at_s is not None and now_s >= self.ends_at_s
+        ends_at_s = self._setup.ends_at_s
+        is_last = self._is_end_requested or (ends_at_s is not None and now_s >= ends_at_s)
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)

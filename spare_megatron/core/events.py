@@ -74,4 +74,9 @@ class VotesRead:
     waiting: tuple[Member, ...] = ()
 
 
-Event = RunStarted | EntryRead | VotesRead | WaitingRead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequested:
+    """The run is to end with the step under way. Further reports change nothing."""
+
+
+Event = RunStarted | EntryRead | VotesRead | WaitingRead | EndRequested

@@ -24,7 +24,7 @@ from spare_megatron.core.actions import (
     UpdateModel,
 )
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.events import Event, RunStarted
+from spare_megatron.core.events import EndRequested, Event, RunStarted
 from spare_megatron.rank.executor import GroupExecutor
 from spare_megatron.voting.log_follower import Stop
 
@@ -42,7 +42,7 @@ def train(
     """
     while True:
         if is_end_asked():
-            controller.ends_at_s = time.monotonic()
+            controller.handle(EndRequested(), now_s=time.monotonic())
         action = actions.popleft()
         if isinstance(action, Stop):
             executor.stop(action.step)

@@ -1,4 +1,4 @@
-"""When to save checkpoints, decided from the log and its clock, and which ones to keep.
+"""When to save checkpoints, decided from the log and its clock, which ones to keep, and who saves without the store.
 
 All times are those of the log's clock: seconds since the run began, equal for all processes that have read the same
 entries. Every commit carries the time of its writer and sets the clock of its readers, so no wall clock is needed.
@@ -345,3 +345,27 @@ class Saves:
     def _restart_interval(self, step: int, at_s: float) -> None:
         self._last_at_s, self._last_step, self._share = at_s, step, 1.0
         self._gone.clear()
+
+
+_EMERGENCY_SAVERS = 2
+"""Groups that save without the store if each holds all state: two, as one may be lost at the same time."""
+
+
+def emergency_save(
+    member: Member, step: int, voters: tuple[Member, ...], epoch: int, ownership: Ownership | None, *, has_params: bool
+) -> SaveCheckpoint | None:
+    """What a group saves by itself once the store is lost for good, or None: nothing can be agreed on any more.
+
+    With partitioned optimizer state all groups save, because each partition may be needed; no group whose parameters
+    (`has_params`) are not those after `step` committed steps.
+
+    >>> voters = tuple(Member(GroupId(group)) for group in range(4))
+    >>> saves = [emergency_save(member, 5, voters, 0, None, has_params=True) for member in voters]
+    >>> [save is not None for save in saves]
+    [True, True, False, False]
+    """
+    savers = voters[:_EMERGENCY_SAVERS] if ownership is None else voters
+    if not step or not has_params or member not in savers:
+        return None
+    hosts = () if ownership is None else ownership.hosts
+    return SaveCheckpoint(step=step, member=member, voters=voters, epoch=epoch, hosts=hosts)

@@ -14,7 +14,8 @@ from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import Action, FinishRun, SaveCheckpoint, StopHalted, StopWipeOut
+from spare_megatron.core.actions import Action, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.checkpoint_policy import emergency_save
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.faults.injection import Injector, fill_disk
@@ -70,10 +71,6 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
 
 def _all_groups(config: RunConfig) -> list[GroupId]:
     return [GroupId(group) for group in range(config.layout.num_groups)]
-
-
-_SAVING_GROUPS = 2
-"""Groups that save their state when the store is lost: two, as one may be lost at the same time."""
 
 
 def _server_key(member: Member, rank: int) -> str:
@@ -337,18 +334,20 @@ class _Rank:
         return ExitCode.GROUP_BROKEN
 
     def _without_store(self, error: StoreLost) -> ExitCode:
-        """Saves the committed state on as many groups as may be needed: nothing can be decided any more."""
+        """Saves the committed state alone, if this group is to."""
         say(error)
-        if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
-            return ExitCode.STORE_LOST
-        # With partitioned optimizer state all groups save: each partition may be needed.
-        controller, member = self._controller, self._spec.member
-        if member in controller.voters[: None if self._trainer.stacked else _SAVING_GROUPS]:
-            save = SaveCheckpoint(
-                step=self._executor.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
+        executor, run = self._executor, self._controller
+        if executor is not None:
+            save = emergency_save(
+                self._spec.member,
+                executor.num_steps,
+                run.voters,
+                run.epoch,
+                run.ownership,
+                has_params=not executor.lacks_params,
             )
-            hosts = controller.ownership.hosts if controller.ownership else ()
-            self._keeping.save_alone(replace(save, hosts=hosts))
+            if save is not None:
+                self._keeping.save_alone(save)
         return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves
+from spare_megatron.core.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves, emergency_save
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
@@ -17,6 +17,7 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
 
 RING = make_placement("golomb", 4, 2)
 EVERYBODY = tuple(Member(GroupId(group)) for group in range(4))
@@ -174,3 +175,19 @@ def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval(
     fixed_s = [lost_s(replace(base, save_interval_s=share * planned_s)) for share in (0.65, 0.8, 1.0, 1.25, 1.6)]
     for factor in (0.2, 5.0):
         assert lost_s(replace(base, expected_group_life_s=factor * 40.0 * 12)) < 1.05 * min(fixed_s)
+
+
+def test_without_a_store_two_groups_save_or_all_who_may_be_the_last_with_a_partition() -> None:
+    ownership = first_ownership(PartitionSetup(num_groups=4, redundancy=2), EVERYBODY)
+    left = EVERYBODY[1:]  # the first group is lost
+
+    def savers(ownership: Ownership | None, step: int = 7, *, has_params: bool = True) -> list[Member]:
+        saves = [emergency_save(member, step, left, 3, ownership, has_params=has_params) for member in EVERYBODY]
+        return [save.member for save in saves if save is not None]
+
+    assert savers(None) == [EVERYBODY[1], EVERYBODY[2]], "one of them may be lost at the same time"
+    assert savers(ownership) == list(left)
+    assert savers(ownership, has_params=False) == savers(None, has_params=False) == []
+    assert savers(ownership, step=0) == savers(None, step=0) == [], "there is nothing yet that a run could go on from"
+    save = emergency_save(left[0], 7, left, 3, ownership, has_params=True)
+    assert save == SaveCheckpoint(step=7, member=left[0], voters=left, epoch=3, hosts=ownership.hosts)

@@ -313,6 +313,8 @@ class StopWipeOut:
     """Why the last hosts were fenced, if for wrong state."""
     reason: str = ""
     """Why training does not restart; empty while that is undecided."""
+    is_final: bool = False
+    """The run ends; else groups wait for a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

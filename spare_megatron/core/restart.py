@@ -60,9 +60,10 @@ class Restarts:
         return len(self._restarted_at_s)
 
     def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
-        """Records the wipe-out and returns it as the driver's action."""
-        self.wipe_out = stop
-        return (stop,)
+        """Records the wipe-out and returns it as the driver's action, final if no restart can follow."""
+        may_restart = self._limits is None or self._limits.max_restarts > 0
+        self.wipe_out = replace(stop, is_final=bool(stop.reason) or not may_restart)
+        return (self.wipe_out,)
 
     def on_restart(self, step: int, at_s: float) -> None:
         """Training restarts after this many committed steps, at this time on the clock of the log."""

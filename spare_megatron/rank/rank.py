@@ -294,7 +294,6 @@ class _Rank:
             journal=self._journal,
             start_over=self._start_over,
             groups=_all_groups(config),
-            may_restart=config.checkpoint.max_restarts > 0,
             probe=self._probe,
             announced=self._report_waiting,
         )
@@ -316,7 +315,7 @@ class _Rank:
             return ExitCode.FINISHED
         reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason
         is_halted = isinstance(stop, StopHalted)
-        is_final = is_halted or bool(stop.reason) or not self._spec.config.checkpoint.max_restarts
+        is_final = not isinstance(stop, StopWipeOut) or stop.is_final
         if self._spec.rank == 0:
             self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason, is_final=is_final))
         if is_halted:

@@ -27,7 +27,6 @@ class Rejoin:
 
     Args:
         start_over: Finds and loads the state of a restart.
-        may_restart: Whether the group waits after a wipe-out; else a wipe-out ends the run.
         announced: Called when the group has announced that it waits; the argument says whether for a restart.
     """
 
@@ -39,7 +38,6 @@ class Rejoin:
         journal: JournalWriter,
         start_over: RestartLoader,
         groups: Sequence[GroupId],
-        may_restart: bool,
         probe: RankProbe,
         announced: Callable[[bool], None],
     ) -> None:
@@ -48,7 +46,6 @@ class Rejoin:
         self._journal = journal
         self._start_over = start_over
         self._search = RestartSearch(controller, agreement, start_over, groups)
-        self._may_restart = may_restart
         self._probe = probe
         self._announced = announced
         self._has_announced: bool | None = None  # whether for a restart; None before the first announcement
@@ -96,7 +93,7 @@ class Rejoin:
         """These actions from the first one that the group is to execute; None while it waits on."""
         for number, action in enumerate(actions):
             match action:
-                case StopWipeOut(reason="") if self._may_restart:
+                case StopWipeOut(is_final=False):
                     self._start_over.wiped_out()
                 case RefuseCheckpoint() if self._agreement.is_leader:
                     self._start_over.refuse(action)

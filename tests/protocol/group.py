@@ -306,7 +306,7 @@ class Group:
                     return actions[index + 1 :] if (yield from self._take_state(action)) else ()
 
     def _is_given_up(self, action: Action) -> bool:
-        return isinstance(action, StopWipeOut) and (bool(action.reason) or not self._world.may_restart)
+        return isinstance(action, StopWipeOut) and action.is_final
 
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""

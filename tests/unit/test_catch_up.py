@@ -77,7 +77,6 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
         journal=nothing,
         start_over=start_over,
         groups=GROUPS,
-        may_restart=True,
         probe=probe,
         announced=nothing,
     ).run()

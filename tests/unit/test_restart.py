@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from spare_megatron.core.actions import (
+    Action,
     AppendEntry,
     CheckpointCandidate,
     ReadFiles,
@@ -13,8 +14,9 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     WithdrawCandidates,
 )
-from spare_megatron.core.entries import GiveUp, Restart
-from spare_megatron.core.events import RestartState, WaitingRead
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Entry, Fence, GiveUp, Restart
+from spare_megatron.core.events import EntryRead, RestartState, RunStarted, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
@@ -81,6 +83,29 @@ def test_training_begins_anew_only_where_nobody_finds_anything() -> None:
     found = decide(waiting(0, 6), waiting(1, 4), waiting(2), waited_s=5.0)
     assert isinstance(found, GiveUp)
     assert "group 0 [6]; group 1 [4]; group 2 none" in found.reason
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_wipe_out_ends_the_run_that_may_not_start_again_or_is_given_up(max_restarts: int) -> None:
+    setup = ControllerSetup(
+        placement=RING,
+        microbatches_per_shard=1,
+        num_steps=9,
+        restarts=replace(LIMITS, max_restarts=max_restarts),
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+
+    def read(entry: Entry) -> Action:
+        return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)[-1]
+
+    for group in range(2):
+        read(Fence(group=GroupId(group)))
+    stop = read(Fence(group=GroupId(2)))
+    assert isinstance(stop, StopWipeOut)
+    assert (stop.reason, stop.is_final) == ("", max_restarts == 0)
+    given_up = read(GiveUp(step=0, reason="nobody has come back"))
+    assert given_up == replace(stop, reason="nobody has come back", is_final=True)
 
 
 def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:

@@ -37,9 +37,10 @@ from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Granularity, Order, initial_order
-from spare_megatron.stacking.placement import Placement, WipeOut
+from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
-from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, StateWipeOut, first_ownership
+from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
+from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ votes compare it, and only then the donor releases its copy. So no move leaves a
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -18,20 +18,10 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.wipe_out import require_state
 
 Hosts = tuple[tuple[Member, ...], ...]
 """For each state partition, its hosts, ascending."""
-
-
-class StateWipeOut(Exception):
-    """Some state partitions, named in ascending order, have no surviving host: only a checkpoint has their state."""
-
-    def __init__(self, partitions: tuple[PartitionId, ...]) -> None:
-        super().__init__(f"no surviving host for partitions {', '.join(map(str, partitions))}")
-        self.partitions = partitions
-
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[PartitionId, ...]]]:
-        return type(self), (self.partitions,)
 
 
 class PartitionCopy(NamedTuple):
@@ -92,9 +82,7 @@ class Ownership:
         present = tuple(sorted(members))
         left = set(present)
         hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
-        wiped_out = tuple(PartitionId(index) for index, row in enumerate(hosts) if not row)
-        if wiped_out:
-            raise StateWipeOut(wiped_out)
+        require_state(hosts)
         return replace(self, members=present, hosts=hosts)._settled()
 
     def with_copies(self, copies: Collection[PartitionCopy], released: Collection[PartitionCopy] = ()) -> "Ownership":

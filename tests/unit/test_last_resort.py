@@ -7,9 +7,10 @@ import pytest
 
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.order import initial_order
-from spare_megatron.stacking.placement import WipeOut, make_placement
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import NO_OWNER, Microbatch
 from spare_megatron.stacking.reorder import assign_to_least_loaded, least_load
+from spare_megatron.stacking.wipe_out import WipeOut
 
 
 def groups(*ids: int) -> frozenset[GroupId]:

@@ -17,7 +17,8 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, StateWipeOut, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.stacking.wipe_out import StateWipeOut
 
 INTERVAL_S = 100.0  # of one group
 

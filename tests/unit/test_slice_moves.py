@@ -15,9 +15,9 @@ from spare_megatron.stacking.state_partitions import (
     PartitionCopy,
     PartitionSetup,
     Repair,
-    StateWipeOut,
     first_ownership,
 )
+from spare_megatron.stacking.wipe_out import StateWipeOut
 
 
 def members(*groups: int) -> tuple[Member, ...]:

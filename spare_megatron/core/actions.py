@@ -58,7 +58,7 @@ class TakeSnapshot:
         previous: Attempt of the snapshot before, the only one to keep; -1 if there is none.
         settled_by: The copy is made before the update that makes this many committed steps.
         holders: For each rank position, the groups that keep it.
-        slice_holders: For each state partition, the groups all of whose ranks keep it.
+        partition_holders: For each state partition, the groups all of whose ranks keep it.
     """
 
     step: int
@@ -66,7 +66,7 @@ class TakeSnapshot:
     previous: int
     settled_by: int
     holders: tuple[tuple[GroupId, ...], ...]
-    slice_holders: tuple[tuple[GroupId, ...], ...] = ()
+    partition_holders: tuple[tuple[GroupId, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class StartRepairs:
         return any(map(self._is_made, self.moves))
 
     def _is_made(self, move: Repair) -> bool:
-        return move.receiver in self.hosts[move.slice]
+        return move.receiver in self.hosts[move.partition]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class Reading(NamedTuple):
     `reason` describes the first damaged one; `num_bytes` includes files in progress.
     """
 
-    offer: CheckpointCandidate
+    candidate: CheckpointCandidate
     whole: tuple[int, ...] = ()
     damaged: tuple[int, ...] = ()
     reason: str = ""
@@ -162,12 +162,12 @@ class Reading(NamedTuple):
 class ReadFiles:
     """Verify these files of a checkpoint, by their numbers, against its manifest, unless that is done."""
 
-    offer: CheckpointCandidate
+    candidate: CheckpointCandidate
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithdrawOffers:
+class WithdrawCandidates:
     """Stop offering these checkpoints, for these reasons, and offer earlier ones."""
 
     reasons: Mapping[CheckpointCandidate, str]
@@ -308,11 +308,13 @@ class StopWipeOut:
 
     step: int
     shards: tuple[ShardId, ...] = ()
-    slices: tuple[PartitionId, ...] = ()
+    partitions: tuple[PartitionId, ...] = ()
     cause: str = ""
     """Why the last hosts were fenced, if for wrong state."""
     reason: str = ""
     """Why training does not restart; empty while that is undecided."""
+    is_final: bool = False
+    """The run ends; else groups wait for a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +342,7 @@ Action = (
     | TakeSnapshot
     | LoadCheckpoint
     | ReadFiles
-    | WithdrawOffers
+    | WithdrawCandidates
     | AdmitGroups
     | FinishRun
     | StopWipeOut

@@ -1,4 +1,4 @@
-"""When to save checkpoints, decided from the log and its clock, and which ones to keep.
+"""When to save checkpoints, decided from the log and its clock, which ones to keep, and who saves without the store.
 
 All times are those of the log's clock: seconds since the run began, equal for all processes that have read the same
 entries. Every commit carries the time of its writer and sets the clock of its readers, so no wall clock is needed.
@@ -29,7 +29,7 @@ class LogClock:
         self.at_s = 0.0
         self._ahead_s = 0.0
 
-    def begin(self, now_s: float) -> None:
+    def start(self, now_s: float) -> None:
         """The run begins at this time of the process's own monotonic clock."""
         self._ahead_s = -now_s
 
@@ -42,7 +42,7 @@ class LogClock:
         """The time, never before the last commit.
 
         >>> clock = LogClock()
-        >>> clock.begin(100.0)
+        >>> clock.start(100.0)
         >>> clock.set_by(8.0, 105.0)
         >>> clock.read_s(106.0)
         9.0
@@ -86,27 +86,27 @@ class Experience:
         self._saves_s: list[float] = []
         self._cadence_of: tuple[tuple[object, ...], Cadence] | None = None
 
-    def committed(self, at_s: float, num_members: int) -> None:
+    def on_commit(self, at_s: float, num_members: int) -> None:
         passed_s, self._at_s = at_s - self._at_s, at_s
         if not self._is_restarting:
             self._step_s = passed_s
         self._is_restarting, self._num_members = False, num_members
         self._exposure_s += self._step_s * num_members
 
-    def lost(self, groups: Iterable[GroupId]) -> None:
+    def on_loss(self, groups: Iterable[GroupId]) -> None:
         for group in groups:
             self._num_losses += 1
             self._lost_at_s[group] = self._at_s
 
-    def admitted(self, groups: Iterable[GroupId]) -> None:
+    def on_admission(self, groups: Iterable[GroupId]) -> None:
         for group in groups:
             if group in self._lost_at_s:
                 self._absences_s.append(self._at_s - self._lost_at_s.pop(group))
 
-    def saved(self, stall_s: float) -> None:
+    def on_save(self, stall_s: float) -> None:
         self._saves_s = [*self._saves_s, stall_s][-_LAST_SAVES:]
 
-    def restarted(self) -> None:
+    def on_restart(self) -> None:
         """Training restarts.
 
         The duration of the restart is not known separately from that of its first step and of the interrupted one. In
@@ -252,18 +252,18 @@ class Saves:
             return True
         return policy.interval_steps is not None and step - self._last_step >= policy.interval_steps
 
-    def committed(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
+    def on_commit(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
         self._lost_since_commit = set()
         if self._experience is not None:
-            self._experience.committed(at_s, num_members)
+            self._experience.on_commit(at_s, num_members)
         for end in ends:
-            self._ended(end, at_s)
+            self._on_save_end(end, at_s)
         if self._under_way is not None and self._under_way[1] in self._gone:
             self._under_way, self._share = None, 0.0
 
-    def _ended(self, end: SaveEnd, at_s: float) -> None:
+    def _on_save_end(self, end: SaveEnd, at_s: float) -> None:
         if end.is_saved and self._experience is not None:
-            self._experience.saved(end.stall_s)
+            self._experience.on_save(end.stall_s)
         if self._under_way is None or self._under_way[0] != end.step:
             return
         self._under_way = None
@@ -274,15 +274,15 @@ class Saves:
         self._last_at_s = at_s
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
-    def lost(self, members: Iterable[Member]) -> None:
+    def on_loss(self, members: Iterable[Member]) -> None:
         """Members are lost. The save of one of them is due again at once, except by an interval in steps."""
         gone = set(members) - self._lost_since_commit
         self._gone |= gone
         self._lost_since_commit |= gone
         if self._experience is not None:
-            self._experience.lost(member.group for member in gone)
+            self._experience.on_loss(member.group for member in gone)
 
-    def refused(self, refusals: Iterable[RefuseCheckpoint]) -> None:
+    def on_refusal(self, refusals: Iterable[RefuseCheckpoint]) -> None:
         for refusal in refusals:
             self._taken.remove(refusal.step)
             self.void.add(refusal.step)
@@ -292,27 +292,27 @@ class Saves:
         """Whether the policy asks for a save of this last step and no valid one exists."""
         return self._policy.saves_last and step not in self.saved
 
-    def admitted(self, members: Iterable[Member]) -> None:
+    def on_admission(self, members: Iterable[Member]) -> None:
         if self._experience is not None:
-            self._experience.admitted(member.group for member in members)
+            self._experience.on_admission(member.group for member in members)
 
-    def restarted(self, step: int, at_s: float) -> None:
+    def on_restart(self, step: int, at_s: float) -> None:
         """Training restarts after this many committed steps: later saves are undone."""
         self.void |= {saved for saved in self._taken if saved > step}
         self._taken = {saved for saved in self._taken if saved <= step}
-        self._begin(step, at_s)
+        self._restart_interval(step, at_s)
         self._under_way = None
         self._lost_since_commit = set()
         if self._experience is not None:
-            self._experience.restarted()
+            self._experience.on_restart()
 
-    def take(
+    def start_save(
         self,
         step: int,
         at_s: float,
         voters: tuple[Member, ...],
         epoch: int,
-        slices: Ownership | None = None,
+        ownership: Ownership | None = None,
         *,
         is_last: bool = False,
     ) -> SaveCheckpoint:
@@ -323,7 +323,7 @@ class Saves:
         cadence = None
         if self._experience is not None:
             cadence = self._experience.cadence(tuple(voter.group for voter in voters))
-        self._begin(step, at_s)
+        self._restart_interval(step, at_s)
         able = [voter for voter in voters if voter != self._refused] or voters
         member = able[self._num_saves % len(able)]
         self._num_saves += 1
@@ -337,11 +337,35 @@ class Saves:
             voters=voters,
             epoch=epoch,
             cadence=cadence,
-            hosts=slices.hosts if slices else (),
-            owners=slices.owners if slices else (),
+            hosts=ownership.hosts if ownership else (),
+            owners=ownership.owners if ownership else (),
             is_last=is_last,
         )
 
-    def _begin(self, step: int, at_s: float) -> None:
+    def _restart_interval(self, step: int, at_s: float) -> None:
         self._last_at_s, self._last_step, self._share = at_s, step, 1.0
         self._gone.clear()
+
+
+_EMERGENCY_SAVERS = 2
+"""Groups that save without the store if each holds all state: two, as one may be lost at the same time."""
+
+
+def emergency_save(
+    member: Member, step: int, voters: tuple[Member, ...], epoch: int, ownership: Ownership | None, *, has_params: bool
+) -> SaveCheckpoint | None:
+    """What a group saves by itself once the store is lost for good, or None: nothing can be agreed on any more.
+
+    With partitioned optimizer state all groups save, because each partition may be needed; no group whose parameters
+    (`has_params`) are not those after `step` committed steps.
+
+    >>> voters = tuple(Member(GroupId(group)) for group in range(4))
+    >>> saves = [emergency_save(member, 5, voters, 0, None, has_params=True) for member in voters]
+    >>> [save is not None for save in saves]
+    [True, True, False, False]
+    """
+    savers = voters[:_EMERGENCY_SAVERS] if ownership is None else voters
+    if not step or not has_params or member not in savers:
+        return None
+    hosts = () if ownership is None else ownership.hosts
+    return SaveCheckpoint(step=step, member=member, voters=voters, epoch=epoch, hosts=hosts)

@@ -36,7 +36,7 @@ class CheckpointValidity:
         self._wrong = ""  # wrong state found since then
         self._is_explained = False  # a fence explains why the attempt is discarded
 
-    def begun(self, action: SaveCheckpoint) -> None:
+    def on_save(self, action: SaveCheckpoint) -> None:
         writers = frozenset((action.member,)).union(*action.hosts)
         self._saves.append(_Save(action=action, writers=writers))
 
@@ -58,7 +58,7 @@ class CheckpointValidity:
                 is_explained, self._is_explained = self._is_explained, False
                 if recompute and not is_explained:
                     # All hosts of each partition agree, so saves that were compared before and updated since are right.
-                    reason = "groups hold different parameters, and nobody knows who is right"
+                    reason = "groups hold different parameters, and it is unknown whose are right"
                     return self._refuse((save, reason) for save in self._saves if not save.num_commits)
             case Halt(discard=True, reason=reason):
                 return self._refuse((save, reason) for save in self._saves)
@@ -107,7 +107,7 @@ def _wrong_with(fence: Fence) -> str:
 def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
     """Why the checkpoint does not count, by the entries since its save began; empty if it does as far as they go."""
     doubts = CheckpointValidity()
-    doubts.begun(action)
+    doubts.on_save(action)
     for entry in entries:
         for refusal in doubts.fold(entry):
             return refusal.reason

@@ -31,15 +31,16 @@ from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
 from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry
-from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarted, VotesRead, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Granularity, Order, initial_order
-from spare_megatron.stacking.placement import Placement, WipeOut
+from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
-from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, StateWipeOut, first_ownership
+from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
+from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class ControllerSetup:
     """All groups can read all data: survivors may compute shards without a host. Microbatch granularity only."""
     ends_at_s: float | None = None
     """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
-    slices: PartitionSetup | None = None
+    partitions: PartitionSetup | None = None
     """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
@@ -71,7 +72,6 @@ class Controller:
 
     def __init__(self, setup: ControllerSetup) -> None:
         self._setup = setup
-        self.ends_at_s = setup.ends_at_s  # a driver may set it to end the run early
         self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
         self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
         self.epoch = 0
@@ -79,17 +79,18 @@ class Controller:
         self.step = setup.first_step
         self.attempt = 0
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
-        self._everybody = self.members
+        self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
         self._first_order = initial_order(
             setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
         )
         self._order: Order = self._first_order
-        self._ordered_for = self._everybody
+        self._ordered_for = self._all_groups
         self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
-        self.ownership = None if setup.slices is None else first_ownership(setup.slices, self.voters)
+        self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
         self._num_steps = setup.num_steps  # lowered by a commit that is the last
+        self._is_end_requested = False
         self._is_over = False  # all of them are committed
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
@@ -110,7 +111,7 @@ class Controller:
         """
         match event:
             case RunStarted():
-                self._clock.begin(now_s)
+                self._clock.start(now_s)
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
                 if index != self.head:
@@ -122,12 +123,15 @@ class Controller:
             case WaitingRead():
                 over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
+            case EndRequested():
+                self._is_end_requested = True
+                return ()
 
     # ------------------------------------------------------------------------------------------- folding the log
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         refused = self._validity.fold(entry)
-        self._saves.refused(refused)
+        self._saves.on_refusal(refused)
         return (*refused, *self._follow(entry, now_s))
 
     def _follow(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
@@ -149,7 +153,9 @@ class Controller:
             case Restart():
                 return self._restart(entry, now_s)
             case GiveUp(step=step, reason=reason):
-                return self.restarts.wiped_out(replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason))
+                return self.restarts.on_wipe_out(
+                    replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason)
+                )
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
@@ -162,8 +168,8 @@ class Controller:
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
         # Compare ids first: with thousands of groups a call for each would dominate.
         left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
-        self._saves.lost(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
-        self.restarts.snapshots.lost(group, self.step if fence.discard else None)
+        self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
+        self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_votes()
@@ -176,19 +182,19 @@ class Controller:
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
-            shards = tuple(ShardId(int(group)) for group in self._everybody)
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
+            shards = tuple(ShardId(int(group)) for group in self._all_groups)
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=shards))
         try:
             own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
         return (self._build_communicator(), *own, *self._await_votes())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
-        self._saves.committed(commit.at_s, len(self.members), commit.save_ends)
+        self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
@@ -214,7 +220,7 @@ class Controller:
             # Donors take turns, which spreads the cost.
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
-            self._saves.admitted(admitted)
+            self._saves.on_admission(admitted)
             admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
             actions += [admit, self._build_communicator()]
             actions += self._own(self.ownership and self.ownership.for_members(self.voters))
@@ -225,10 +231,10 @@ class Controller:
         for voter in set(self.voters) - set(restart.members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(restart.members))
-        self.restarts.restarted(step, self._clock.at_s)
+        self.restarts.on_restart(step, self._clock.at_s)
         self._last_error = ""
-        slices = self._setup.slices
-        ownership = first_ownership(slices, self.voters) if slices and self.voters else None
+        partitions = self._setup.partitions
+        ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
         hosts = ownership.hosts if ownership else ()
         load = LoadCheckpoint(
             step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot, members=self.voters
@@ -237,9 +243,9 @@ class Controller:
         self.attempt += 1
         self._is_discarded = False
         self._retries_without_loss = 0
-        self._saves.restarted(step, self._clock.read_s(now_s))
+        self._saves.on_restart(step, self._clock.read_s(now_s))
         self._order = self._first_order
-        self._ordered_for = self._everybody
+        self._ordered_for = self._all_groups
         self._is_over = step == self._num_steps  # the state saved after the last step has yet to be compared
         actions = (load, self._build_communicator(), *self._own(ownership))
         if self._is_over and self.voters:
@@ -265,7 +271,7 @@ class Controller:
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce(retry.kept)
         # A group that lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
@@ -292,7 +298,8 @@ class Controller:
             is_over=self._is_over,
             ownership=self.ownership,
         )
-        is_last = self.ends_at_s is not None and now_s >= self.ends_at_s
+        ends_at_s = self._setup.ends_at_s
+        is_last = self._is_end_requested or (ends_at_s is not None and now_s >= ends_at_s)
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
@@ -305,7 +312,7 @@ class Controller:
         try:
             plan = self._plan_step()
         except WipeOut as wipe_out:
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce()
         return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
 
@@ -331,8 +338,8 @@ class Controller:
     # --------------------------------------------------------------------------------------------------- actions
 
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
-        action = self._saves.take(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
-        self._validity.begun(action)
+        action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
+        self._validity.on_save(action)
         return replace(action, doubtful=tuple(sorted(self._saves.void | self._validity.unsettled)))
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:

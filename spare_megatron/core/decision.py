@@ -2,13 +2,13 @@
 
 First come the objections: different plans, or state that differs (`core.comparison`). Then Commit if every survivor
 holds the complete sum, including what groups lost since contributed to it; otherwise Retry, which keeps the buckets
-whose sums all survivors hold.
+whose sums all survivors hold. If votes are missing for too long, the groups that have not voted are fenced.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spare_megatron.core.comparison import by_value, objection
-from spare_megatron.core.entries import Commit, Entry, Finish, Halt, Retry
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Halt, Retry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.votes import Attempted, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -41,7 +41,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         )
     if attempted.is_over:
         return Finish(step=attempted.step, attempt=attempted.attempt)
-    tells_state = any(vote.slice_digests for vote in different)
+    has_digests = any(vote.slice_digests for vote in different)
     return Commit(
         step=attempted.step,
         attempt=attempted.attempt,
@@ -50,10 +50,25 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         is_last=is_last,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
         released=attempted.ownership.superseded if attempted.ownership else (),
-        proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and tells_state else (),
+        proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
     )
+
+
+def fence_silent_voters(
+    attempt: int, voters: Iterable[Member], voted: Collection[GroupId], cause: str
+) -> tuple[Fence, ...]:
+    """Fences of the voters without a vote, once the decision on the attempt is overdue.
+
+    Only these: the others may be waiting for them. Empty if all have voted, so that the delay has another cause.
+
+    >>> [fence.group for fence in fence_silent_voters(4, [Member(0), Member(1), Member(2)], {0, 2}, "too late")]
+    [1]
+    """
+    reason = f"it has not voted on attempt {attempt}: {cause}"
+    silent = [voter for voter in voters if voter.group not in voted]
+    return tuple(Fence(group=voter.group, incarnation=voter.incarnation, reason=reason) for voter in silent)
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
@@ -94,14 +109,14 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
     it and could fence a third host that is right.
     """
     digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
-    fresh = [(group, digest.slice) for group, digest in digests if not digest.is_proven]
-    told: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
+    fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]
+    reported_by: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
     for group, digest in digests:
-        told.get(digest.slice, set()).add(group)
-    hosts = {number: {host.group for host in ownership.hosts[number]} for number in told}
+        reported_by.get(digest.partition, set()).add(group)
+    hosts = {number: {host.group for host in ownership.hosts[number]} for number in reported_by}
     incarnations = dict(attempted.voters)
     return tuple(
         PartitionCopy(number, Member(group, incarnations[group]))
         for group, number in fresh
-        if len(told[number]) > 1 and told[number] >= hosts[number]
+        if len(reported_by[number]) > 1 and reported_by[number] >= hosts[number]
     )

@@ -18,18 +18,18 @@ class RestartState:
     """State of a group, in its new incarnation, that was started again after a wipe-out.
 
     Attributes:
-        offers: Checkpoints that it might load.
+        candidates: Checkpoints that it might load.
         held: Complete snapshots of its rank positions on its nodes.
-        slices: State partitions of which its nodes have complete snapshots of all its ranks.
+        partitions: State partitions of which its nodes have complete snapshots of all its ranks.
         failure: Why it cannot look for checkpoints, for messages; empty if it can.
         readings: What it has verified so far; `is_reading` if files remain.
         silent_s: Seconds since it last reported anything new, on the reader's clock.
     """
 
     member: Member
-    offers: tuple[CheckpointCandidate, ...]
+    candidates: tuple[CheckpointCandidate, ...]
     held: tuple[Held, ...] = ()
-    slices: tuple[HeldPartition, ...] = ()
+    partitions: tuple[HeldPartition, ...] = ()
     failure: str = ""
     readings: tuple[Reading, ...] = ()
     is_reading: bool = False
@@ -74,4 +74,9 @@ class VotesRead:
     waiting: tuple[Member, ...] = ()
 
 
-Event = RunStarted | EntryRead | VotesRead | WaitingRead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequested:
+    """The run is to end with the step under way. Further reports change nothing."""
+
+
+Event = RunStarted | EntryRead | VotesRead | WaitingRead | EndRequested

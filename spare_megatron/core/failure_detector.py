@@ -115,9 +115,9 @@ class FailureDetector:
         self._load_limit_s = max(first_limit_s, load_limit_s)
         self._beats = _Counter()
         self._progress = _Counter()
-        self._looked_at_s: float | None = None
+        self._polled_at_s: float | None = None
 
-    def look(self, pulse: Pulse, now_s: float, *, group_starved_s: float, is_held_up: bool = False) -> str:
+    def poll(self, pulse: Pulse, now_s: float, *, group_starved_s: float, is_held_up: bool = False) -> str:
         """Why the rank is considered lost, for people; empty while it is not.
 
         Args:
@@ -127,14 +127,14 @@ class FailureDetector:
                 origin.
             is_held_up: Another rank of its group is at storage, for which this one may wait in any operation.
         """
-        if self._looked_at_s is not None and now_s - self._looked_at_s > self._interval_s:
+        if self._polled_at_s is not None and now_s - self._polled_at_s > self._interval_s:
             # The watcher itself was suspended. What it missed is no evidence.
             self._beats, self._progress = _Counter(), _Counter()
         if is_held_up and pulse.operation is not Operation.STORAGE:
             self._progress = _Counter()  # start anew: it continues a little later than the rank that it waits for
-        self._looked_at_s = now_s
-        silent_s = self._beats.see(pulse.beats, now_s, pulse.starved_s)
-        stuck_s = self._progress.see(pulse.progress, now_s, group_starved_s)
+        self._polled_at_s = now_s
+        silent_s = self._beats.unchanged_s(pulse.beats, now_s, pulse.starved_s)
+        stuck_s = self._progress.unchanged_s(pulse.progress, now_s, group_starved_s)
         if pulse.operation is Operation.END:
             return f"not ended for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
@@ -171,14 +171,14 @@ class Absence:
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._beats = _Counter()
-        self._looked_at_s: float | None = None
+        self._polled_at_s: float | None = None
 
-    def look(self, beats: int, now_s: float) -> str:
+    def poll(self, beats: int, now_s: float) -> str:
         """Why the node is considered lost, for people; empty while it is not."""
-        if self._looked_at_s is not None and now_s - self._looked_at_s > self._interval_s:
+        if self._polled_at_s is not None and now_s - self._polled_at_s > self._interval_s:
             self._beats = _Counter()
-        self._looked_at_s = now_s
-        silent_s = self._beats.see(beats, now_s)
+        self._polled_at_s = now_s
+        silent_s = self._beats.unchanged_s(beats, now_s)
         return f"no heartbeat for {silent_s:.1f} s" if silent_s >= _LIMIT_INTERVALS * self._interval_s else ""
 
 
@@ -189,7 +189,7 @@ class _Counter:
         self._value: int | None = None
         self._since_s = self._starved_since_s = 0.0
 
-    def see(self, value: int, now_s: float, starved_s: float = 0.0) -> float:
+    def unchanged_s(self, value: int, now_s: float, starved_s: float = 0.0) -> float:
         """Seconds without a change, less those without a processor, but at least a share of the elapsed time."""
         if value != self._value:
             self._value, self._since_s, self._starved_since_s = value, now_s, starved_s

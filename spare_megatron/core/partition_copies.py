@@ -54,17 +54,17 @@ class PartitionCopies:
         for repair in repairs:
             if repair.receiver != self._member:
                 continue
-            copy = before.get(repair.slice)
+            copy = before.get(repair.partition)
             if copy is None or copy.repair != repair:
                 copy = _Copy(
                     repair=repair,
-                    num_pieces=self._num_pieces(repair.slice),
+                    num_pieces=self._num_pieces(repair.partition),
                     since_s=now_s,
                     first_step=first_step if copy is None else copy.first_step,
                 )
             else:
-                kept.add(repair.slice)
-            self._copies[repair.slice] = copy
+                kept.add(repair.partition)
+            self._copies[repair.partition] = copy
         return frozenset(kept)
 
     def next(self) -> tuple[Repair, int] | None:
@@ -76,14 +76,14 @@ class PartitionCopies:
 
     def first_step(self, repair: Repair) -> int:
         """Committed steps that state must include to enter the copy."""
-        return self._copies[repair.slice].first_step
+        return self._copies[repair.partition].first_step
 
     def is_wanted(self, repair: Repair) -> bool:
-        copy = self._copies.get(repair.slice)
+        copy = self._copies.get(repair.partition)
         return copy is not None and copy.repair == repair
 
     def install(self, repair: Repair, piece: int, now_s: float) -> None:
-        copy = self._copies[repair.slice]
+        copy = self._copies[repair.partition]
         copy.installed.add(piece)
         if copy.is_whole:
             copy.whole_at_s = now_s

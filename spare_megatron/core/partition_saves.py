@@ -19,14 +19,14 @@ class WriteShare:
     """The state partitions that a group reports to have written."""
 
     member: Member
-    slices: tuple[PartitionId, ...]
+    partitions: tuple[PartitionId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePartitions:
     """Write these state partitions and report it."""
 
-    slices: tuple[PartitionId, ...]
+    partitions: tuple[PartitionId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +51,22 @@ def next_move(
     >>> ring = ((a, c), (a, b), (b, c))
     >>> save = SaveCheckpoint(step=4, member=a, voters=(a, b, c), epoch=0, hosts=ring, owners=(a, b, c))
     >>> next_move(save, a, [], [])
-    WritePartitions(slices=(0,))
+    WritePartitions(partitions=(0,))
     >>> next_move(save, a, [], [b])
-    WritePartitions(slices=(0, 1))
-    >>> next_move(save, c, [WriteShare(member=c, slices=(2,))], [])
+    WritePartitions(partitions=(0, 1))
+    >>> next_move(save, c, [WriteShare(member=c, partitions=(2,))], [])
     """
-    written = {number for share in shares for number in share.slices}
+    written = {number for share in shares for number in share.partitions}
     if save.member in lost:
         return Abandon(reason=f"group {save.member.group}, which saves, is lost")
     writers = dict(_writers(save, lost))
     missing = [number for number in writers if number not in written]
     gone = [number for number in missing if writers[number] is None]
     if gone:
-        return Abandon(reason=f"all hosts of slices {gone} are lost, which nobody had written")
+        return Abandon(reason=f"all hosts of partitions {gone} are lost, which none of them had written")
     mine = tuple(number for number in missing if writers[number] == member)
     if mine:
-        return WritePartitions(slices=mine)
+        return WritePartitions(partitions=mine)
     return Publish() if member == save.member and not missing else None
 
 

@@ -39,11 +39,11 @@ class TokenBucket:
         self._bytes_per_s = bytes_per_s
         self._earned_at_s = now_s
 
-    def take(self, num_bytes: int, now_s: float) -> float:
+    def reserve(self, num_bytes: int, now_s: float) -> float:
         """When this many more bytes are earned, at the earliest now; later bytes are earned from that time on.
 
         >>> bucket = TokenBucket(bytes_per_s=100.0, now_s=1.0)
-        >>> [bucket.take(50, now_s) for now_s in (1.0, 1.25, 2.75, 2.75)]
+        >>> [bucket.reserve(50, now_s) for now_s in (1.0, 1.25, 2.75, 2.75)]
         [1.5, 2.0, 2.75, 3.25]
         """
         self._earned_at_s = max(self._earned_at_s + num_bytes / self._bytes_per_s, now_s)

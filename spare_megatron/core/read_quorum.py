@@ -18,21 +18,26 @@ _NUM_WITNESSES = 2
 class FileVerification:
     """What all groups have read of one checkpoint. The `readers` (ascending, one or more) divide its files."""
 
-    def __init__(self, offer: CheckpointCandidate, waiting: Iterable[RestartState], readers: Sequence[GroupId]) -> None:
-        self._offer = offer
+    def __init__(
+        self, candidate: CheckpointCandidate, waiting: Iterable[RestartState], readers: Sequence[GroupId]
+    ) -> None:
+        self._candidate = candidate
         self._readers = readers
-        self._told = {
-            item.member.group: reading for item in waiting for reading in item.readings if reading.offer == offer
+        self._readings = {
+            item.member.group: reading
+            for item in waiting
+            for reading in item.readings
+            if reading.candidate == candidate
         }
-        self._whole = {number for reading in self._told.values() for number in reading.whole}
+        self._whole = {number for reading in self._readings.values() for number in reading.whole}
         self._damaged: dict[int, set[GroupId]] = {}
-        for group, reading in self._told.items():
+        for group, reading in self._readings.items():
             for number in reading.damaged:
                 self._damaged.setdefault(number, set()).add(group)
 
     @property
     def is_whole(self) -> bool:
-        return len(self._whole) == self._offer.num_files
+        return len(self._whole) == self._candidate.num_files
 
     def damage(self) -> str:
         """What is wrong with the checkpoint; empty while that is not known."""
@@ -40,19 +45,19 @@ class FileVerification:
         if not damaged:
             return ""
         witness = min(self._damaged[min(damaged)])
-        return self._told[witness].reason
+        return self._readings[witness].reason
 
     def against(self, group: GroupId) -> str:
         """Why the group must not load it: it is damaged, or the group finds damaged what another group finds whole."""
         reason = self.damage()
-        if not reason and group in self._told and self._whole.intersection(self._told[group].damaged):
-            reason = f"{self._told[group].reason}; another group finds it whole"
+        if not reason and group in self._readings and self._whole.intersection(self._readings[group].damaged):
+            reason = f"{self._readings[group].reason}; another group finds it whole"
         return reason
 
     def to_read(self, group: GroupId) -> tuple[int, ...]:
         return tuple(
             number
-            for number in range(self._offer.num_files)
+            for number in range(self._candidate.num_files)
             if number not in self._whole and not self._is_certain(number) and self._next_reader(number) == group
         )
 

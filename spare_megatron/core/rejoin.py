@@ -1,12 +1,14 @@
 """When, on which nodes and from whose state a lost group is started again."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from spare_megatron.core.actions import AdmitGroups
-from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.layout import GroupId, Member
 
-LONG_LIFE_INTERVALS = 4.0
+_STABLE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before its loss counts as stable."""
 
 _LONGEST_WAIT_INTERVALS = 64.0
@@ -17,10 +19,10 @@ A node lost right after the group's next start is found by that limit and costs 
 """
 
 
-def restart_delay_s(num_restarts: int, most_restarts: int, num_short_lives: int, interval_s: float) -> float | None:
+def restart_delay_s(num_restarts: int, most_restarts: int, num_short: int, interval_s: float) -> float | None:
     """Seconds from the fence of a group to its next start; None after `most_restarts` restarts.
 
-    No delay after a stable incarnation. After `num_short_lives` in a row that lasted less than LONG_LIFE_INTERVALS,
+    No delay after a stable incarnation. After `num_short` in a row that lasted less than _STABLE_INTERVALS,
     doubling delays: a group that is lost whenever it has come back costs the others a recovery and an admission each
     time.
 
@@ -31,20 +33,50 @@ def restart_delay_s(num_restarts: int, most_restarts: int, num_short_lives: int,
     """
     if num_restarts >= most_restarts:
         return None
-    wait_intervals = 0.0 if num_short_lives == 0 else min(2.0 ** (num_short_lives - 1), _LONGEST_WAIT_INTERVALS)
+    wait_intervals = 0.0 if num_short == 0 else min(2.0 ** (num_short - 1), _LONGEST_WAIT_INTERVALS)
     return wait_intervals * interval_s
 
 
-def takes_spares(num_short_lives: int) -> bool:
-    """Whether a restarted group may use spare processes.
+class NextStart(NamedTuple):
+    """The next start of a lost group: seconds from its fence on, and whether it may use spare processes.
 
     Not after a short incarnation: its delay is longer than new processes take to start, and others may need spares at
     once.
-
-    >>> [takes_spares(num_short_lives) for num_short_lives in range(3)]
-    [True, False, False]
     """
-    return num_short_lives == 0
+
+    delay_s: float
+    takes_spares: bool
+
+
+class RestartBudget:
+    """How often and when the groups of a node are started again.
+
+    Each has `most_restarts`; a restart of the whole run after a wipe-out gives up no group and counts against none.
+    """
+
+    def __init__(self, most_restarts: int, interval_s: float) -> None:
+        self._most_restarts = most_restarts
+        self._interval_s = interval_s
+        self._num_restarts: Counter[GroupId] = Counter()
+        self._num_short: Counter[GroupId] = Counter()
+
+    def spend(self, group: GroupId, up_s: float, *, is_wiped_out: bool) -> NextStart | None:
+        """Counts a restart of a group that was up for `up_s` seconds; None if it is given up instead.
+
+        >>> budget = RestartBudget(most_restarts=1, interval_s=1.0)
+        >>> [budget.spend(GroupId(0), 9.0, is_wiped_out=wiped_out) for wiped_out in (False, False, True)]
+        [NextStart(delay_s=0.0, takes_spares=True), None, NextStart(delay_s=0.0, takes_spares=True)]
+        """
+        if up_s >= _STABLE_INTERVALS * self._interval_s:
+            self._num_short[group] = 0
+        num_short = self._num_short[group]
+        num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
+        delay_s = restart_delay_s(num_restarts, most_restarts, num_short, self._interval_s)
+        if delay_s is None:
+            return None
+        self._num_restarts[group] += not is_wiped_out
+        self._num_short[group] += 1
+        return NextStart(delay_s, takes_spares=num_short == 0)
 
 
 def in_order_to_give(admission: AdmitGroups, newcomer: Member) -> tuple[Member, ...]:
@@ -72,7 +104,7 @@ class PartReadiness:
         self._interval_s = interval_s
         self._beats: dict[int, tuple[str | None, float]] = {}  # the last beat, and when it moved
 
-    def look(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
+    def poll(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
         """Whether all nodes are ready and present at this monotonic time.
 
         `ready` are nodes whose present supervisors have reported; `beats` is None for a node without heartbeat.

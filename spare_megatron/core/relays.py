@@ -47,7 +47,7 @@ class BlockVotes:
         self._votes = {relay: vote}
         self._missing = set(block) - {relay}
 
-    def take(self, attempt: int, voter: Member, vote: str) -> bool:
+    def add_vote(self, attempt: int, voter: Member, vote: str) -> bool:
         """Accepts a vote on this attempt by a member of the block; returns whether it did."""
         if attempt != self.attempt or voter not in self._block:
             return False
@@ -75,7 +75,7 @@ class BlockVotes:
         return self._missing
 
     @property
-    def told(self) -> Set[Member]:
+    def entry_receivers(self) -> Set[Member]:
         """Members to which the relay passes the next entry: those whose votes it casts, as they rely on that."""
         return frozenset(self._votes)
 

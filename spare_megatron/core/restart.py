@@ -8,7 +8,7 @@ enough groups waiting and the checkpoint whole writes the entry.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, StopWipeOut, WithdrawOffers
+from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, StopWipeOut, WithdrawCandidates
 from spare_megatron.core.entries import GiveUp, Restart
 from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.read_quorum import FileVerification
@@ -59,20 +59,21 @@ class Restarts:
     def num_restarts(self) -> int:
         return len(self._restarted_at_s)
 
-    def wiped_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
-        """Records the wipe-out and returns it as the driver's action."""
-        self.wipe_out = stop
-        return (stop,)
+    def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
+        """Records the wipe-out and returns it as the driver's action, final if no restart can follow."""
+        may_restart = self._limits is None or self._limits.max_restarts > 0
+        self.wipe_out = replace(stop, is_final=bool(stop.reason) or not may_restart)
+        return (self.wipe_out,)
 
-    def restarted(self, step: int, at_s: float) -> None:
+    def on_restart(self, step: int, at_s: float) -> None:
         """Training restarts after this many committed steps, at this time on the clock of the log."""
         self.wipe_out = None
         self._restarted_at_s.append(at_s)
-        self.snapshots.restarted(step)
+        self.snapshots.on_restart(step)
 
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
-    ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawOffers]:
+    ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawCandidates]:
         """What follows from the waiting groups, for the group that asks.
 
         Only incarnations later than those in `over`, the last ones that were lost or took part, wait. Checkpoints of
@@ -81,17 +82,17 @@ class Restarts:
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()
         waiting = [
-            replace(item, offers=tuple(offer for offer in item.offers if offer.step in saved))
+            replace(item, candidates=tuple(candidate for candidate in item.candidates if candidate.step in saved))
             for item in event.waiting
             if item.member.incarnation > over.get(item.member.group, -1)
         ]
         snapshot = self.snapshots.newest_whole(
-            (held for item in waiting for held in item.held), (held for item in waiting for held in item.slices)
+            (held for item in waiting for held in item.held), (held for item in waiting for held in item.partitions)
         )
         search = Search(self._placement, waiting, event.waited_s, self._limits, snapshot)
         reasons = search.refused_by(event.group)
         if reasons:
-            return (WithdrawOffers(reasons=reasons),)
+            return (WithdrawCandidates(reasons=reasons),)
         decision = decide_restart(
             self.wipe_out.step,
             search,
@@ -100,7 +101,7 @@ class Restarts:
             first_step=self._first_step,
         )
         if isinstance(decision, CheckpointCandidate):
-            return (ReadFiles(offer=decision, numbers=search.evidence(decision).to_read(event.group)),)
+            return (ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
         return () if decision is None else (AppendEntry(index=head, entry=decision),)
 
 
@@ -127,21 +128,21 @@ class Search:
         self.groups = frozenset(item.member.group for item in self.able)
         self.is_over = waited_s >= limits.wait_s
         self.is_early = len(self.groups) < placement.num_groups and not self.is_over
-        self._evidence: dict[CheckpointCandidate, FileVerification] = {}
+        self._verifications: dict[CheckpointCandidate, FileVerification] = {}
 
-    def evidence(self, offer: CheckpointCandidate) -> FileVerification:
+    def verification(self, candidate: CheckpointCandidate) -> FileVerification:
         """What has been read of a checkpoint. Its offering groups (all groups while more may come) divide its files."""
-        if offer not in self._evidence:
-            groups = {item.member.group for item in self.able if offer in item.offers}
+        if candidate not in self._verifications:
+            groups = {item.member.group for item in self.able if candidate in item.candidates}
             readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
-            self._evidence[offer] = FileVerification(offer, self.waiting, sorted(readers))
-        return self._evidence[offer]
+            self._verifications[candidate] = FileVerification(candidate, self.waiting, sorted(readers))
+        return self._verifications[candidate]
 
     def refused_by(self, group: GroupId) -> dict[CheckpointCandidate, str]:
         """The checkpoints that the group offers and must not load, and why."""
-        offers = [offer for item in self.able if item.member.group == group for offer in item.offers]
-        found = {offer: self.evidence(offer).against(group) for offer in offers}
-        return {offer: reason for offer, reason in found.items() if reason}
+        candidates = [candidate for item in self.able if item.member.group == group for candidate in item.candidates]
+        found = {candidate: self.verification(candidate).against(group) for candidate in candidates}
+        return {candidate: reason for candidate, reason in found.items() if reason}
 
 
 def decide_restart(
@@ -159,7 +160,8 @@ def decide_restart(
     >>> from spare_megatron.stacking.layout import Member
     >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
     >>> new, old = CheckpointCandidate(step=8), CheckpointCandidate(step=4)  # without any files
-    >>> both = [RestartState(member=Member(0, 1), offers=(new, old)), RestartState(member=Member(1, 1), offers=(old,))]
+    >>> first = RestartState(member=Member(0, 1), candidates=(new, old))
+    >>> both = [first, RestartState(member=Member(1, 1), candidates=(old,))]
     >>> decide_restart(9, Search(ring, both, 0.0, limits), 0)
     Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)), snapshot=None)
     >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None
@@ -171,8 +173,8 @@ def decide_restart(
     uncovered = () if last_resort else placement.uncovered(search.groups)
     if not search.is_early and (uncovered or not able):
         return GiveUp(step=step, reason=_not_back(search, uncovered))
-    offers = [{offer for offer in item.offers if offer.step > first_step} for item in able]
-    newest = max(set.intersection(*offers), default=None) if offers else None
+    candidates = [{candidate for candidate in item.candidates if candidate.step > first_step} for item in able]
+    newest = max(set.intersection(*candidates), default=None) if candidates else None
     snapshot = search.snapshot
     newest_step = first_step if newest is None else newest.step
     if snapshot is not None and snapshot.step >= newest_step:
@@ -180,15 +182,15 @@ def decide_restart(
         return None if search.is_early else entry
     if any(search.refused_by(group) for group in search.groups):
         return None
-    if newest is not None and not search.evidence(newest).is_whole:
+    if newest is not None and not search.verification(newest).is_whole:
         return newest
     if search.is_early:
         return None
-    if newest is not None or not any(offers):
+    if newest is not None or not any(candidates):
         return Restart(step=newest_step, members=_members(able))
     found = _newest_of_some(search, first_step, is_everywhere=last_resort) if search.is_over else None
     # The last group to come may offer what others have found damaged, and not yet the earlier ones that they offer.
-    found = found or _newest_unread(search, set.union(*offers))
+    found = found or _newest_unread(search, set.union(*candidates))
     return found or (GiveUp(step=step, reason=_nothing_in_common(able)) if search.is_over else None)
 
 
@@ -198,18 +200,21 @@ def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> 
     Returns the checkpoint itself if it must be verified first. Only steps after `first_step` count; with
     `is_everywhere` every group can compute every shard.
     """
-    for newest in sorted({offer for item in search.able for offer in item.offers}, reverse=True):
-        holders = [item for item in search.able if newest in item.offers]
+    for newest in sorted({candidate for item in search.able for candidate in item.candidates}, reverse=True):
+        holders = [item for item in search.able if newest in item.candidates]
         groups = frozenset(item.member.group for item in holders)
         if newest.step > first_step and (is_everywhere or not search.placement.uncovered(groups)):
-            is_whole = search.evidence(newest).is_whole
+            is_whole = search.verification(newest).is_whole
             return Restart(step=newest.step, members=_members(holders)) if is_whole else newest
     return None
 
 
-def _newest_unread(search: Search, offers: Collection[CheckpointCandidate]) -> CheckpointCandidate | None:
+def _newest_unread(search: Search, candidates: Collection[CheckpointCandidate]) -> CheckpointCandidate | None:
     """The newest of these checkpoints with files that are still to be read."""
-    return next((offer for offer in sorted(offers, reverse=True) if not search.evidence(offer).is_whole), None)
+    return next(
+        (candidate for candidate in sorted(candidates, reverse=True) if not search.verification(candidate).is_whole),
+        None,
+    )
 
 
 def _with_failure(item: RestartState, limits: RestartLimits) -> RestartState:
@@ -228,7 +233,7 @@ def _members(waiting: Sequence[RestartState]) -> tuple[Member, ...]:
 
 
 def _nothing_in_common(waiting: Sequence[RestartState]) -> str:
-    by_group = sorted((int(item.member.group), [offer.step for offer in item.offers]) for item in waiting)
+    by_group = sorted((int(item.member.group), [candidate.step for candidate in item.candidates]) for item in waiting)
     found = "; ".join(f"group {group} {steps or 'none'}" for group, steps in by_group)
     return f"no checkpoint is valid for groups with hosts of all shards; each finds those after these steps: {found}"
 

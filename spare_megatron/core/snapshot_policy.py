@@ -40,7 +40,7 @@ class HeldPartition(NamedTuple):
     """
 
     attempt: int
-    slice: PartitionId
+    partition: PartitionId
     sha256: str
 
 
@@ -59,14 +59,14 @@ class SnapshotPolicy:
         every_steps: Steps from one to the next, at least 2.
         redundancy: Nodes that may be lost; each rank position has one holder more.
         groups_per_domain: Groups of consecutive ids that may be lost together.
-        num_slices: Partitions of the optimizer state; 0 if every group has all of it.
+        num_partitions: Partitions of the optimizer state; 0 if every group has all of it.
     """
 
     every_steps: int
     redundancy: int
     layout: Layout
     groups_per_domain: int = 1
-    num_slices: int = 0
+    num_partitions: int = 0
 
 
 class Snapshots:
@@ -92,13 +92,13 @@ class Snapshots:
             previous=previous,
             settled_by=step + policy.every_steps - 1,
             holders=holders_of_snapshot(policy, groups),
-            slice_holders=() if ownership is None else holders_of_slices(policy, ownership.hosts),
+            partition_holders=() if ownership is None else holders_of_partitions(policy, ownership.hosts),
         )
         self._holders = {one.attempt: self._holders.get(one.attempt, frozenset()) for one in self._taken}
-        self._holders[attempt] = frozenset().union(*action.holders, *action.slice_holders)
+        self._holders[attempt] = frozenset().union(*action.holders, *action.partition_holders)
         return (action,)
 
-    def lost(self, group: GroupId, wrong_after: int | None) -> None:
+    def on_loss(self, group: GroupId, wrong_after: int | None) -> None:
         """Records the loss of a group.
 
         If its state was found to be wrong after `wrong_after` committed steps (None: it was not), snapshots of just
@@ -108,19 +108,19 @@ class Snapshots:
             one for one in self._taken if one.step != wrong_after or group not in self._holders[one.attempt]
         )
 
-    def restarted(self, step: int) -> None:
+    def on_restart(self, step: int) -> None:
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
-    def newest_whole(self, held: Iterable[Held], slices: Iterable[HeldPartition] = ()) -> WholeSnapshot | None:
+    def newest_whole(self, held: Iterable[Held], partitions: Iterable[HeldPartition] = ()) -> WholeSnapshot | None:
         """The newest with copies of every rank position and partition, all copies of one being equal.
 
-        `slices` are copies of partitions on all ranks of some group.
+        `partitions` are copies of partitions on all ranks of some group.
         """
         if self._policy is None:
             return None
         positions = set(range(self._policy.layout.ranks_per_group))
-        numbers = set(range(self._policy.num_slices))
-        whole = _alike(held), _alike(slices)
+        numbers = set(range(self._policy.num_partitions))
+        whole = _alike(held), _alike(partitions)
         for taken in reversed(self._taken):
             if positions <= whole[0].get(taken.attempt, set()) and numbers <= whole[1].get(taken.attempt, set()):
                 return taken
@@ -145,7 +145,7 @@ def held_by_group(of_ranks: Sequence[Sequence[HeldPartition]]) -> tuple[HeldPart
     One digest per partition keeps a group's report as short as a rank's: after a wipe-out all groups read all reports.
 
     >>> both, one = HeldPartition(5, PartitionId(0), "a"), HeldPartition(5, PartitionId(1), "b")
-    >>> [(held.attempt, held.slice) for held in held_by_group([[both, one], [both]])]
+    >>> [(held.attempt, held.partition) for held in held_by_group([[both, one], [both]])]
     [(5, 0)]
     """
     found: dict[tuple[int, PartitionId], list[str]] = {}
@@ -181,15 +181,15 @@ def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tu
     return tuple(holders)
 
 
-def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
+def holders_of_partitions(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
     """For each state partition, those of its hosts that keep it: as many, and as far apart, as for a rank position.
 
     The search starts with a different host for each partition, so that groups keep about equally many.
 
     >>> from spare_megatron.stacking.layout import Member
     >>> layout = Layout(num_groups=3, num_nodes=3)
-    >>> policy = SnapshotPolicy(every_steps=2, redundancy=0, layout=layout, num_slices=3)
-    >>> holders_of_slices(policy, [[Member(GroupId(group)) for group in row] for row in ((0, 1), (1, 2), (0, 2))])
+    >>> policy = SnapshotPolicy(every_steps=2, redundancy=0, layout=layout, num_partitions=3)
+    >>> holders_of_partitions(policy, [[Member(GroupId(group)) for group in row] for row in ((0, 1), (1, 2), (0, 2))])
     ((0,), (2,), (0,))
     """
     # Consecutive groups can share only the nodes at their ends.

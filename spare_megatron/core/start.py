@@ -80,11 +80,11 @@ class Start:
     @cached_property
     def _hosts(self) -> Sequence[Collection[GroupId]]:
         """Sets of groups of which one is needed: the hosts of each shard and of each state partition."""
-        setup, slices = self._setup, self._setup.slices
+        setup, partitions = self._setup, self._setup.partitions
         hosts = () if setup.last_resort else setup.placement.hosts
-        if slices is None:
+        if partitions is None:
             return hosts
-        placed = make_placement("golomb", slices.num_groups, slices.redundancy, slices.groups_per_domain)
+        placed = make_placement("golomb", partitions.num_groups, partitions.redundancy, partitions.groups_per_domain)
         return (*hosts, *placed.hosts)
 
 

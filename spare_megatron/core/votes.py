@@ -15,7 +15,7 @@ class PartitionDigest(NamedTuple):
     Proven copies have been compared with those of all other hosts; an unproven copy only repeats its donor.
     """
 
-    slice: PartitionId
+    partition: PartitionId
     sha256: str
     is_proven: bool = True
 
@@ -25,7 +25,7 @@ class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty.
 
     Attributes:
-        slices: The state of each partition that the group hosts, ascending.
+        partitions: The state of each partition that the group hosts, ascending.
         state: Without partitions, all other state, mainly the optimizer's moments; set if state has been copied, or
             after the last step. An error there reaches the parameters only with the next update.
         copied_from: The donor whose state the group has taken over since the last commit: its digests repeat the
@@ -33,7 +33,7 @@ class Digests:
     """
 
     params: str = ""
-    slices: tuple[PartitionDigest, ...] = ()
+    partitions: tuple[PartitionDigest, ...] = ()
     state: str = ""
     copied_from: GroupId | None = None
 

@@ -112,7 +112,7 @@ class ParamsGather:
             rows = self._rows(staging, (num_rows, width))
             share = sent[mine]
             if share is not None:
-                self._optimizer.read_values(share.slice, share.start, rows[-1, : share.stop - share.start])
+                self._optimizer.read_values(share.partition, share.start, rows[-1, : share.stop - share.start])
             if number == len(rounds) - 1:
                 self._probe(FaultPoint.IN_GATHER)
             if not self._communicator.post_gather(rows[:-1], rows[-1]):
@@ -133,7 +133,7 @@ class ParamsGather:
             sent, staging = posted.popleft()
             for share, values in zip(sent, self._rows(staging, shape)[:-1], strict=True):
                 if share is not None and self._progress.lacks_params:
-                    self._optimizer.write_values(share.slice, share.start, values[: share.stop - share.start])
+                    self._optimizer.write_values(share.partition, share.start, values[: share.stop - share.start])
             self._staging.release(staging)
         return bool(num_come)
 

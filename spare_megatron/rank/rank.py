@@ -10,7 +10,8 @@ import torch
 
 from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.run_terms import terms_of_run
-from spare_megatron.core.actions import Action, FinishRun, SaveCheckpoint, StopHalted, StopWipeOut
+from spare_megatron.core.actions import Action, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.checkpoint_policy import emergency_save
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.faults.injection import Injector, fill_disk
@@ -47,10 +48,6 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
     code = rank.run()
     rank.close()
     leave(code)
-
-
-_SAVING_GROUPS = 2
-"""Groups that save their state when the store is lost: two, as one may be lost at the same time."""
 
 
 class _Rank:
@@ -136,14 +133,12 @@ class _Rank:
 
     def _rejoin(self, parts: Assembly) -> deque[Action] | Stop:
         """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
-        config = self._spec.config
         rejoin = Rejoin(
             controller=self._controller,
             agreement=parts.agreement,
             journal=self._journal,
             restart_loader=parts.loader,
             groups=parts.groups,
-            may_restart=config.checkpoint.max_restarts > 0,
             probe=self._probe,
             announced=self._report_waiting,
         )
@@ -166,7 +161,7 @@ class _Rank:
             return ExitCode.FINISHED
         reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason
         is_halted = isinstance(stop, StopHalted)
-        is_final = is_halted or bool(stop.reason) or not self._spec.config.checkpoint.max_restarts
+        is_final = not isinstance(stop, StopWipeOut) or stop.is_final
         if self._spec.rank == 0:
             self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason, is_final=is_final))
         if is_halted:
@@ -184,18 +179,20 @@ class _Rank:
         return ExitCode.GROUP_BROKEN
 
     def _without_store(self, error: StoreLost) -> ExitCode:
-        """Saves the committed state on as many groups as may be needed: nothing can be decided any more."""
+        """Saves the committed state alone, if this group is to."""
         say(error)
-        if self._parts is None or not self._progress.num_steps or self._progress.lacks_params:
-            return ExitCode.STORE_LOST
-        # With partitioned optimizer state all groups save: each partition may be needed.
-        controller, member, trainer = self._controller, self._spec.member, self._parts.trainer
-        if member in controller.voters[: None if trainer.stacked else _SAVING_GROUPS]:
-            save = SaveCheckpoint(
-                step=self._progress.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
+        parts, run = self._parts, self._controller
+        if parts is not None:
+            save = emergency_save(
+                self._spec.member,
+                self._progress.num_steps,
+                run.voters,
+                run.epoch,
+                run.ownership,
+                has_params=not self._progress.lacks_params,
             )
-            hosts = controller.ownership.hosts if controller.ownership else ()
-            save_alone(self._spec, trainer, replace(save, hosts=hosts), self._parts.agreement.head)
+            if save is not None:
+                save_alone(self._spec, parts.trainer, save, parts.agreement.head)
         return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:

@@ -201,7 +201,7 @@ class Reduction:
                 lacks_params=lacks_params,
                 restored=restored,
                 save_ends=tuple(self._progress.save_ends),
-                slice_digests=digests.slices,
+                slice_digests=digests.partitions,
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
             )

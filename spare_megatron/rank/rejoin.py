@@ -28,7 +28,6 @@ class Rejoin:
 
     Args:
         restart_loader: Finds and loads the state of a restart.
-        may_restart: Whether the group waits after a wipe-out; else a wipe-out ends the run.
         announced: Called when the group has announced that it waits; the argument says whether for a restart.
     """
 
@@ -40,7 +39,6 @@ class Rejoin:
         journal: JournalWriter,
         restart_loader: RestartLoader,
         groups: Sequence[GroupId],
-        may_restart: bool,
         probe: RankProbe,
         announced: Callable[[bool], None],
     ) -> None:
@@ -49,7 +47,6 @@ class Rejoin:
         self._journal = journal
         self._restart_loader = restart_loader
         self._search = RestartSearch(controller, agreement, restart_loader, groups)
-        self._may_restart = may_restart
         self._probe = probe
         self._announced = announced
         self._has_announced: bool | None = None  # whether for a restart; None before the first announcement
@@ -97,7 +94,7 @@ class Rejoin:
         """These actions from the first one that the group is to execute; None while it waits on."""
         for number, action in enumerate(actions):
             match action:
-                case StopWipeOut(reason="") if self._may_restart:
+                case StopWipeOut(is_final=False):
                     self._restart_loader.on_wipe_out()
                 case RefuseCheckpoint() if self._agreement.is_leader:
                     self._restart_loader.refuse(action)

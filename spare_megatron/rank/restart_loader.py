@@ -89,7 +89,7 @@ class RestartLoader:
         self.reader.stop()
         self._wiped_out_at_s = None
 
-    def offers(self) -> tuple[CheckpointCandidate, ...]:
+    def candidates(self) -> tuple[CheckpointCandidate, ...]:
         """The newest checkpoints of this training that pass `glance` and are not withdrawn, three at most.
 
         Raises `OSError` if the checkpoint folder cannot be read.

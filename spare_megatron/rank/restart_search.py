@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawOffers
+from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawCandidates
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
@@ -35,21 +35,21 @@ class RestartSearch:
         self._groups = groups
         self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
         self._since_s = self._searched_at_s = 0.0
-        self._own = RestartState(member=agreement.member, offers=())
+        self._own = RestartState(member=agreement.member, candidates=())
         self._announced: RestartState | None = None
         self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
 
     def start(self) -> None:
         """Forgets what was announced before and searches for checkpoints."""
         self._since_s = time.monotonic()
-        self._own = RestartState(member=self._agreement.member, offers=())
+        self._own = RestartState(member=self._agreement.member, candidates=())
         self._announced = None
         self._heard = {}
         self._search()
 
     def announce_snapshots(self, held: tuple[Held, ...], partitions: tuple[HeldPartition, ...]) -> None:
         """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
-        self._own = replace(self._own, held=held, slices=partitions)
+        self._own = replace(self._own, held=held, partitions=partitions)
         self._announce()
 
     def seek(self, index: int) -> None:
@@ -72,9 +72,9 @@ class RestartSearch:
                 case AppendEntry(index=index, entry=entry):
                     self._agreement.append(index, entry)
                     return True
-                case ReadFiles(offer=offer, numbers=numbers):
-                    self._loader.read(offer, numbers)
-                case WithdrawOffers(reasons=reasons):
+                case ReadFiles(candidate=candidate, numbers=numbers):
+                    self._loader.read(candidate, numbers)
+                case WithdrawCandidates(reasons=reasons):
                     self._loader.withdraw(reasons)
                     self._search()
                 case _:
@@ -92,13 +92,13 @@ class RestartSearch:
 
     def _search(self) -> None:
         """Searches for checkpoints that pass `glance`."""
-        offers: tuple[CheckpointCandidate, ...] = ()
+        candidates: tuple[CheckpointCandidate, ...] = ()
         failure = ""
         try:
-            offers = self._loader.offers()
+            candidates = self._loader.candidates()
         except OSError as error:
             failure = str(error)
-        self._own = replace(self._own, offers=offers, failure=failure)
+        self._own = replace(self._own, candidates=candidates, failure=failure)
         self._searched_at_s = time.monotonic()
 
     def _announce(self) -> None:

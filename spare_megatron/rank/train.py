@@ -25,7 +25,7 @@ from spare_megatron.core.actions import (
     UpdateModel,
 )
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.events import Event, RunStarted
+from spare_megatron.core.events import EndRequested, Event, RunStarted
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.reduction import Reduction
@@ -63,7 +63,7 @@ def train(
     """
     while True:
         if is_end_asked():
-            controller.ends_at_s = time.monotonic()
+            controller.handle(EndRequested(), now_s=time.monotonic())
         action = actions.popleft()
         if isinstance(action, Stop):
             executors.steps.stop(action.step)

@@ -78,7 +78,7 @@ class _Recorder(SimulatedJournal):
         super().__init__(scenario, world, _drop)
         self._num_steps = 0
 
-    def read(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the base class's signature
+    def on_entry(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the base class's signature
         match entry:
             case Commit(step=step, save=save, admit=admit):
                 self._num_steps = step + 1
@@ -93,10 +93,10 @@ class _Recorder(SimulatedJournal):
         alive = int(self._world.fleet.is_up.sum())
         self.moments.append(Moment(at_s=self._world.now_s, what=what, num_alive=alive, num_steps=self._num_steps))
 
-    def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
+    def on_attempt(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
         pass
 
-    def updated(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
+    def on_update(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
         pass
 
 

@@ -157,12 +157,12 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
     """The recoveries in the order of their steps."""
     retried = read_retries(journal)
     lost_at = _lost_at(journal)
-    told: dict[int, list[RecoveryRecord]] = defaultdict(list)
+    records_of: dict[int, list[RecoveryRecord]] = defaultdict(list)
     for record in journal.of(RecoveryRecord):
-        told[record.step].append(record)
+        records_of[record.step].append(record)
     found = []
     for recovery in find_recoveries(journal):
-        records = told[recovery.step]
+        records = records_of[recovery.step]
         computed_at_s = max(record.computed_at_s for record in records)
         struck_at_s, fenced_at_s = lost_at[recovery.step]
         times = RecoveryTimes(
@@ -262,9 +262,9 @@ def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime,
         return ()
     fold = fold_journal(journal, journal.of(RunRecord)[0])
     returns = _returns(fold)
-    lives: dict[int, list[int]] = defaultdict(list)
+    incarnations: dict[int, list[int]] = defaultdict(list)
     for group, incarnation in sorted(returns):
-        lives[group].append(incarnation)
+        incarnations[group].append(incarnation)
     beginnings = [step.began_at_s for step in steps]
     losses = []
     for (group, incarnation), at_s in _lost_at_s(journal, fold).items():
@@ -274,14 +274,14 @@ def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime,
         found_in = steps[num_begun - 1]
         if at_s > found_in.ended_at_s:  # lost while groups were admitted
             found_in = steps[num_begun]
-        later = bisect_right(lives[group], incarnation)
-        next_life = (group, lives[group][later]) if later < len(lives[group]) else None
+        later = bisect_right(incarnations[group], incarnation)
+        returned = (group, incarnations[group][later]) if later < len(incarnations[group]) else None
         losses.append(
             LossTime(
                 group=group,
                 step=found_in.step,
                 into_s=max(0.0, at_s - found_in.began_at_s),
-                back_after=None if next_life is None else returns[next_life],
+                back_after=None if returned is None else returns[returned],
             )
         )
     return tuple(sorted(losses, key=lambda loss: (loss.step, loss.into_s, loss.group)))
@@ -312,9 +312,9 @@ def _returns(fold: Fold) -> dict[_Life, int]:
     steps = {commit.attempt + 1: commit.step for commit in fold.commits}
     returns: dict[_Life, int] = {}
     for attempt, members in sorted(fold.opened.items()):
-        for life in members.items():
-            if life[1] and attempt in steps:
-                returns.setdefault(life, steps[attempt])
+        for member in members.items():
+            if member[1] and attempt in steps:
+                returns.setdefault(member, steps[attempt])
     return returns
 
 
@@ -330,6 +330,6 @@ def _lost_at_s(journal: Journal, fold: Fold) -> dict[_Life, float]:
             case FaultRecord(group=group):
                 struck_at_s.setdefault(group, line.at_s)
             case LossRecord(entry_index=index) | EntryRecord(index=index) if index in ends:
-                life = ends.pop(index)
-                lost_at_s[life] = struck_at_s.pop(life[0], line.at_s)
+                member = ends.pop(index)
+                lost_at_s[member] = struck_at_s.pop(member[0], line.at_s)
     return lost_at_s

@@ -45,7 +45,7 @@ def run_replication(world: World, is_whole: IsWhole) -> None:
             world.notice(())
             world.restart()
             step, last_save_s = world.saved_step, world.now_s
-    world.ledger.keep()
+    world.ledger.mark_saved()
 
 
 def _reduce(world: World, is_whole: IsWhole) -> bool:

@@ -154,8 +154,8 @@ class Scenario:
         group_interval_s = n * self.failures.mean_interval_s(n)
         if group_interval_s == inf:
             return shards_s
-        slices_s = state_time_to_wipe_out_s(n, self.slice_redundancy, group_interval_s, back_s)
-        return 1 / (1 / shards_s + 1 / slices_s)
+        partitions_s = state_time_to_wipe_out_s(n, self.slice_redundancy, group_interval_s, back_s)
+        return 1 / (1 / shards_s + 1 / partitions_s)
 
     def _time_to_lost_shards_s(self) -> float:
         """Mean seconds until a shard has lost all hosts, by the closed forms of `planner`.

@@ -72,26 +72,26 @@ class SimulatedJournal:
         )
         self._write(record)
 
-    def computed_step(self, plan: StepPlan, began_s: float) -> None:
+    def on_step_computed(self, plan: StepPlan, began_s: float) -> None:
         """All groups have computed a step since `began_s`, starting from zero sums."""
         self._plans, self._began_s, self._recovery = [plan], began_s, None
         finished = finish_times(plan.work.loads, self._scenario.microbatches_per_shard, self._scenario.costs)
         scale_s = (self._world.now_s - began_s) / finished.max()
         self._computed_at_s = {GroupId(group): began_s + at * scale_s for group, at in enumerate(finished.tolist())}
 
-    def patched(self, plan: StepPlan) -> None:
+    def on_patch(self, plan: StepPlan) -> None:
         self._plans.append(plan)
         self._computed_at_s = dict.fromkeys(self._computed_at_s, self._world.now_s)
         if self._recovery is not None:
             self._recovery.patches.append(plan)
             self._recovery.times.end_stage("patch", self._world.now_s)
 
-    def rebuilt(self) -> None:
+    def on_rebuild(self) -> None:
         """The new communicator is built, or no longer needed."""
         if self._recovery is not None:
             self._recovery.times.end_stage("rebuild", self._world.now_s)
 
-    def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
+    def on_attempt(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
         """Writes the contributions of the voters to an attempt, and their votes."""
         incarnations = dict(action.voters)
         for group in voters:
@@ -121,7 +121,7 @@ class SimulatedJournal:
         if is_complete:
             self._recovered(action, voters)
 
-    def lost(self, member: Member, entry_index: int) -> None:
+    def on_fence(self, member: Member, entry_index: int) -> None:
         """The survivors have agreed that a group is lost."""
         world, (group, incarnation) = self._world, member
         at_s = world.lost_at_s[group]
@@ -146,12 +146,12 @@ class SimulatedJournal:
             num_patched = sum(len(plan.work.of(group)) for plan in recovery.patches)
             self._write(recovery.times.record(group, action.step, num_patched))
 
-    def read(self, index: int, entry: Entry) -> None:
+    def on_entry(self, index: int, entry: Entry) -> None:
         """An entry is folded; recorded by the lowest group that is up."""
         group = int(self._world.fleet.is_up.argmax())
         self._write(EntryRecord(group=group, index=index, entry=entry_fields(entry)))
 
-    def updated(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
+    def on_update(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
         """These groups have applied a committed step."""
         for group in members:
             update = UpdateRecord(
@@ -167,11 +167,11 @@ class SimulatedJournal:
             )
             self._write(update)
 
-    def finished(self, step: int, members: Sequence[GroupId]) -> None:
-        self.compared(step, members)
+    def on_finish(self, step: int, members: Sequence[GroupId]) -> None:
+        self.on_comparison(step, members)
         self._write(EndRecord(outcome="finished", reason="all steps are committed"))
 
-    def compared(self, step: int, members: Sequence[GroupId]) -> None:
+    def on_comparison(self, step: int, members: Sequence[GroupId]) -> None:
         """These groups compare their parameters after `step` steps."""
         digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
         for group in members:

@@ -36,7 +36,7 @@ from spare_megatron.simulator.simulated_journal import SimulatedJournal
 from spare_megatron.simulator.world import World
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.plans import NOBODY, StepPlan, Work
+from spare_megatron.stacking.plans import NO_OWNER, StepPlan, Work
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 
 
@@ -68,7 +68,7 @@ class Copies:
         found: dict[GroupId, tuple[PartitionId, ...]] = {}
         for copy, at_s in self._whole_at_s.items():
             if at_s <= now_s:
-                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.slice)
+                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.partition)
         return found
 
 
@@ -82,15 +82,15 @@ class SpareRun:
         decision_s: Seconds spent in the controller, by `clock`.
     """
 
-    def __init__(self, world: World, chronicle: SimulatedJournal | None, clock: Clock | None) -> None:
+    def __init__(self, world: World, journal: SimulatedJournal | None, clock: Clock | None) -> None:
         scenario = world.scenario
         self._world = world
-        self._simulated_journal = chronicle
+        self._simulated_journal = journal
         self._clock = clock
         self._placement = make_placement(
             scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
         )
-        self._everybody = tuple(GroupId(group) for group in range(scenario.num_groups))
+        self._all_groups = tuple(GroupId(group) for group in range(scenario.num_groups))
         setup = ControllerSetup(
             placement=self._placement,
             microbatches_per_shard=scenario.microbatches_per_shard,
@@ -98,7 +98,7 @@ class SpareRun:
             granularity=scenario.granularity,
             saves=self._save_policy(),
             last_resort=scenario.last_resort,
-            slices=self._slicing(),
+            partitions=self._partition_setup(),
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)
@@ -119,7 +119,7 @@ class SpareRun:
         cadence_s = scenario.save_cadence_s()
         return SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s)
 
-    def _slicing(self) -> PartitionSetup | None:
+    def _partition_setup(self) -> PartitionSetup | None:
         scenario = self._world.scenario
         if not scenario.slice_redundancy:
             return None
@@ -134,9 +134,9 @@ class SpareRun:
         while not isinstance(action := actions.popleft(), FinishRun):
             for event in self._execute(action):
                 actions.extendleft(reversed(self._handle(event)))
-        self._world.ledger.keep()
+        self._world.ledger.mark_saved()
         if self._simulated_journal:
-            self._simulated_journal.finished(action.step, self._controller.members)
+            self._simulated_journal.on_finish(action.step, self._controller.members)
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
         if self._clock is None:
@@ -162,7 +162,7 @@ class SpareRun:
                 self._world.update(len(self._members))
                 self._save_ends = ()
                 if self._simulated_journal:
-                    self._simulated_journal.updated(step, attempt, self._members)
+                    self._simulated_journal.on_update(step, attempt, self._members)
             case ReadVotes(attempt=attempt):
                 return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
             case BuildCommunicator():
@@ -174,7 +174,7 @@ class SpareRun:
                 self._world.save(step)
                 self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
                 if self._simulated_journal:
-                    self._simulated_journal.compared(step, self._members)
+                    self._simulated_journal.on_comparison(step, self._members)
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
@@ -184,8 +184,8 @@ class SpareRun:
                 pass  # included in the costs of update and restart
             case StartRepairs(copies=copies):
                 self._copies.start(copies, self._world.now_s)
-            case StopWipeOut(slices=slices):
-                self._world.num_state_wipe_outs += bool(slices)
+            case StopWipeOut(partitions=partitions):
+                self._world.num_state_wipe_outs += bool(partitions)
                 return (self._start_over(),)
             case _:
                 raise AssertionError(f"nothing in a simulated run asks for {action}")
@@ -199,13 +199,13 @@ class SpareRun:
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
         if self._simulated_journal:
-            self._simulated_journal.computed_step(plan, began_s)
+            self._simulated_journal.on_step_computed(plan, began_s)
 
     def _compute_patch(self, plan: StepPlan) -> None:
         self._world.ledger.spend("patch", self._stacks_of(plan.work) * self._world.scenario.costs.compute_s)
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         if self._simulated_journal:
-            self._simulated_journal.patched(plan)
+            self._simulated_journal.on_patch(plan)
 
     def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
         self._members = action.members
@@ -214,11 +214,11 @@ class SpareRun:
         lost = self._world.notice(lost) if lost else ()
         vote = Vote(is_complete=not lost, plan_digest=action.plan_digest, save_ends=self._save_ends)
         self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
-        for group, slices in self._copies.whole(self._world.now_s).items():
+        for group, partitions in self._copies.whole(self._world.now_s).items():
             if group in self._votes:
-                self._votes[group] = replace(vote, restored=slices)
+                self._votes[group] = replace(vote, restored=partitions)
         if self._simulated_journal:
-            self._simulated_journal.attempted(action, tuple(self._votes), is_complete=not lost)
+            self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
         if not lost:
             waiting = self._present(self._world.fleet.ready(self._world.now_s))
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
@@ -232,7 +232,7 @@ class SpareRun:
             return world.wait((reduce,))
         lost = world.wait((("rebuild", max(self._built_at_s - world.now_s, 0.0)),))
         if self._simulated_journal:
-            self._simulated_journal.rebuilt()
+            self._simulated_journal.on_rebuild()
         return lost or world.wait((("rebuild", world.scenario.costs.retry_s), reduce))
 
     def _stacks_of(self, work: Work) -> float:
@@ -242,7 +242,7 @@ class SpareRun:
     def _fence(self, lost: Sequence[GroupId]) -> None:
         for member in self._present(lost):
             if self._simulated_journal:
-                self._simulated_journal.lost(member, len(self._log))
+                self._simulated_journal.on_fence(member, len(self._log))
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
 
@@ -255,7 +255,7 @@ class SpareRun:
 
     def _restart(self) -> None:
         self._world.restart()
-        self._log.append(Restart(step=self._world.saved_step, members=self._present(self._everybody)))
+        self._log.append(Restart(step=self._world.saved_step, members=self._present(self._all_groups)))
 
     def _present(self, groups: Sequence[GroupId]) -> tuple[Member, ...]:
         return tuple(Member(group, self._incarnations[group]) for group in groups)
@@ -263,7 +263,7 @@ class SpareRun:
     def _read(self, index: int) -> EntryRead:
         entry = self._log[index]
         if self._simulated_journal:
-            self._simulated_journal.read(index, entry)
+            self._simulated_journal.on_entry(index, entry)
         return EntryRead(index=index, entry=entry)
 
     def _fetch_s(self, work: Work) -> float:
@@ -272,7 +272,7 @@ class SpareRun:
             return 0.0
         if self._fetching[0] is not work:
             hosts, owners = self._placement.host_array, work.owners
-            is_host = (owners[:, :, None] == hosts[:, None, :]).any(axis=2) | (owners == NOBODY)
+            is_host = (owners[:, :, None] == hosts[:, None, :]).any(axis=2) | (owners == NO_OWNER)
             shards, columns = np.nonzero(~is_host)
             pairs = np.unique(np.stack([owners[shards, columns], shards]), axis=1)
             most = int(np.bincount(pairs[0]).max(initial=0))

@@ -57,13 +57,13 @@ class Ledger:
             self.spend(cause, seconds)
         return []
 
-    def keep(self) -> None:
+    def mark_saved(self) -> None:
         """Marks all time so far as saved; also at the end of a run."""
         for cause, seconds in self._unsaved.items():
             self._kept[cause] += seconds
             self._unsaved[cause] = 0.0
 
-    def throw_away(self) -> None:
+    def mark_rework(self) -> None:
         """Turns all time since the last save into rework."""
         rework_s = sum(self._unsaved.values())
         self._unsaved = dict.fromkeys(CAUSES, 0.0)
@@ -227,7 +227,7 @@ class World:
     def save(self, step: int) -> None:
         """Saves the state after `step` steps; losses meanwhile are found in the next step."""
         self.ledger.spend("save", self.scenario.costs.save_s)
-        self.ledger.keep()
+        self.ledger.mark_saved()
         self.saved_step, self.num_saves = step, self.num_saves + 1
 
     def take_in(self, groups: tuple[GroupId, ...]) -> None:
@@ -244,9 +244,9 @@ class World:
                 f"{self.scenario.num_steps} steps are saved; save more often, or mask more losses"
             )
         began_s = self.now_s
-        self.ledger.throw_away()
+        self.ledger.mark_rework()
         self.ledger.spend("restart", self.scenario.costs.restart_s)
-        self.ledger.keep()  # so that no later rollback turns the restart into rework
+        self.ledger.mark_saved()  # so that no later rollback turns the restart into rework
         self.fleet.restart(began_s, self.now_s)
         self.num_restarts += 1
 

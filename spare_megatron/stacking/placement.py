@@ -7,7 +7,7 @@ most one host, and a few losses never fall on the same few neighbours. Failure d
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +19,6 @@ from spare_megatron.stacking.layout import GroupId, ShardId
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 PlacementKind = Literal["golomb", "consecutive"]
-
-
-class WipeOut(Exception):
-    """Some shards, named in ascending order, have no surviving host: only a checkpoint helps."""
-
-    def __init__(self, shards: tuple[ShardId, ...]) -> None:
-        super().__init__(f"no surviving host for shards {', '.join(map(str, shards))}")
-        self.shards = shards
-
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[ShardId, ...]]]:
-        return type(self), (self.shards,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

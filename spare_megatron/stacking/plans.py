@@ -14,7 +14,7 @@ from spare_megatron.stacking.layout import GroupId, ShardId
 Owners = npt.NDArray[np.int32]
 """Shape (num_shards, m): the group that computes each microbatch."""
 
-NOBODY = -1
+NO_OWNER = -1
 """Marks a microbatch without an owner."""
 
 
@@ -26,7 +26,7 @@ class Microbatch(NamedTuple):
 
 
 class Work:
-    """What each group computes in a step or a patch. Immutable. Owners are NOBODY for microbatches outside the work."""
+    """What each group computes in a step or a patch. Immutable. Microbatches outside the work have NO_OWNER."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners = owners
@@ -39,7 +39,7 @@ class Work:
     @cached_property
     def loads(self) -> npt.NDArray[np.int64]:
         """Microbatches per group, up to the last group that computes any."""
-        return np.bincount(self.owners[self.owners != NOBODY].ravel()).astype(np.int64)
+        return np.bincount(self.owners[self.owners != NO_OWNER].ravel()).astype(np.int64)
 
     @property
     def makespan(self) -> int:
@@ -58,7 +58,7 @@ class Work:
 
 def work_of(by_group: Mapping[GroupId, Sequence[Microbatch]], shape: tuple[int, int]) -> Work:
     """Work of this shape (shards, microbatches per shard) from the microbatches of each group."""
-    owners = np.full(shape, NOBODY, dtype=np.int32)
+    owners = np.full(shape, NO_OWNER, dtype=np.int32)
     for group, items in by_group.items():
         for item in items:
             owners[item.shard, item.index] = group

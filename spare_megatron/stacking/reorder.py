@@ -9,8 +9,9 @@ import numpy as np
 
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.matching import SpreadProblem, least_spread
-from spare_megatron.stacking.placement import IntArray, Placement, WipeOut
-from spare_megatron.stacking.plans import NOBODY, Microbatch, Owners
+from spare_megatron.stacking.placement import IntArray, Placement
+from spare_megatron.stacking.plans import NO_OWNER, Microbatch, Owners
+from spare_megatron.stacking.wipe_out import require_hosts
 
 ReorderPath = Literal["unchanged", "orphans", "chains"]
 
@@ -67,9 +68,7 @@ def reorder_microbatches(
     if owners.ndim != 2 or len(owners) != placement.num_groups:
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")
     is_alive = placement.alive_mask(alive)
-    lost = tuple(shard for shard in placement.uncovered(alive) if shard not in set(left_out))
-    if lost:
-        raise WipeOut(lost)
+    require_hosts(placement, alive, set(range(placement.num_groups)).difference(left_out))
     kept = np.where(is_alive[placement.host_array], _count_owned(placement, owners), 0)
     demand = np.full(placement.num_groups, owners.shape[1], dtype=np.int64)
     kept[list(left_out)] = demand[list(left_out)] = 0
@@ -101,9 +100,7 @@ def patch_work(
         raise ValueError("an orphaned microbatch is named twice; it would be counted twice")
     shards = np.array([item.shard for item in items], dtype=np.int64)
     demand = np.bincount(shards, minlength=placement.num_groups).astype(np.int64)
-    lost = tuple(shard for shard in placement.uncovered(alive) if demand[shard])
-    if lost:
-        raise WipeOut(lost)
+    require_hosts(placement, alive, {item.shard for item in items})
     nothing = np.zeros(placement.host_array.size, dtype=np.int64)
     problem = SpreadProblem(
         placement=placement, is_alive=placement.alive_mask(alive), demand=demand, free=nothing, start=nothing
@@ -124,8 +121,8 @@ def assign_to_least_loaded(owners: Owners, items: Sequence[Microbatch], alive: f
     """
     changed = owners.copy()
     for item in items:
-        changed[item.shard, item.index] = NOBODY
-    present = np.bincount(changed[changed != NOBODY].ravel(), minlength=len(owners))
+        changed[item.shard, item.index] = NO_OWNER
+    present = np.bincount(changed[changed != NO_OWNER].ravel(), minlength=len(owners))
     loads = [(int(present[group]), group) for group in sorted(alive)]
     heapq.heapify(loads)
     for item in sorted(items):

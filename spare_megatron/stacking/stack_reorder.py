@@ -15,7 +15,8 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import Spread, SpreadProblem, capacity_bound, cheapest_spread
-from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, WipeOut
+from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
+from spare_megatron.stacking.wipe_out import require_hosts
 
 StackArray = npt.NDArray[np.int32]
 
@@ -73,9 +74,7 @@ def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: Stack
         Ties: phase 1 picks the surviving host that has the shard earliest, then the lowest id; phase 3 as in
             `stacking.matching`; shards move in ascending order of ids to the earliest positions not owned.
     """
-    lost = placement.uncovered(alive)
-    if lost:
-        raise WipeOut(lost)
+    require_hosts(placement, alive)
     is_alive = placement.alive_mask(alive)
     position = _positions(placement, order)
     problem = _one_unit_per_shard(placement, is_alive)

@@ -10,7 +10,7 @@ votes compare it, and only then the donor releases its copy. So no move leaves a
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -18,33 +18,23 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.wipe_out import require_state
 
 Hosts = tuple[tuple[Member, ...], ...]
 """For each state partition, its hosts, ascending."""
 
 
-class StateWipeOut(Exception):
-    """Some state partitions, named in ascending order, have no surviving host: only a checkpoint has their state."""
-
-    def __init__(self, slices: tuple[PartitionId, ...]) -> None:
-        super().__init__(f"no surviving host for slices {', '.join(map(str, slices))}")
-        self.slices = slices
-
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[PartitionId, ...]]]:
-        return type(self), (self.slices,)
-
-
 class PartitionCopy(NamedTuple):
     """A member's copy of a state partition."""
 
-    slice: PartitionId
+    partition: PartitionId
     member: Member
 
 
 class Repair(NamedTuple):
     """A copy to make: the donor is a host, the receiver becomes one once its copy is complete."""
 
-    slice: PartitionId
+    partition: PartitionId
     donor: Member
     receiver: Member
 
@@ -79,7 +69,7 @@ class Ownership:
             is a host beside its donor.
     """
 
-    slicing: PartitionSetup
+    setup: PartitionSetup
     placed: tuple[tuple[GroupId, ...], ...]
     members: tuple[Member, ...]
     hosts: Hosts
@@ -92,49 +82,47 @@ class Ownership:
         present = tuple(sorted(members))
         left = set(present)
         hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
-        wiped_out = tuple(PartitionId(index) for index, row in enumerate(hosts) if not row)
-        if wiped_out:
-            raise StateWipeOut(wiped_out)
+        require_state(hosts)
         return replace(self, members=present, hosts=hosts)._settled()
 
     def with_copies(self, copies: Collection[PartitionCopy], released: Collection[PartitionCopy] = ()) -> "Ownership":
         """The ownership after copies are completed or released by hosts. Copies that were not asked for are ignored."""
         if not copies and not released:
             return self
-        asked = {PartitionCopy(copy.slice, copy.receiver) for copy in (*self.repairs, *self.moves)}
+        asked = {PartitionCopy(copy.partition, copy.receiver) for copy in (*self.repairs, *self.moves)}
         hosts = [set(row) for row in self.hosts]
         for copy in copies:
             if copy in asked:
-                hosts[copy.slice].add(copy.member)
+                hosts[copy.partition].add(copy.member)
         for copy in released:
-            hosts[copy.slice].discard(copy.member)
+            hosts[copy.partition].discard(copy.member)
         return replace(self, hosts=tuple(tuple(sorted(row)) for row in hosts))._settled()
 
     @property
     def superseded(self) -> tuple[PartitionCopy, ...]:
         """The copies that the next commit releases: others have replaced them."""
-        return tuple(PartitionCopy(move.slice, move.donor) for move in self.moves if self._is_made(move))
+        return tuple(PartitionCopy(move.partition, move.donor) for move in self.moves if self._is_made(move))
 
     @property
     def num_wanted(self) -> int:
-        return min(self.slicing.redundancy, len(self.members))
+        return min(self.setup.redundancy, len(self.members))
 
     def hosted_by(self, member: Member) -> tuple[PartitionId, ...]:
         return tuple(PartitionId(index) for index, row in enumerate(self.hosts) if member in row)
 
     def _is_made(self, move: Repair) -> bool:
-        row = self.hosts[move.slice]
+        row = self.hosts[move.partition]
         return move.donor in row and move.receiver in row and len(row) > self.num_wanted
 
     def _settled(self) -> "Ownership":
         owners = _assign_owners(self.hosts, self.owners)
         repairs, made = _plan_repairs(self), [move for move in self.moves if self._is_made(move)]
-        under_way = [move for move in self.moves if move.receiver not in self.hosts[move.slice]]
+        under_way = [move for move in self.moves if move.receiver not in self.hosts[move.partition]]
         moves = made if repairs else _Evening(self, made).moves_with(under_way)
         return replace(self, owners=owners, repairs=repairs, moves=tuple(moves))
 
 
-def first_ownership(slicing: PartitionSetup, members: Iterable[Member]) -> Ownership:
+def first_ownership(setup: PartitionSetup, members: Iterable[Member]) -> Ownership:
     """The ownership when every group can take any partition: at the start of a run and after loading a checkpoint.
 
     The hosts are those of the placement; other members replace those that do not take part.
@@ -143,14 +131,14 @@ def first_ownership(slicing: PartitionSetup, members: Iterable[Member]) -> Owner
     >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
     ([[0, 2], [0, 1], [1, 2]], [0, 1, 2])
     """
-    placement = make_placement("golomb", slicing.num_groups, slicing.redundancy, slicing.groups_per_domain)
+    placement = make_placement("golomb", setup.num_groups, setup.redundancy, setup.groups_per_domain)
     present = tuple(sorted(members))
     by_group = {member.group: member for member in present}
     placed = tuple(tuple(sorted(by_group[g] for g in row if g in by_group)) for row in placement.hosts)
-    receivers = _assign_receivers(slicing, present, placed, {})
+    receivers = _assign_receivers(setup, present, placed, {})
     hosts = tuple(tuple(sorted((*row, *receivers.get(index, ())))) for index, row in enumerate(placed))
     homes = tuple(by_group.get(row[0], present[0]) for row in placement.hosts)
-    owned = Ownership(slicing=slicing, placed=placement.hosts, members=present, hosts=hosts, owners=homes)
+    owned = Ownership(setup=setup, placed=placement.hosts, members=present, hosts=hosts, owners=homes)
     return owned._settled()
 
 
@@ -197,35 +185,35 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
     hosts, left = ownership.hosts, set(ownership.members)
     running: dict[int, list[Member]] = {}
     donors: dict[PartitionCopy, Member] = {}
-    domains_of = ownership.slicing.domains_of
-    moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.slice])]
+    domains_of = ownership.setup.domains_of
+    moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.partition])]
     for repair in (*ownership.repairs, *moves):
-        if repair.receiver in left and repair.receiver not in hosts[repair.slice]:
-            running.setdefault(repair.slice, []).append(repair.receiver)
+        if repair.receiver in left and repair.receiver not in hosts[repair.partition]:
+            running.setdefault(repair.partition, []).append(repair.receiver)
             if repair.donor in left:
-                donors[PartitionCopy(repair.slice, repair.receiver)] = repair.donor
-    receivers = _assign_receivers(ownership.slicing, ownership.members, hosts, running)
+                donors[PartitionCopy(repair.partition, repair.receiver)] = repair.donor
+    receivers = _assign_receivers(ownership.setup, ownership.members, hosts, running)
     wanted = [PartitionCopy(PartitionId(index), receiver) for index, row in receivers.items() for receiver in row]
     given = Counter(donors[copy] for copy in wanted if copy in donors)
     repairs = []
-    for copy in sorted(wanted, key=lambda copy: (len(hosts[copy.slice]), copy)):
+    for copy in sorted(wanted, key=lambda copy: (len(hosts[copy.partition]), copy)):
         donor = donors.get(copy)
         if donor is None:
-            donor = min(hosts[copy.slice], key=lambda host: (given[host], host))
+            donor = min(hosts[copy.partition], key=lambda host: (given[host], host))
             given[donor] += 1
-        repairs.append(Repair(copy.slice, donor, copy.member))
+        repairs.append(Repair(copy.partition, donor, copy.member))
     return tuple(repairs)
 
 
 def _assign_receivers(
-    slicing: PartitionSetup, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
+    setup: PartitionSetup, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
 ) -> dict[int, list[Member]]:
     """Partition -> receivers of the copies that it lacks: those under way, then further members.
 
     Members outside the domains of the other hosts come first, then those with the fewest copies to make (a member makes
     its copies one after another), then those that hold the fewest partitions, then the lowest id.
     """
-    wanted = min(slicing.redundancy, len(members))
+    wanted = min(setup.redundancy, len(members))
     num_held = Counter(host for row in hosts for host in row)
     receivers = {
         index: list(running.get(index, ()))[: wanted - len(row)] for index, row in enumerate(hosts) if len(row) < wanted
@@ -234,10 +222,10 @@ def _assign_receivers(
     for index, row in sorted(receivers.items(), key=lambda item: (len(hosts[item[0]]), item[0])):
         for _ in range(wanted - len(hosts[index]) - len(row)):
             taken = {*hosts[index], *row}
-            domains = slicing.domains_of(taken)
+            domains = setup.domains_of(taken)
             chosen = min(
                 (member for member in members if member not in taken),
-                key=lambda m: (slicing.domains_of([m]) <= domains, num_asked[m], num_held[m], m),
+                key=lambda m: (setup.domains_of([m]) <= domains, num_asked[m], num_held[m], m),
             )
             row.append(chosen)
             num_asked[chosen] += 1
@@ -257,14 +245,14 @@ class _Evening:
         self._ownership = ownership
         self._moves: list[Repair] = []
         self._held = Counter(dict.fromkeys(ownership.members, 0))
-        self._slices: dict[Member, list[PartitionId]] = {member: [] for member in ownership.members}
+        self._partitions: dict[Member, list[PartitionId]] = {member: [] for member in ownership.members}
         self._crowded: set[PartitionId] = set()  # partitions whose hosts share a domain
         for index, row in enumerate(ownership.hosts):
-            if len(ownership.slicing.domains_of(row)) < len(row):
+            if len(ownership.setup.domains_of(row)) < len(row):
                 self._crowded.add(PartitionId(index))
             self._held.update(row)
             for host in row:
-                self._slices[host].append(PartitionId(index))
+                self._partitions[host].append(PartitionId(index))
         for move in made:
             self._held[move.receiver] -= 1  # counted among the hosts already
             self._plan(move)
@@ -272,7 +260,7 @@ class _Evening:
     def moves_with(self, under_way: Iterable[Repair]) -> list[Repair]:
         """All moves; those under way that are still useful continue."""
         for move in under_way:
-            if move.receiver in self._slices and any(self._allowed([move.slice], move.donor, move.receiver)):
+            if move.receiver in self._partitions and any(self._allowed([move.partition], move.donor, move.receiver)):
                 self._plan(move)
         while (found := self._next()) is not None:
             self._plan(found)
@@ -286,10 +274,10 @@ class _Evening:
     def _next(self) -> Repair | None:
         """The next move, from the member with the most partitions to the one with the fewest; lowest ids."""
         givers, takers = {move.donor for move in self._moves}, {move.receiver for move in self._moves}
-        moved = {move.slice for move in self._moves}
+        moved = {move.partition for move in self._moves}
         able_to_take = sorted((count, member) for member, count in self._held.items() if member not in givers)
         for most, giver in sorted((-count, member) for member, count in self._held.items() if member not in takers):
-            free = [number for number in self._slices[giver] if number not in moved]
+            free = [number for number in self._partitions[giver] if number not in moved]
             crowded = [number for number in free if number in self._crowded]
             for fewest, taker in able_to_take:
                 numbers = free if -most - fewest > 1 else crowded
@@ -305,7 +293,7 @@ class _Evening:
     ) -> Iterator[tuple[int, int, PartitionId]]:
         """Partitions that may move, with keys: first if hosts gain a domain, then if it restores the placement."""
         ownership, surplus = self._ownership, self._held[giver] - self._held[taker]
-        domains_of = ownership.slicing.domains_of
+        domains_of = ownership.setup.domains_of
         for number in numbers:
             row, placed = ownership.hosts[number], ownership.placed[number]
             num_more = len(domains_of([taker, *(host for host in row if host != giver)])) - len(domains_of(row))
@@ -317,7 +305,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
     """For each partition, the groups that get its gradient sums: its owner, then the others, ascending."""
     asked = [set(row) for row in ownership.hosts]
     for copy in (*ownership.repairs, *ownership.moves):
-        asked[copy.slice].add(copy.receiver)
+        asked[copy.partition].add(copy.receiver)
     return tuple(
         (owner.group, *sorted(member.group for member in row if member != owner))
         for owner, row in zip(ownership.owners, asked, strict=True)
@@ -327,7 +315,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
 class GatherShare(NamedTuple):
     """A range of elements of an owned partition that one member sends in one round."""
 
-    slice: PartitionId
+    partition: PartitionId
     start: int
     stop: int
 

@@ -116,7 +116,7 @@ class GroupRendezvous:
             if text == (latest or "0")
         ]
         present = {node: None if beat == ENDED else beat for node, beat in zip(nodes, beats, strict=True)}
-        return readiness.look(ready, present, time.monotonic())
+        return readiness.poll(ready, present, time.monotonic())
 
     def _is_divided(self, group: GroupId) -> bool:
         return len(self._layout.nodes_of(group)) > 1

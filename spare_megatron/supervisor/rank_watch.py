@@ -75,7 +75,7 @@ class RankWatch:
             for peer in self._ranks.of(group)
             if peer != key and peer in pulses
         )
-        return self._detectors[key].look(
+        return self._detectors[key].poll(
             pulses[key], now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
         )
 

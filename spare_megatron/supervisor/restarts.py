@@ -1,11 +1,9 @@
 """Decides which groups of a node are started again and when, by the rules of `core.rejoin`."""
 
-import math
 import time
-from collections import Counter
 from collections.abc import Callable
 
-from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s, takes_spares
+from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 
@@ -38,14 +36,12 @@ class GroupRestarts:
         start: Callable[[GroupId, bool], None],
     ) -> None:
         self._most_restarts = most_restarts
-        self._interval_s = interval_s
         self._whole_groups = whole_groups
         self._timers = timers
         self._wait_for_parts = wait_for_parts
         self._start = start
         self._up_since_s: dict[GroupId, float] = {}
-        self._num_restarts: Counter[GroupId] = Counter()
-        self._short_lives: Counter[GroupId] = Counter()
+        self._budget = RestartBudget(most_restarts, interval_s)
         self._takes_spares: dict[GroupId, bool] = {}
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()
@@ -85,26 +81,20 @@ class GroupRestarts:
 
     def _bring_back(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is not to be started again."""
-        is_wiped_out = self.wiped_out_at_s is not None
         if self.is_over:
             return False
         if group in self.coming_back:
             return True
-        if time.monotonic() - self._up_since_s.pop(group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
-            self._short_lives[group] = 0
-        short_lives = self._short_lives[group]
-        # A restart of the whole run gives up no group, and counts against none.
-        num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
-        delay_s = restart_delay_s(num_restarts, most_restarts, short_lives, self._interval_s)
-        if delay_s is None:
+        now_s = time.monotonic()
+        up_s = now_s - self._up_since_s.pop(group, now_s)
+        start = self._budget.spend(group, up_s, is_wiped_out=self.wiped_out_at_s is not None)
+        if start is None:
             return False
-        self._num_restarts[group] += not is_wiped_out
-        self._short_lives[group] += 1
-        self._takes_spares[group] = takes_spares(short_lives)
+        self._takes_spares[group] = start.takes_spares
         self.coming_back.add(group)
         self.not_admitted.add(group)
         next_stage = self.start if group in self._whole_groups else self._wait_for_parts
-        self._timers.after(delay_s, lambda: next_stage(group))
+        self._timers.after(start.delay_s, lambda: next_stage(group))
         return True
 
     def start(self, group: GroupId) -> None:

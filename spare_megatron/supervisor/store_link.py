@@ -291,7 +291,7 @@ class StoreLink:
         self._last_beats[other] = self._last_beats[other] if beats is None else int(beats)
         if now_s - self._slow_at_s < _GRACE_INTERVALS * self._interval_s:
             self._absences[other] = Absence(self._interval_s)
-        cause = self._absences[other].look(self._last_beats[other], now_s)
+        cause = self._absences[other].poll(self._last_beats[other], now_s)
         if cause and other not in self._silent:
             members = present_members(store, self._layout.groups_on(other))
             # A supervisor beats before it starts a group: if the beat stands still, none of these is a replacement's.

@@ -332,7 +332,7 @@ class Supervisor:
                 case PartsReady(member=member):
                     self._restarts.start(member.group)
                 case LogStopped(stop=stop):
-                    if isinstance(stop, StopWipeOut) and not stop.reason:
+                    if isinstance(stop, StopWipeOut) and not stop.is_final:
                         self._restarts.on_wipe_out()
                     else:
                         self._end_with_the_run()

@@ -224,7 +224,14 @@ class GroupAgreement:
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        what = [waiting.offers, waiting.held, waiting.slices, waiting.failure, waiting.readings, waiting.is_reading]
+        what = [
+            waiting.candidates,
+            waiting.held,
+            waiting.partitions,
+            waiting.failure,
+            waiting.readings,
+            waiting.is_reading,
+        ]
         self._log.announce_restart(waiting.member, json.dumps(what))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
@@ -262,13 +269,13 @@ class GroupAgreement:
         """Leader: the encoded entry, as soon as it is written. Raises StoreTimeout after the decision timeout."""
         return self._log.wait(index, self._decision_timeout_s)
 
-    def read_entry(self, index: int, told: str = "") -> Entry:
-        """The entry at the index, as soon as it is written; `told` is the leader's text of it, if it has one already.
+    def read_entry(self, index: int, text: str = "") -> Entry:
+        """The entry at the index, as soon as it is written; `text` is the leader's text of it, if it has one already.
 
         Collective over: all ranks of the group. Only the leader waits on the store, for one connection per group.
         Raises StoreTimeout after the decision timeout.
         """
-        entry = decode_entry(self._tell((told or self.await_entry(index)) if self.is_leader else ""))
+        entry = decode_entry(self._broadcast((text or self.await_entry(index)) if self.is_leader else ""))
         self.head = index + 1
         return entry
 
@@ -280,9 +287,9 @@ class GroupAgreement:
         texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]
-        return [decode_entry(text) for text in self._tell("\n".join(texts)).split("\n")]
+        return [decode_entry(text) for text in self._broadcast("\n".join(texts)).split("\n")]
 
-    def _tell(self, text: str) -> str:
+    def _broadcast(self, text: str) -> str:
         content = text.encode()
         length = torch.tensor([len(content)])
         self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
@@ -299,16 +306,16 @@ class GroupAgreement:
 
 def _waiting(member: Member, text: str) -> RestartState:
     """Decodes the text of `announce_restart`."""
-    offers, held, slices, failure, readings, is_reading = json.loads(text)
+    candidates, held, partitions, failure, readings, is_reading = json.loads(text)
     return RestartState(
         member=member,
-        offers=tuple(CheckpointCandidate(*one) for one in offers),
+        candidates=tuple(CheckpointCandidate(*one) for one in candidates),
         held=tuple(Held(*one) for one in held),
-        slices=tuple(HeldPartition(*one) for one in slices),
+        partitions=tuple(HeldPartition(*one) for one in partitions),
         failure=failure,
         readings=tuple(
-            Reading(CheckpointCandidate(*offer), tuple(whole), tuple(damaged), reason, num_bytes)
-            for offer, whole, damaged, reason, num_bytes in readings
+            Reading(CheckpointCandidate(*candidate), tuple(whole), tuple(damaged), reason, num_bytes)
+            for candidate, whole, damaged, reason, num_bytes in readings
         ),
         is_reading=is_reading,
     )

@@ -42,7 +42,7 @@ def vote_to_finish(
         plan_digest=action.plan_digest,
         params_digest=digests.params,
         lacks_params=lacks_params,
-        slice_digests=digests.slices,
+        slice_digests=digests.partitions,
         state_digest=digests.state,
         copied_from=digests.copied_from,
     )

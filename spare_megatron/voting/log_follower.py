@@ -25,9 +25,9 @@ _MOST_ENTRIES = 512
 def controller_setup(config: RunConfig) -> ControllerSetup:
     """What the controller needs to know that is fixed for the run."""
     spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
-    slices = None
+    partitions = None
     if config.optimizer.sharding == "stacked":
-        slices = PartitionSetup(
+        partitions = PartitionSetup(
             num_groups=num_groups,
             redundancy=config.optimizer.redundancy,
             groups_per_domain=spare.groups_per_domain,
@@ -50,7 +50,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
             saves_last=checkpoint.is_wanted,
         ),
         first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,
-        slices=slices,
+        partitions=partitions,
         snapshots=_snapshots(config),
     )
 
@@ -63,7 +63,7 @@ def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
         redundancy=config.snapshot.redundancy,
         layout=config.parallel,
         groups_per_domain=config.spare.groups_per_domain,
-        num_slices=config.layout.num_groups if config.optimizer.sharding == "stacked" else 0,
+        num_partitions=config.layout.num_groups if config.optimizer.sharding == "stacked" else 0,
     )
 
 
@@ -99,7 +99,7 @@ class LogFollower:
 def why_wiped_out(stop: StopWipeOut) -> str:
     """What has no surviving host, and why training does not start again, for people."""
     reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
-    if stop.slices:
-        reason = f"no surviving group holds slices {[int(one) for one in stop.slices]} of the optimizer state"
+    if stop.partitions:
+        reason = f"no surviving group holds partitions {[int(one) for one in stop.partitions]} of the optimizer state"
         reason += f": {stop.cause}" if stop.cause else ""
     return f"{reason}; {stop.reason}" if stop.reason else reason

@@ -30,8 +30,8 @@ class RelayLink:
         self._connection: socket.socket | None = None
         self._inbox, self._token = Inbox(""), ""
         self._retry_at = 0  # number of an attempt
-        self._told: dict[int, str] = {}
-        self._last_told = -1
+        self._entries: dict[int, str] = {}
+        self._last_entry = -1
         self._waited_for = -1  # index of an entry that did not come in time
         self._end_s = 0.0
 
@@ -50,15 +50,15 @@ class RelayLink:
             connection = self._connection or self._connect(relay)
             is_closed = False
             while _has_come(connection, 0.0):
-                is_closed |= attempt in self._hear(connection)
-            if self._last_told < self._waited_for:
-                raise RelayBroken("what it was to pass on has not come even now")
+                is_closed |= attempt in self._receive(connection)
+            if self._last_entry < self._waited_for:
+                raise RelayBroken("it has not passed an entry on")
             if not is_closed:
                 send(connection, self._pack(attempt, vote))
         except RelayBroken:
             self._give_up(attempt + RETRY_ATTEMPTS)
             return False
-        self._told = {index: entry for index, entry in self._told.items() if index >= head}
+        self._entries = {index: entry for index, entry in self._entries.items() if index >= head}
         return not is_closed
 
     def await_entry(self, index: int, attempt: int) -> str:
@@ -66,17 +66,17 @@ class RelayLink:
 
         Empty if the connection breaks, the entry comes too late after the vote, or the relay declines the vote.
         """
-        while index not in self._told and self._connection is not None and self._last_told < index:
+        while index not in self._entries and self._connection is not None and self._last_entry < index:
             # Even past the deadline: an entry that has arrived need not be read from the store.
             if not _has_come(self._connection, max(self._end_s - time.monotonic(), 0.0)):
                 self._waited_for = index
                 return ""
             try:
-                if attempt in self._hear(self._connection):
+                if attempt in self._receive(self._connection):
                     return ""
             except RelayBroken:
                 self._give_up(0)
-        return self._told.get(index, "")
+        return self._entries.get(index, "")
 
     def close(self) -> None:
         self._give_up(0)
@@ -84,7 +84,7 @@ class RelayLink:
     def _connect(self, relay: Member) -> socket.socket:
         address = self._find(relay)
         if address is None:
-            raise RelayBroken("it has not said where it is")
+            raise RelayBroken("it has published no address")
         try:
             connection = socket.create_connection((address.host, address.port), timeout=self._timeout_s)
             connection.setblocking(False)
@@ -98,13 +98,13 @@ class RelayLink:
         message = Message(Kind.VOTE, attempt, vote, int(self._member.group), self._member.incarnation)
         return pack(message, self._token)
 
-    def _hear(self, connection: socket.socket) -> list[int]:
+    def _receive(self, connection: socket.socket) -> list[int]:
         """Receives what has arrived; returns the attempts on which the relay declines votes."""
         closed = []
         for message in self._inbox.receive(connection):
             if message.kind is Kind.ENTRY:
-                self._told[message.number] = message.text
-                self._last_told = max(self._last_told, message.number)
+                self._entries[message.number] = message.text
+                self._last_entry = max(self._last_entry, message.number)
             elif message.kind is Kind.CLOSED:
                 closed.append(message.number)
                 self._waited_for = -1  # the relay owes no entry
@@ -115,7 +115,7 @@ class RelayLink:
             self._connection.close()
         self._connection = None
         self._retry_at = retry_at
-        self._last_told = self._waited_for = -1
+        self._last_entry = self._waited_for = -1
 
 
 def _has_come(connection: socket.socket, timeout_s: float) -> bool:

@@ -12,8 +12,8 @@ from spare_megatron.process.piece_wire import Address
 from spare_megatron.process.vote_wire import Inbox, Kind, Message, RelayBroken, pack, send
 from spare_megatron.stacking.layout import GroupId, Member
 
-_LOOK_S = 0.02
-"""Interval between looks at the log while votes are missing."""
+_POLL_S = 0.02
+"""Interval between polls of the log while votes are missing."""
 _STRANGERS = 16
 """Connections that are accepted beyond those of the block, from peers that have not voted yet; more are turned away."""
 
@@ -42,7 +42,7 @@ class VoteRelay:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._clients: dict[socket.socket, _Client] = {}
         self._absent: frozenset[Member] = frozenset()
-        self._told: Set[Member] = frozenset()
+        self._entry_receivers: Set[Member] = frozenset()
 
     def collect(self, votes: BlockVotes, timeout_s: float, is_decided: Callable[[], bool]) -> None:
         """Collects votes until none worth waiting for is missing; sends CLOSED to clients whose votes it does not have.
@@ -57,23 +57,23 @@ class VoteRelay:
         while True:
             # Members that are not waited for may have voted nevertheless.
             left_s = 0.0 if votes.missing <= self._absent else max(end_s - time.monotonic(), 0.0)
-            if not self._serve(votes, min(left_s, _LOOK_S)) and (not left_s or is_decided()):
+            if not self._handle_ready(votes, min(left_s, _POLL_S)) and (not left_s or is_decided()):
                 break
             if time.monotonic() >= end_s:
-                self._take_what_has_come(votes)
+                self._handle_all_ready(votes)
                 break
         self._absent |= votes.missing
-        self._told = votes.told
+        self._entry_receivers = votes.entry_receivers
         closed = pack(Message(Kind.CLOSED, votes.attempt), self.address.token)
         for connection, client in list(self._clients.items()):
-            if client.member not in self._told:
+            if client.member not in self._entry_receivers:
                 self._send(connection, closed)
 
     def pass_on(self, index: int, entry: str) -> None:
         """Sends the log entry at the index to the members whose votes the last `collect` took."""
         data = pack(Message(Kind.ENTRY, index, entry), self.address.token)
         for connection, client in list(self._clients.items()):
-            if client.member in self._told:
+            if client.member in self._entry_receivers:
                 self._send(connection, data)
 
     def close(self) -> None:
@@ -81,16 +81,16 @@ class VoteRelay:
             connection.close()
         self._selector.close()
 
-    def _take_what_has_come(self, votes: BlockVotes) -> None:
-        """Takes votes that arrived in time although a busy machine did not let the relay look before its deadline.
+    def _handle_all_ready(self, votes: BlockVotes) -> None:
+        """Takes votes that arrived in time although a busy machine did not let the relay poll before its deadline.
 
-        Each look accepts one connection. Their number is bounded: without free descriptors a listener is ready forever.
+        Each poll accepts one connection. Their number is bounded: without free descriptors a listener is ready forever.
         """
         for _ in range(self._most_clients + 1):
-            if not self._serve(votes, 0.0):
+            if not self._handle_ready(votes, 0.0):
                 return
 
-    def _serve(self, votes: BlockVotes, timeout_s: float) -> bool:
+    def _handle_ready(self, votes: BlockVotes, timeout_s: float) -> bool:
         """Handles what arrives within this time; False if nothing does."""
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
@@ -98,7 +98,7 @@ class VoteRelay:
                 self._accept()
             else:
                 assert isinstance(key.fileobj, socket.socket)
-                self._hear(key.fileobj, votes)
+                self._receive(key.fileobj, votes)
         return bool(ready)
 
     def _accept(self) -> None:
@@ -114,7 +114,7 @@ class VoteRelay:
         self._clients[connection] = _Client(Inbox(self.address.token))
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, connection: socket.socket, votes: BlockVotes) -> None:
+    def _receive(self, connection: socket.socket, votes: BlockVotes) -> None:
         client = self._clients[connection]
         try:
             for message in client.inbox.receive(connection):
@@ -122,7 +122,7 @@ class VoteRelay:
                 if client.member in self._absent:
                     self._absent -= {client.member}
                 if message.kind is Kind.VOTE:
-                    votes.take(message.number, client.member, message.text)
+                    votes.add_vote(message.number, client.member, message.text)
         except RelayBroken:
             self._drop(connection)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.config.schema import ControlConfig
+from spare_megatron.core.decision import fence_silent_voters
 from spare_megatron.core.entries import Entry, decode_entry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.relays import BlockVotes, Reliance
@@ -86,7 +87,7 @@ class Voting:
 
     def confirm(self) -> VotesRead | None:
         """Waits for the next entry from the relay; casts the vote directly if it does not come. Returns as `vote`."""
-        if not self._reliance.is_placed or self._told(self.agreement.head):
+        if not self._reliance.is_placed or self._relayed_entry(self.agreement.head):
             return None
         self._reliance = Reliance(None)
         return self._cast({self._member: self._vote})
@@ -107,7 +108,7 @@ class Voting:
         """
         entry = ""
         if self.agreement.is_leader:
-            entry = (self._told(index) if self._reliance.is_placed else "") or self._await_entry(index)
+            entry = (self._relayed_entry(index) if self._reliance.is_placed else "") or self._await_entry(index)
         if self._parts is not None:
             self._parts.relay.pass_on(index, entry)
         read = self.agreement.read_entry(index, entry)
@@ -115,18 +116,18 @@ class Voting:
         return read
 
     def _await_entry(self, index: int) -> str:
-        """Waits for the entry. On timeout it fences the groups that have not voted, not those that wait for them."""
+        """Waits for the entry. On timeout it writes the fences of silent voters and returns the entry then."""
         try:
             return self.agreement.await_entry(index)
         except StoreTimeout as late:
             votes = self.agreement.read_votes(self._attempt, self._voters).votes
-            silent = [voter for voter in self._voters if voter.group not in votes]
-            reason = f"it has not voted on attempt {self._attempt}: {late}"
-            if max((self.agreement.fence(voter, reason, index) for voter in silent), default=-1) < index:
+            fences = fence_silent_voters(self._attempt, self._voters, votes, str(late))
+            written = [self.agreement.fence(Member(f.group, f.incarnation), f.reason, index) for f in fences]
+            if max(written, default=-1) < index:
                 raise  # no vote is missing, or only those of groups fenced before
             return self.agreement.await_entry(index)
 
-    def _told(self, index: int) -> str:
+    def _relayed_entry(self, index: int) -> str:
         assert self._parts is not None, "something was relayed"
         return self._parts.link.await_entry(index, self._attempt)
 

@@ -121,7 +121,7 @@ def take_late(
         previous=-1,
         settled_by=step + 2,
         holders=((GroupId(0),),),
-        slice_holders=tuple((owner,) for owner in owners(config)),
+        partition_holders=tuple((owner,) for owner in owners(config)),
     )
     for snapshotter in snapshotters:
         snapshotter.take(action, has_params=False)

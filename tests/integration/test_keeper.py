@@ -172,7 +172,7 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(snapshot_s
     for attempt in (4, 5, 6):
         groups[0].pass_over(attempt, attempt - 1)
         groups[1].copy(attempt, attempt - 1, {zero: 50}, fill([bytes(50)]))
-    assert {(held.attempt, held.slice) for held in groups[0].held(HOST).slices} == {(5, zero), (6, zero)}
+    assert {(held.attempt, held.partition) for held in groups[0].held(HOST).slices} == {(5, zero), (6, zero)}
     assert num_kept() == 2
 
 

@@ -91,7 +91,7 @@ def test_a_second_host_of_a_slice_is_lost_after_the_repair(
     run = complete_run(config, tmp_path / "run", Watch(whole_copies=frozenset({REPAIRED})))
     assert_masked(run)
     asked = ownership.for_members([member for member in ownership.members if member != first]).repairs
-    assert restored_before(run, REPAIRED + 1) == {(repair.slice, repair.receiver.group) for repair in asked}
+    assert restored_before(run, REPAIRED + 1) == {(repair.partition, repair.receiver.group) for repair in asked}
     assert last_groups(run) == {0, 1, 2, 3} - {first.group, second.group}
     assert run.summary.slices_repaired >= len(asked)
     assert len(run.summary.full_redundancy_s) >= 1
@@ -151,10 +151,10 @@ def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are
     first, back, repaired_at, admitted, moved_at = Member(GroupId(1)), Member(GroupId(1), 1), 2, 3, 5
     lost_at = STEPS - 1  # so that nobody else comes back
     left = ownership_of(4, 2).for_members([Member(GroupId(group)) for group in (0, 2, 3)])
-    repaired = left.with_copies([PartitionCopy(repair.slice, repair.receiver) for repair in left.repairs])
+    repaired = left.with_copies([PartitionCopy(repair.partition, repair.receiver) for repair in left.repairs])
     moves = repaired.for_members([*repaired.members, back]).moves
     others = {move.donor.group for move in moves}
-    assert all({host.group for host in repaired.hosts[move.slice]} == others for move in moves)
+    assert all({host.group for host in repaired.hosts[move.partition]} == others for move in moves)
     faults = [
         kill(FaultPoint.FORWARD, 1, first.group),
         *(kill(FaultPoint.BACKWARD, lost_at, group) for group in sorted(others)),
@@ -166,13 +166,13 @@ def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are
     assert_masked(run)
     commits = {entry["step"]: entry for entry in entries_of(run.journal) if entry["entry"] == "commit"}
     by_step = {step: named(commit["restored"]) for step, commit in commits.items() if admitted < step < lost_at}
-    assert set().union(*by_step.values()) == {(move.slice, back.group, back.incarnation) for move in moves}
+    assert set().union(*by_step.values()) == {(move.partition, back.group, back.incarnation) for move in moves}
     let_go = {
         (number, group): step for step, commit in commits.items() for number, group, _ in named(commit["released"])
     }
-    assert set(let_go) == {(move.slice, move.donor.group) for move in moves}
+    assert set(let_go) == {(move.partition, move.donor.group) for move in moves}
     for step, made in by_step.items():
-        donors = {(move.slice, move.donor.group) for move in moves if (move.slice, *back) in made}
+        donors = {(move.partition, move.donor.group) for move in moves if (move.partition, *back) in made}
         assert {let_go[donor] for donor in donors} <= {step + 1}
         compared = {record.group for record in run.journal.of(ParamsRecord) if record.step == step + 1}
         assert compared == ({0, 1, 2, 3} if made else set())

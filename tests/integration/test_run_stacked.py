@@ -75,7 +75,7 @@ def test_losing_all_hosts_of_a_slice_is_a_wipe_out_that_names_it(text_corpus: Pa
     config = tiny_config(text_corpus, LayoutConfig(num_groups=4), faults=faults, optimizer=stacked(2))
     run = complete_run(config, tmp_path)
     assert run.summary.outcome == "wipe_out"
-    assert run.summary.outcome_reason == "no surviving group holds slices [0] of the optimizer state"
+    assert run.summary.outcome_reason == "no surviving group holds partitions [0] of the optimizer state"
     assert run.summary.verdict == "valid", run.summary.reasons
     assert run.summary.groups_lost == 2
     assert run.summary.steps_committed == 3

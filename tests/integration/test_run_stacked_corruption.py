@@ -49,7 +49,7 @@ def test_wrong_state_of_an_owner_is_found_by_its_stand_ins_and_costs_its_group_a
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     [fence] = entries(run, "fence")
     assert (fence["group"], fence["discard"]) == (0, True)
-    assert fence["reason"] == "its state of slice 0 before step 2 differs from that of 2 other hosts"
+    assert fence["reason"] == "its state of partition 0 before step 2 differs from that of 2 other hosts"
     [retry] = entries(run, "retry")
     assert (retry["step"], retry["recompute"], retry["gather"]) == (2, True, True)
     assert losses_of(run.journal) == losses_of(expected.journal)
@@ -63,7 +63,7 @@ def test_two_hosts_of_a_slice_that_differ_end_the_run_which_names_them(text_corp
     assert (run.summary.outcome, run.summary.verdict) == ("wipe_out", "valid"), run.summary
     assert [entry["group"] for entry in entries(run, "fence")] == [0, 4]
     assert run.summary.outcome_reason == (
-        "no surviving group holds slices [0] of the optimizer state: "
-        "groups [0, 4] hold different state of slice 0 before step 2, and no majority is right"
+        "no surviving group holds partitions [0] of the optimizer state: "
+        "groups [0, 4] hold different state of partition 0 before step 2, and no majority is right"
     )
     assert run.summary.steps_committed == 2

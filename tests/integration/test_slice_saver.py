@@ -64,7 +64,7 @@ def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> No
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters]
     first, *others = run_all(savers)
     assert first.result(TIMEOUT_S)
-    assert sorted(number for share in savers[0].shares for number in share.slices) == [0, 1, 2, 3]
+    assert sorted(number for share in savers[0].shares for number in share.partitions) == [0, 1, 2, 3]
     assert {name for share in savers[0].shares for name in share.files} == {"__0_0.distcp"}
     assert not any(other.done() for other in others)  # who saves may yet be lost
     board_of(store).end()
@@ -79,7 +79,7 @@ def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folde
     assert list(tmp_path.iterdir()) == []
     board_of(store).begin()
     assert futures[0].result(TIMEOUT_S)
-    written = {number: share.member for share in savers[0].shares for number in share.slices}
+    written = {number: share.member for share in savers[0].shares for number in share.partitions}
     assert sorted(written) == [0, 1, 2, 3]
     assert written[PartitionId(2)] in set(SAVE.hosts[2]) - {lost}
     fence(store, 1, SAVER)
@@ -92,7 +92,7 @@ def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> Non
     store = MemoryStore()
     for index, host in enumerate(SAVE.hosts[2]):
         fence(store, index, host)
-    with pytest.raises(SaveFailed, match=r"all hosts of slices \[2\] are lost"):
+    with pytest.raises(SaveFailed, match=r"all hosts of partitions \[2\] are lost"):
         saver_of(SAVER, store, tmp_path).run()
 
 

@@ -20,9 +20,9 @@ def is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
     """Whether these votes leave open if the state that one of them tells of is right."""
     told: dict[int, list[PartitionDigest]] = {}
     for digest in (digest for vote in votes for digest in vote.slice_digests):
-        told.setdefault(digest.slice, []).append(digest)
+        told.setdefault(digest.partition, []).append(digest)
     for digest in own.slice_digests:
-        of_slice = told[digest.slice]
+        of_slice = told[digest.partition]
         num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_slice)
         if len({one.sha256 for one in of_slice}) > 1 and 2 * num_right <= min(len(of_slice), most_hosts):
             return True

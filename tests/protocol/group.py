@@ -258,7 +258,7 @@ class Group:
             return repair not in held.repairs or None in (world.slices_of(self.member), world.slices_of(repair.donor))
 
         def may_copy() -> bool:
-            is_late_enough = held.num_updates >= held.first_steps[repair.slice]
+            is_late_enough = held.num_updates >= held.first_steps[repair.partition]
             return is_late_enough and world.slices_of(repair.donor).num_updates == held.num_updates
 
         for piece in range(NUM_PIECES):
@@ -268,14 +268,14 @@ class Group:
                 if is_void():
                     return
                 donor = world.slices_of(repair.donor)
-                step, state = donor.num_updates, donor.whole(repair.slice)
+                step, state = donor.num_updates, donor.whole(repair.partition)
                 if state is None:
-                    raise Violation(f"{repair.donor} is to give slice {repair.slice}, and has it not")
+                    raise Violation(f"{repair.donor} is to give slice {repair.partition}, and has it not")
                 for _ in range(MOVES_OF_STATE):
                     yield None
                 if repair not in held.repairs:
                     return
-                is_installed = held.install(repair.slice, piece, step, state[piece])
+                is_installed = held.install(repair.partition, piece, step, state[piece])
                 world.invariants.counts["piece in time" if is_installed else "piece too late"] += 1
 
     # ------------------------------------------------------------------------------------------------- coming back
@@ -306,12 +306,12 @@ class Group:
                     return actions[index + 1 :] if (yield from self._take_state(action)) else ()
 
     def _is_given_up(self, action: Action) -> bool:
-        return isinstance(action, StopWipeOut) and (bool(action.reason) or not self._world.may_restart)
+        return isinstance(action, StopWipeOut) and action.is_final
 
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
         own = RestartState(
-            member=self.member, offers=tuple(map(CheckpointCandidate, sorted(self._world.invariants.saves.params)))
+            member=self.member, candidates=tuple(map(CheckpointCandidate, sorted(self._world.invariants.saves.params)))
         )
         yield from self._links.speak(lambda voice: voice.announce_restart(own))
         self._world.wiped_out(self.member)

@@ -242,7 +242,7 @@ class Invariants:
         members = [vote for life, vote in votes.items() if life in self.members]
         if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Finish):
             return self._is_discarded
-        states = {(digest.slice, digest.sha256) for vote in members for digest in vote.slice_digests}
+        states = {(digest.partition, digest.sha256) for vote in members for digest in vote.slice_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
         is_different |= len({vote.state_digest for vote in members} - {""}) > 1
         is_different |= len(states) > len({index for index, _ in states})
@@ -330,8 +330,8 @@ class Invariants:
         if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
             return
         # Others may have gone on without one that is late to hear of a wipe-out.
-        if isinstance(stop, StopWipeOut) and (self.slices.was_wiped_out if stop.slices else self._was_wiped_out):
-            self.counts["state wipe-out"] += bool(stop.slices)
+        if isinstance(stop, StopWipeOut) and (self.slices.was_wiped_out if stop.partitions else self._was_wiped_out):
+            self.counts["state wipe-out"] += bool(stop.partitions)
             return
         if isinstance(stop, StopHalted) and self._is_halted:
             return

@@ -137,14 +137,14 @@ class CountsOldVotes(DecisionLog):
 class TakesOldVotes(BlockVotes):
     """A relay that casts whatever its block has sent, as votes on the attempt that it casts its own on."""
 
-    def take(self, attempt: int, voter: Member, vote: str) -> bool:
-        return super().take(self.attempt, voter, vote)
+    def add_vote(self, attempt: int, voter: Member, vote: str) -> bool:
+        return super().add_vote(self.attempt, voter, vote)
 
 
 class TellsItsWholeBlock(BlockVotes):
     """A relay that passes entries on to those, too, whose votes it has not cast."""
 
-    told = property(lambda votes: votes._block)  # type: ignore[assignment]
+    entry_receivers = property(lambda votes: votes._block)  # type: ignore[assignment]
 
 
 class ReadsNothing(Reliance):
@@ -182,7 +182,7 @@ class CountsUnfinishedCopies(Controller):
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         if ownership is not None and ownership.repairs:
-            copies = [PartitionCopy(repair.slice, repair.receiver) for repair in ownership.repairs]
+            copies = [PartitionCopy(repair.partition, repair.receiver) for repair in ownership.repairs]
             self.ownership = ownership
             return super()._own(ownership.with_copies(copies), first_step)
         return super()._own(ownership, first_step)
@@ -192,7 +192,7 @@ class LetsGoTooSoon(Controller):
     """Has the donors of moves let go while nobody else has the copies."""
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
-        donors = {PartitionCopy(move.slice, move.donor) for move in ownership.moves} if ownership else set()
+        donors = {PartitionCopy(move.partition, move.donor) for move in ownership.moves} if ownership else set()
         return tuple(
             replace(action, hosts=tuple(_without(donors, number, row) for number, row in enumerate(action.hosts)))
             for action in super()._own(ownership, first_step)
@@ -214,8 +214,8 @@ class LetsGoWithTheCopy(Controller):
         if not (isinstance(action, AppendEntry) and isinstance(action.entry, Commit) and self.ownership):
             return action
         restored = set(action.entry.restored)
-        made = [move for move in self.ownership.moves if PartitionCopy(move.slice, move.receiver) in restored]
-        released = tuple(PartitionCopy(move.slice, move.donor) for move in made)
+        made = [move for move in self.ownership.moves if PartitionCopy(move.partition, move.receiver) in restored]
+        released = tuple(PartitionCopy(move.partition, move.donor) for move in made)
         return replace(action, entry=replace(action.entry, released=released))
 
 
@@ -238,7 +238,7 @@ class TakesAnybodysWord(Controller):
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         told = tuple(
-            PartitionCopy(digest.slice, voter)
+            PartitionCopy(digest.partition, voter)
             for voter in self.voters
             for digest in (event.votes[voter.group].slice_digests if voter.group in event.votes else ())
             if not digest.is_proven

@@ -20,7 +20,7 @@ class Relaying:
     def __init__(self, member: Member, links: Links, world: Surroundings) -> None:
         self._member, self._links, self._world = member, links, world
         self._box = world.post.boxes[member]
-        self._told_by_me: Collection[Member] = ()
+        self._entry_receivers: Collection[Member] = ()
         self._cast_on: list[int] = []
         self._reliance = world.reliance_type(None)
 
@@ -30,12 +30,12 @@ class Relaying:
         blocks = Blocks(action.voters, self._world.fan_in)
         relay = blocks.relay_of(self._member)
         block = blocks.block_of(relay) if relay == self._member else ()
-        self._told_by_me = ()
+        self._entry_receivers = ()
         if relay != self._member:
             self._reliance = self._world.reliance_type(relay)
             box = self._world.post.boxes[relay]
             self._send(lambda: box.votes.append((attempt, self._member, text)))
-            if (yield from self._told(self._links.head)):
+            if (yield from self._is_relayed(self._links.head)):
                 return None
             self._world.invariants.counts["vote without its relay"] += 1
         self._reliance = self._world.reliance_type(None)
@@ -43,9 +43,9 @@ class Relaying:
         while votes.missing and not self._world.post.gives_up():
             yield None
             while self._box.votes:
-                votes.take(*self._box.votes.pop(0))
+                votes.add_vote(*self._box.votes.pop(0))
         self._world.invariants.counts["vote of a block"] += len(votes.votes) > 1
-        self._told_by_me = votes.told
+        self._entry_receivers = votes.entry_receivers
         past = [old for old in self._cast_on if old < attempt - 1]
         self._cast_on = [*self._cast_on[len(past) :], attempt]
         return (yield from self._links.speak(lambda voice: voice.cast(attempt, votes.votes, action.voters, past)))
@@ -63,16 +63,16 @@ class Relaying:
 
     def read_entry(self, index: int) -> Steps:
         """Reads the entry, from the relay if that is faster, and tells the block."""
-        told = self._reliance.is_placed and (yield from self._told(index))
-        text = self._box.entries[index] if told else (yield from self._links.await_entry(index))
-        for member in self._told_by_me:
+        is_relayed = self._reliance.is_placed and (yield from self._is_relayed(index))
+        text = self._box.entries[index] if is_relayed else (yield from self._links.await_entry(index))
+        for member in self._entry_receivers:
             box = self._world.post.boxes[member]
             self._send(lambda box=box: box.entries.update({index: text}))
         [event] = self._links.take_entry(index, text)
         self._reliance.fold(event.entry)
         return [event]
 
-    def _told(self, index: int) -> Steps:
+    def _is_relayed(self, index: int) -> Steps:
         while index not in self._box.entries and not self._world.post.gives_up():
             yield None
         return index in self._box.entries

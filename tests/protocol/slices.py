@@ -68,7 +68,7 @@ class PartitionStates:
 
     def proven(self, copies: Iterable[PartitionCopy]) -> None:
         """These have been compared, as the log has it."""
-        self._unproven -= {copy.slice for copy in copies if copy.member == self._member}
+        self._unproven -= {copy.partition for copy in copies if copy.member == self._member}
 
     def corrupt(self, random: Random, num_slices: int, name: str) -> bool:
         """A piece of a copy changes to what nobody else has. Not if it falls on a slice that is not here."""
@@ -90,14 +90,14 @@ class PartitionStates:
         """Lets go of what it is not to have. Returns the copies that are new."""
         mine = tuple(copy for copy in action.copies if copy.receiver == self._member)
         hosted = frozenset(index for index, row in enumerate(action.hosts) if self._member in row)
-        copied = {repair.slice for repair in self.repairs} & (hosted - self._hosted)
+        copied = {repair.partition for repair in self.repairs} & (hosted - self._hosted)
         self._unproven = (self._unproven | copied) & hosted
         self._hosted = hosted
         new = [repair for repair in mine if repair not in self.repairs]
-        self.first_steps = {copy.slice: self.first_steps.get(copy.slice, action.first_step) for copy in mine}
+        self.first_steps = {copy.partition: self.first_steps.get(copy.partition, action.first_step) for copy in mine}
         self.repairs = mine
         # A copy begins anew with another donor: the one before may have been put out for wrong state.
-        wanted = {repair.slice for repair in mine if repair not in new} | hosted
+        wanted = {repair.partition for repair in mine if repair not in new} | hosted
         self._pieces = {index: pieces for index, pieces in self._pieces.items() if index in wanted}
         return new
 
@@ -119,7 +119,7 @@ class PartitionStates:
 
     def restored(self) -> tuple[int, ...]:
         """StatePartitions that it was to copy and has copied."""
-        return tuple(repair.slice for repair in self.repairs if self.whole(repair.slice) is not None)
+        return tuple(repair.partition for repair in self.repairs if self.whole(repair.partition) is not None)
 
     def install(self, index: int, piece: int, step: int, content: str) -> bool:
         """Takes in a piece, unless it is of another step. Returns whether it did."""
@@ -188,7 +188,9 @@ class PartitionObserver:
         All hosts have to have compared the slice, one that takes the place included, and enough have to be left.
         """
         for index, member in copies:
-            tellers = {life for life, vote in votes.items() if any(one.slice == index for one in vote.slice_digests)}
+            tellers = {
+                life for life, vote in votes.items() if any(one.partition == index for one in vote.slice_digests)
+            }
             row = self._hosts[index]
             if tuple(member) not in row or not row <= tellers:
                 raise Violation(f"{member} lets go of slice {index}, hosted by {row} and compared by {tellers}")
@@ -200,7 +202,9 @@ class PartitionObserver:
     def proven(self, copies: Iterable[PartitionCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
         """Copies have been compared, with the commit that these votes of all members decide: with every other host."""
         for index, member in copies:
-            tellers = {life for life, vote in votes.items() if any(one.slice == index for one in vote.slice_digests)}
+            tellers = {
+                life for life, vote in votes.items() if any(one.partition == index for one in vote.slice_digests)
+            }
             if not self._hosts[index] <= tellers or tuple(member) not in tellers or len(tellers) < 2:
                 raise Violation(f"the copy of slice {index} by {member} is proven, and compared by {tellers} alone")
             self.counts["proven"] += 1

@@ -46,7 +46,6 @@ class Surroundings(Protocol):
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]
     states: dict[tuple[int, int], dict[Member, Content]]
-    may_restart: bool
     num_waiting: int
     is_patience_over: bool
 

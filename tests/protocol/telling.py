@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from spare_megatron.core.comparison import NO_DIGEST, majority_holds
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.protocol.saved import Content
 
@@ -44,7 +45,6 @@ class Telling:
 
 def majority(given: Mapping[Member, Content], num_donors: int) -> Member | None:
     """One of more than half of the donors, who have given the same parameters."""
-    for donor, (params, _) in given.items():
-        if params and 2 * sum(other.params == params for other in given.values()) > num_donors:
-            return donor
-    return None
+    published = [content.params or NO_DIGEST for content in given.values()]
+    others = [*published, *[None] * (num_donors - len(given))]
+    return next((donor for donor, (params, _) in given.items() if params and majority_holds(params, others)), None)

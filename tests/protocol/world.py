@@ -106,7 +106,7 @@ class World:
             num_steps=scene.num_steps,
             granularity=scene.granularity,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
-            slices=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
+            partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )
         for group in self.groups:

@@ -77,7 +77,6 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
         journal=nothing,
         restart_loader=restart_loader,
         groups=GROUPS,
-        may_restart=True,
         probe=probe,
         announced=nothing,
     ).run()

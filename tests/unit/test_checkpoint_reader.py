@@ -23,7 +23,7 @@ def read_all(reader: CheckpointReader, path: Path, *numbers: int) -> Reading:
     done = threading.Event()
     while reader.is_reading:
         assert not done.wait(0.001)
-    return next(reading for reading in reader.readings() if reading.offer == offer)
+    return next(reading for reading in reader.readings() if reading.candidate == offer)
 
 
 def test_files_are_read_once_and_a_flipped_bit_is_found(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from spare_megatron.core.comparison import objection
+from spare_megatron.core.comparison import NO_DIGEST, majority_holds, objection
 from spare_megatron.core.entries import Fence, Halt, Retry
 from spare_megatron.core.votes import Attempted, PartitionDigest, Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -75,7 +75,7 @@ def test_an_owner_whose_wrong_value_all_others_have_is_found_by_its_stand_ins() 
     """Group 0 owns slice 0 and has sent what 3 and 4 took over; only 1 and 2 have computed it themselves."""
     [fence] = put_out(attempted(5), votes("xyyxx", "xyy--"))
     assert (fence.group, fence.incarnation) == (0, 3)
-    assert fence.reason == "its state of slice 0 before step 7 differs from that of 2 other hosts"
+    assert fence.reason == "its state of partition 0 before step 7 differs from that of 2 other hosts"
 
 
 def test_parameters_that_came_from_a_wrong_owner_put_nobody_else_out() -> None:
@@ -85,7 +85,7 @@ def test_parameters_that_came_from_a_wrong_owner_put_nobody_else_out() -> None:
 def test_two_hosts_that_differ_are_both_put_out_for_nobody_knows_who_is_right() -> None:
     fences = list(put_out(attempted(4), votes("aaba", "a-b-")))
     assert [fence.group for fence in fences] == [0, 2]
-    reason = "groups [0, 2] hold different state of slice 0 before step 7, and no majority is right"
+    reason = "groups [0, 2] hold different state of partition 0 before step 7, and no majority is right"
     assert {fence.reason for fence in fences} == {reason}
 
 
@@ -164,3 +164,13 @@ def test_who_remains_is_more_than_half_of_the_hosts_by_copies_that_were_compared
             right = [value for value in "abc" if 2 * told.count(value) > num_hosts]
             expected = {host for host in expected if told[host].lower() in right}
         assert remaining == expected, told
+
+
+@pytest.mark.parametrize("num_others", [1, 2, 3, 4])
+def test_a_copy_is_confirmed_by_more_than_half_of_the_others_whatever_the_rest_publishes(num_others: int) -> None:
+    """Against all completions of what is known so far."""
+    values = ["a", "b", NO_DIGEST]
+    for others in product([*values, None], repeat=num_others):
+        choices = [values if other is None else [other] for other in others]
+        verdicts = {2 * known.count("a") > num_others for known in product(*choices)}
+        assert majority_holds("a", others) == (verdicts.pop() if len(verdicts) == 1 else None), others

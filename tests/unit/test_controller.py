@@ -20,8 +20,9 @@ from spare_megatron.core.actions import (
 )
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
+from spare_megatron.core.decision import fence_silent_voters
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry, decode_entry, encode_entry
-from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.events import EndRequested, EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.order import Granularity
@@ -44,7 +45,7 @@ def make_controller(
         microbatches_per_shard=m,
         num_steps=steps,
         granularity=granularity,
-        slices=slices,
+        partitions=slices,
         saves=saves,
     )
     return Controller(setup)
@@ -121,9 +122,11 @@ def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last(
 def test_a_run_that_is_asked_to_end_does_so_with_the_next_commit() -> None:
     controller = make_controller(steps=3)
     controller.handle(RunStarted(), now_s=0.0)
-    controller.ends_at_s = 0.0
+    for _ in range(2):
+        assert controller.handle(EndRequested(), now_s=0.0) == ()
     [entry] = controller.handle(votes(controller), now_s=0.0)
     assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True, at_s=0.0))
+    assert fold(controller, entry.entry)[-1] == FinishRun(step=1)
 
 
 def test_whoever_reads_the_last_commit_ends_with_its_step_and_takes_nobody_in() -> None:
@@ -177,6 +180,16 @@ def test_the_vote_of_a_lost_group_does_not_count() -> None:
     fold(controller, fence(1))
     [append] = controller.handle(votes(controller, g1=False), now_s=0.0)
     assert append.entry == Commit(step=0, attempt=0)
+
+
+def test_an_overdue_decision_fences_the_silent_in_the_life_that_was_to_vote_and_nobody_who_waits_for_them() -> None:
+    voters = [Member(GroupId(group), group) for group in range(4)]
+    [first, second] = fence_silent_voters(7, voters, {GroupId(0), GroupId(3)}, "it took 50 s")
+    assert [first.hits(voter) for voter in voters] == [False, True, False, False]
+    assert [second.hits(voter) for voter in voters] == [False, False, True, False]
+    assert first.reason == "it has not voted on attempt 7: it took 50 s"
+    assert not first.discard, "what it may have contributed is not wrong"
+    assert fence_silent_voters(7, voters, {voter.group for voter in voters}, "the last vote decides nothing") == ()
 
 
 def test_nothing_is_decided_before_every_survivor_has_voted() -> None:

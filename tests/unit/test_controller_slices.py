@@ -35,7 +35,7 @@ def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
         placement=make_placement("golomb", 4, 3),
         microbatches_per_shard=4,
         num_steps=steps,
-        slices=PartitionSetup(num_groups=4, redundancy=redundancy),
+        partitions=PartitionSetup(num_groups=4, redundancy=redundancy),
     )
     controller = Controller(setup)
     controller.handle(RunStarted(), now_s=0.0)
@@ -162,16 +162,16 @@ def test_finished_copies_are_voted_committed_and_folded() -> None:
     first, second = repairs.repairs
     assert controller.ownership is not None
     attempt = last_attempt(fold(controller, Retry(step=0, attempt=0)))
-    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.slice,))
+    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.partition,))
     assert decode_vote(encode_vote(vote)) == vote
     commit = decided(controller, attempt, **{f"g{first.receiver.group}": vote})
     assert isinstance(commit, Commit)
-    assert commit.restored == (PartitionCopy(first.slice, first.receiver),)
+    assert commit.restored == (PartitionCopy(first.partition, first.receiver),)
     assert decode_entry(encode_entry(commit)) == commit
     update, started, gather = fold(controller, commit)[:3]
     assert kinds([update, gather]) == [UpdateModel, GatherParams]
     assert started == StartRepairs(repairs=(second,), hosts=controller.ownership.hosts)
-    assert first.receiver in controller.ownership.hosts[first.slice]
+    assert first.receiver in controller.ownership.hosts[first.partition]
 
 
 def test_the_copy_of_a_group_that_is_fenced_by_then_is_none() -> None:
@@ -179,9 +179,9 @@ def test_the_copy_of_a_group_that_is_fenced_by_then_is_none() -> None:
     [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
     repair = repairs.repairs[0]
     assert StopWipeOut not in kinds(fold(controller, fence(repair.receiver.group)))
-    fold(controller, Commit(step=0, attempt=0, restored=(PartitionCopy(repair.slice, repair.receiver),)))
+    fold(controller, Commit(step=0, attempt=0, restored=(PartitionCopy(repair.partition, repair.receiver),)))
     assert controller.ownership is not None
-    assert repair.receiver not in controller.ownership.hosts[repair.slice]
+    assert repair.receiver not in controller.ownership.hosts[repair.partition]
 
 
 def test_a_copy_does_not_count_if_its_donor_was_lost_since_the_vote_for_then_it_begins_anew() -> None:
@@ -189,9 +189,9 @@ def test_a_copy_does_not_count_if_its_donor_was_lost_since_the_vote_for_then_it_
     [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
     attempt = last_attempt(fold(controller, Retry(step=0, attempt=0)))
     repair = repairs.repairs[0]
-    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(repair.slice,))
+    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(repair.partition,))
     [again] = [action for action in fold(controller, fence(repair.donor.group)) if isinstance(action, StartRepairs)]
-    assert (repair.slice, repair.receiver) in [(one.slice, one.receiver) for one in again.repairs]
+    assert (repair.partition, repair.receiver) in [(one.partition, one.receiver) for one in again.repairs]
     commit = decided(controller, attempt, **{f"g{repair.receiver.group}": vote})
     assert commit == Commit(step=0, attempt=1)
 
@@ -201,7 +201,7 @@ def test_a_slice_that_loses_all_hosts_is_a_wipe_out_at_once() -> None:
     assert controller.ownership is not None
     one, two = (host.group for host in controller.ownership.hosts[2])
     fold(controller, fence(one))
-    assert fold(controller, fence(two)) == [StopWipeOut(step=0, slices=(PartitionId(2),))]
+    assert fold(controller, fence(two)) == [StopWipeOut(step=0, partitions=(PartitionId(2),))]
 
 
 def test_a_copy_in_time_averts_the_wipe_out() -> None:
@@ -209,7 +209,7 @@ def test_a_copy_in_time_averts_the_wipe_out() -> None:
     assert controller.ownership is not None
     one, two = (host.group for host in controller.ownership.hosts[2])
     [repairs] = [action for action in fold(controller, fence(one)) if isinstance(action, StartRepairs)]
-    copies = tuple(PartitionCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
+    copies = tuple(PartitionCopy(repair.partition, repair.receiver) for repair in repairs.repairs)
     fold(controller, Commit(step=0, attempt=0, restored=copies))
     assert StopWipeOut not in kinds(fold(controller, fence(two)))
 
@@ -266,7 +266,7 @@ def test_who_is_admitted_gets_parameters_from_its_donor_and_copies_by_repair() -
 def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_later() -> None:
     controller = make_controller(steps=9)
     [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
-    copies = tuple(PartitionCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
+    copies = tuple(PartitionCopy(repair.partition, repair.receiver) for repair in repairs.repairs)
     back = Member(GroupId(1), 1)
     fold(controller, Commit(step=0, attempt=0, restored=copies))
     actions = fold(controller, Commit(step=1, attempt=1, admit=(back,)))
@@ -276,24 +276,24 @@ def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_late
     assert {first.receiver, second.receiver} == {back}
 
     attempt = last_attempt(actions)
-    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.slice,))
+    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.partition,))
     commit = decided(controller, attempt, g1=vote)
     assert isinstance(commit, Commit)
-    assert (commit.restored, commit.released) == ((PartitionCopy(first.slice, back),), ())
+    assert (commit.restored, commit.released) == ((PartitionCopy(first.partition, back),), ())
     actions = fold(controller, commit)
     [started] = [action for action in actions if isinstance(action, StartRepairs)]
     assert started.is_compared
     assert started.copies == (second,)
-    assert {first.donor, back} <= set(started.hosts[first.slice])
+    assert {first.donor, back} <= set(started.hosts[first.partition])
 
     commit = decided(controller, last_attempt(actions))
     assert isinstance(commit, Commit)
-    assert commit.released == (PartitionCopy(first.slice, first.donor),)
+    assert commit.released == (PartitionCopy(first.partition, first.donor),)
     assert decode_entry(encode_entry(commit)) == commit
     [started] = [action for action in fold(controller, commit) if isinstance(action, StartRepairs)]
     assert (started.moves, started.is_compared) == ((second,), False)
-    assert back in started.hosts[first.slice]
-    assert first.donor not in started.hosts[first.slice]
+    assert back in started.hosts[first.partition]
+    assert first.donor not in started.hosts[first.partition]
 
 
 def test_a_restart_gives_every_slice_all_its_hosts() -> None:

@@ -54,8 +54,8 @@ def test_two_hosts_that_differ_are_a_wipe_out_that_says_so() -> None:
     second = decided(controller, attempt, **cast)
     [stop] = fold(controller, second)
     assert isinstance(stop, StopWipeOut)
-    assert 0 in stop.slices
-    assert stop.cause == "groups [0, 3] hold different state of slice 0 before step 1, and no majority is right"
+    assert 0 in stop.partitions
+    assert stop.cause == "groups [0, 3] hold different state of partition 0 before step 1, and no majority is right"
 
 
 def test_where_hosts_differ_and_others_tell_nothing_all_tell_before_anybody_is_put_out() -> None:

@@ -41,7 +41,7 @@ def repair(number: int, donor: Member = FIRST, receiver: Member = ME) -> Repair:
 def fetch_all(copying: PartitionCopies) -> Iterator[tuple[int, int]]:
     while (job := copying.next()) is not None:
         copying.install(*job, now_s=8.0)
-        yield job[0].slice, job[1]
+        yield job[0].partition, job[1]
 
 
 def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
@@ -97,7 +97,7 @@ def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:
         copying.assign(ownership.repairs, ownership.hosts, 0.0)
         list(fetch_all(copying))
         made += [(number, member) for number, is_whole in copying.whole().items() if is_whole]
-    assert sorted(made) == sorted((item.slice, item.receiver) for item in ownership.repairs)
+    assert sorted(made) == sorted((item.partition, item.receiver) for item in ownership.repairs)
 
 
 # ---------------------------------------------------------------------------------------------------------- in time

@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Sequence[Entry], str]] = {
     "its writer raises one update later": ([COMMIT, raised(0)], "group 0: the gradient of step 8 is not finite"),
     "nobody knows who is wrong": ([Halt(step=8, reason="all differ", discard=True)], "all differ"),
     "that shows one update later": ([COMMIT, Halt(step=9, reason="all differ", discard=True)], "all differ"),
-    "all gather anew": ([ANEW], "groups hold different parameters, and nobody knows who is right"),
+    "all gather anew": ([ANEW], "groups hold different parameters, and it is unknown whose are right"),
 }
 COUNTED: dict[str, Sequence[Entry]] = {
     "two commits have come after it": [COMMIT, COMMIT, wrong(0), ANEW, raised(0)],
@@ -60,7 +60,7 @@ COUNTED: dict[str, Sequence[Entry]] = {
 def test_a_checkpoint_does_not_count_where(case: str) -> None:
     entries, reason = REFUSED[case]
     doubts = CheckpointValidity()
-    doubts.begun(SAVE)
+    doubts.on_save(SAVE)
     *before, found = map(doubts.fold, entries)
     assert found == (RefuseCheckpoint(step=8, member=SAVE.member, epoch=3, reason=reason),)
     assert not any(before)
@@ -81,9 +81,9 @@ def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong(loss: Fen
 
 def test_two_checkpoints_may_be_compared_at_a_time() -> None:
     doubts = CheckpointValidity()
-    doubts.begun(SAVE)
+    doubts.on_save(SAVE)
     doubts.fold(COMMIT)
-    doubts.begun(replace(SAVE, step=9, member=MEMBERS[1]))
+    doubts.on_save(replace(SAVE, step=9, member=MEMBERS[1]))
     assert [refused.step for refused in doubts.fold(wrong(1))] == [9]
     assert [refused.step for refused in doubts.fold(wrong(0))] == [8]
 

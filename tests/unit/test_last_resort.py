@@ -7,9 +7,10 @@ import pytest
 
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.order import initial_order
-from spare_megatron.stacking.placement import WipeOut, make_placement
-from spare_megatron.stacking.plans import NOBODY, Microbatch
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import NO_OWNER, Microbatch
 from spare_megatron.stacking.reorder import assign_to_least_loaded, least_load
+from spare_megatron.stacking.wipe_out import WipeOut
 
 
 def groups(*ids: int) -> frozenset[GroupId]:
@@ -21,7 +22,7 @@ def test_lent_microbatches_level_the_loads_and_ties_go_to_the_lowest_group() -> 
     changed = assign_to_least_loaded(owners, [Microbatch(ShardId(1), k) for k in (1, 0)], groups(0, 2))
     assert changed.tolist() == [[0, 0], [0, 2], [2, 2]]
     assert owners[1].tolist() == [1, 1]
-    nothing = np.full((3, 2), NOBODY, dtype=np.int32)
+    nothing = np.full((3, 2), NO_OWNER, dtype=np.int32)
     assert assign_to_least_loaded(nothing, [Microbatch(ShardId(2), 1)], groups(1, 2)).tolist() == [
         [-1, -1],
         [-1, -1],

@@ -33,7 +33,7 @@ def make_controller(num_groups: int = 4, *, slices: PartitionSetup | None = None
         microbatches_per_shard=1,
         num_steps=steps,
         saves=SavePolicy(interval_steps=2, saves_last=True),
-        slices=slices,
+        partitions=slices,
         restarts=RestartLimits(max_restarts=1, window_s=1.0, wait_s=1.0),
     )
     controller = Controller(setup)

@@ -35,7 +35,7 @@ def found_at_s(
             slowest_s=slowest_s,
             starved_s=starved * now_s,
         )
-        if cause := liveness.look(pulse, now_s, group_starved_s=(starved + peers_starved) * now_s):
+        if cause := liveness.poll(pulse, now_s, group_starved_s=(starved + peers_starved) * now_s):
             return now_s, cause
     return None
 
@@ -112,10 +112,10 @@ def test_a_wait_that_shows_when_it_is_over_counts_from_its_beginning() -> None:
     liveness = FailureDetector(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for number in range(6):
-        assert liveness.look(pulse, number * LOOK_S, group_starved_s=0.0) == ""
+        assert liveness.poll(pulse, number * LOOK_S, group_starved_s=0.0) == ""
     late = replace(pulse, starved_s=1.0)
-    assert [liveness.look(late, now_s, group_starved_s=1.0) for now_s in (1.5, 1.75, 2.0, 2.25)] == [""] * 4
-    assert liveness.look(late, 2.5, group_starved_s=1.0) == "no heartbeat for 1.5 s"
+    assert [liveness.poll(late, now_s, group_starved_s=1.0) for now_s in (1.5, 1.75, 2.0, 2.25)] == [""] * 4
+    assert liveness.poll(late, 2.5, group_starved_s=1.0) == "no heartbeat for 1.5 s"
 
 
 def test_a_rank_that_waits_for_one_without_a_processor_has_as_long_while_it_beats() -> None:
@@ -137,11 +137,11 @@ def test_a_watcher_that_was_away_begins_anew() -> None:
     liveness, absence = FailureDetector(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S), Absence(INTERVAL_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for now_s in (0.0, 0.25, 30.0, 30.25, 31.25):
-        assert liveness.look(pulse, now_s, group_starved_s=0.0) == ""
-        assert absence.look(1, now_s) == ""
-    assert liveness.look(replace(pulse, progress=2), 31.5, group_starved_s=0.0) == "no heartbeat for 1.5 s"
-    assert absence.look(1, 31.5) == "no heartbeat for 1.5 s"
-    assert absence.look(2, 31.75) == ""
+        assert liveness.poll(pulse, now_s, group_starved_s=0.0) == ""
+        assert absence.poll(1, now_s) == ""
+    assert liveness.poll(replace(pulse, progress=2), 31.5, group_starved_s=0.0) == "no heartbeat for 1.5 s"
+    assert absence.poll(1, 31.5) == "no heartbeat for 1.5 s"
+    assert absence.poll(2, 31.75) == ""
 
 
 def test_the_rank_that_the_others_wait_for_is_named() -> None:

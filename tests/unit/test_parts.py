@@ -28,7 +28,7 @@ TICK_S = INTERVAL_S / BEATS_PER_INTERVAL
 def looks(*beats: tuple[str | None, str | None], ready: Sequence[int] = (4, 5)) -> list[bool]:
     """What is found of nodes 4 and 5 with these beats, a tick apart."""
     gathering = PartReadiness((4, 5), INTERVAL_S)
-    return [gathering.look(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
+    return [gathering.poll(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
 
 
 def test_nodes_are_there_that_have_said_so_and_beat() -> None:

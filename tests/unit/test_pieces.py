@@ -73,7 +73,7 @@ def test_a_bucket_never_gives_more_than_its_rate(asked: list[tuple[int, float]])
     bucket, now_s = TokenBucket(bytes_per_s=100.0, now_s=0.0), 0.0
     moments = [(0.0, 0)]
     for num_bytes, pause_s in asked:
-        now_s = bucket.take(num_bytes, now_s + pause_s)
+        now_s = bucket.reserve(num_bytes, now_s + pause_s)
         moments.append((now_s, num_bytes))
     for first, (begin_s, _) in enumerate(moments):
         for last in range(first, len(moments)):
@@ -83,7 +83,7 @@ def test_a_bucket_never_gives_more_than_its_rate(asked: list[tuple[int, float]])
 def test_a_bucket_reaches_its_rate_where_fetching_is_faster() -> None:
     bucket, now_s = TokenBucket(bytes_per_s=1000.0, now_s=5.0), 5.0
     for _ in range(100):
-        now_s = bucket.take(50, now_s) + 0.04  # that a piece takes to come
+        now_s = bucket.reserve(50, now_s) + 0.04  # that a piece takes to come
     assert now_s == pytest.approx(5.0 + 100 * 0.05 + 0.04)
 
 

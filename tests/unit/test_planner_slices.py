@@ -17,7 +17,8 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, StateWipeOut, first_ownership
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.stacking.wipe_out import StateWipeOut
 
 INTERVAL_S = 100.0  # of one group
 
@@ -42,7 +43,7 @@ def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.
             return now_s
         ownership = ownership.for_members((*ownership.members, Member(lost, lives[lost])))
         for repair in ownership.repairs:
-            copy = PartitionCopy(repair.slice, repair.receiver)
+            copy = PartitionCopy(repair.partition, repair.receiver)
             if copy not in asked:
                 asked.add(copy)
                 heapq.heappush(whole_at_s, (now_s + back_s, copy))

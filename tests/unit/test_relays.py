@@ -77,15 +77,15 @@ def test_a_loss_changes_no_block_but_its_own(groups: set[int], fan_in: int, data
 )
 def test_a_relay_takes_no_vote_on_another_attempt_and_of_nobody_else(attempt: int, voter: Member) -> None:
     votes = BlockVotes(7, members(0, 1, 2), *members(0), "mine")
-    assert not votes.take(attempt, voter, "yes")
+    assert not votes.add_vote(attempt, voter, "yes")
     assert votes.votes == {Member(GroupId(0)): "mine"}
     assert votes.missing == set(members(1, 2))
 
 
 def test_a_vote_that_is_told_twice_is_one_vote() -> None:
     votes = BlockVotes(7, members(0, 1), *members(0), "mine")
-    assert votes.take(7, *members(1), "first")
-    assert votes.take(7, *members(1), "second")
+    assert votes.add_vote(7, *members(1), "first")
+    assert votes.add_vote(7, *members(1), "second")
     assert votes.votes == dict(zip(members(0, 1), ("mine", "first"), strict=True))
     assert not votes.missing
 

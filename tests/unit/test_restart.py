@@ -6,15 +6,17 @@ from random import Random
 import pytest
 
 from spare_megatron.core.actions import (
+    Action,
     AppendEntry,
     CheckpointCandidate,
     ReadFiles,
     Reading,
     StopWipeOut,
-    WithdrawOffers,
+    WithdrawCandidates,
 )
-from spare_megatron.core.entries import GiveUp, Restart
-from spare_megatron.core.events import RestartState, WaitingRead
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Entry, Fence, GiveUp, Restart
+from spare_megatron.core.events import EntryRead, RestartState, RunStarted, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
@@ -27,7 +29,7 @@ GONE = "/shared/checkpoints is not the folder that the run began with"
 def waiting(group: int, *steps: int, failure: str = "") -> RestartState:
     """A group with checkpoints of no files, of which there is nothing to read."""
     return RestartState(
-        member=Member(GroupId(group), 1), offers=tuple(map(CheckpointCandidate, steps)), failure=failure
+        member=Member(GroupId(group), 1), candidates=tuple(map(CheckpointCandidate, steps)), failure=failure
     )
 
 
@@ -83,10 +85,33 @@ def test_training_begins_anew_only_where_nobody_finds_anything() -> None:
     assert "group 0 [6]; group 1 [4]; group 2 none" in found.reason
 
 
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_wipe_out_ends_the_run_that_may_not_start_again_or_is_given_up(max_restarts: int) -> None:
+    setup = ControllerSetup(
+        placement=RING,
+        microbatches_per_shard=1,
+        num_steps=9,
+        restarts=replace(LIMITS, max_restarts=max_restarts),
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+
+    def read(entry: Entry) -> Action:
+        return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)[-1]
+
+    for group in range(2):
+        read(Fence(group=GroupId(group)))
+    stop = read(Fence(group=GroupId(2)))
+    assert isinstance(stop, StopWipeOut)
+    assert (stop.reason, stop.is_final) == ("", max_restarts == 0)
+    given_up = read(GiveUp(step=0, reason="nobody has come back"))
+    assert given_up == replace(stop, reason="nobody has come back", is_final=True)
+
+
 def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
     """A save may end after the wipe-out that undid its step."""
     restarts = Restarts(LIMITS, RING)
-    restarts.wiped_out(StopWipeOut(step=9))
+    restarts.on_wipe_out(StopWipeOut(step=9))
     waits = tuple(waiting(group, 8, 6, 4) for group in range(3))
     event = WaitingRead(group=GroupId(0), waiting=waits, waited_s=0.0)
     (append,) = restarts.decide(event, {0, 4, 6}, {}, 0.0, 7)
@@ -103,11 +128,11 @@ ALL = (0, 1, 2, 3)
 
 
 def reader(
-    group: int, *readings: Reading, offers: tuple[CheckpointCandidate, ...] = (NEW, OLD), silent_s: float = 0.0
+    group: int, *readings: Reading, candidates: tuple[CheckpointCandidate, ...] = (NEW, OLD), silent_s: float = 0.0
 ) -> RestartState:
     return RestartState(
         member=Member(GroupId(group), 1),
-        offers=offers,
+        candidates=candidates,
         readings=readings,
         is_reading=silent_s > 0.0,
         silent_s=silent_s,
@@ -117,7 +142,7 @@ def reader(
 def asked(group: int, *waits: RestartState, waited_s: float = 0.0) -> object:
     """What follows for the group."""
     restarts = Restarts(LIMITS, RING)
-    restarts.wiped_out(StopWipeOut(step=9))
+    restarts.on_wipe_out(StopWipeOut(step=9))
     event = WaitingRead(group=GroupId(group), waiting=waits, waited_s=waited_s)
     actions = restarts.decide(event, range(10), {}, 0.0, 7)
     return actions[0] if actions else None
@@ -126,7 +151,7 @@ def asked(group: int, *waits: RestartState, waited_s: float = 0.0) -> object:
 def files(group: int, *waits: RestartState, waited_s: float = 0.0) -> tuple[int, ...]:
     found = asked(group, *waits, waited_s=waited_s)
     assert isinstance(found, ReadFiles)
-    assert found.offer == NEW
+    assert found.candidate == NEW
     return found.numbers
 
 
@@ -172,23 +197,27 @@ def test_what_one_group_finds_damaged_is_read_by_the_next_and_then_by_nobody() -
     assert [files(group, *waits) for group in range(3)] == [(), (), (1,)]
     waits[2] = reader(2, Reading(NEW, whole=(2,), damaged=(1,), reason=bad.reason))
     for group in range(3):
-        assert asked(group, *waits) == WithdrawOffers(reasons={NEW: bad.reason})
+        assert asked(group, *waits) == WithdrawCandidates(reasons={NEW: bad.reason})
     # Whoever has not withdrawn it may have older ones to name.
-    waits[:2] = [replace(item, offers=(OLD,)) for item in waits[:2]]
+    waits[:2] = [replace(item, candidates=(OLD,)) for item in waits[:2]]
     assert asked(0, *waits) is None
-    waits[2] = replace(waits[2], offers=(OLD,))
+    waits[2] = replace(waits[2], candidates=(OLD,))
     assert decide(*waits, waited_s=0.0) == OLD, "it is to be read now"
 
 
 def test_a_group_that_alone_finds_a_file_damaged_does_not_send_the_others_back() -> None:
     bad = Reading(NEW, damaged=(1,), reason="step-00000006: 1.distcp cannot be read")
     rest = Reading(NEW, whole=(0, 3)), Reading(NEW, whole=(1, 2))
-    waits = [reader(0, rest[0], offers=(NEW,)), reader(1, bad, offers=(NEW,)), reader(2, rest[1], offers=(NEW,))]
+    waits = [
+        reader(0, rest[0], candidates=(NEW,)),
+        reader(1, bad, candidates=(NEW,)),
+        reader(2, rest[1], candidates=(NEW,)),
+    ]
     assert asked(0, *waits) is None
     found = asked(1, *waits)
-    assert isinstance(found, WithdrawOffers)
+    assert isinstance(found, WithdrawCandidates)
     assert found.reasons == {NEW: f"{bad.reason}; another group finds it whole"}
-    waits[1] = replace(waits[1], offers=())
+    waits[1] = replace(waits[1], candidates=())
     assert decide(*waits, waited_s=4.9) is None
     assert decide(*waits, waited_s=5.0) == restart(6, 0, 2)
 
@@ -207,21 +236,23 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     The storage is known here: which files are damaged, and whose way to it is bad. From it follows the outcome.
     """
     random = Random(seed)
-    offers = [CheckpointCandidate(step, random.randint(1, 6), f"of {step}") for step in (2, 4, 6, 8)]
-    damaged = {offer: {n for n in range(offer.num_files) if random.random() < 0.2} for offer in offers[1:]}
+    candidates = [CheckpointCandidate(step, random.randint(1, 6), f"of {step}") for step in (2, 4, 6, 8)]
+    damaged = {
+        candidate: {n for n in range(candidate.num_files) if random.random() < 0.2} for candidate in candidates[1:]
+    }
     read: dict[int, dict[CheckpointCandidate, tuple[set[int], set[int]]]] = {group: {} for group in range(3)}
     withdrawn: dict[int, set[CheckpointCandidate]] = {group: set() for group in range(3)}
     lives = [1, 1, 1]
     restarts = Restarts(LIMITS, RING)
-    restarts.wiped_out(StopWipeOut(step=9))
+    restarts.on_wipe_out(StopWipeOut(step=9))
 
     def say(group: int) -> RestartState:
         return RestartState(
             member=Member(GroupId(group), lives[group]),
-            offers=tuple(offer for offer in reversed(offers) if offer not in withdrawn[group])[:2],
+            candidates=tuple(candidate for candidate in reversed(candidates) if candidate not in withdrawn[group])[:2],
             readings=tuple(
-                Reading(offer, tuple(whole), tuple(bad), "bad" if bad else "")
-                for offer, (whole, bad) in read[group].items()
+                Reading(candidate, tuple(whole), tuple(bad), "bad" if bad else "")
+                for candidate, (whole, bad) in read[group].items()
             ),
         )
 
@@ -234,14 +265,14 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
         event = WaitingRead(group=GroupId(group), waiting=tuple(said.values()), waited_s=0.0)
         for action in restarts.decide(event, range(10), {GroupId(g): life - 1 for g, life in enumerate(lives)}, 0.0, 7):
             match action:
-                case ReadFiles(offer=offer, numbers=numbers) if numbers:
+                case ReadFiles(candidate=candidate, numbers=numbers) if numbers:
                     number = random.choice(numbers)
-                    found = read[group].setdefault(offer, (set(), set()))
-                    found[number in damaged.get(offer, ())].add(number)
-                case WithdrawOffers(reasons=reasons):
+                    found = read[group].setdefault(candidate, (set(), set()))
+                    found[number in damaged.get(candidate, ())].add(number)
+                case WithdrawCandidates(reasons=reasons):
                     withdrawn[group] |= set(reasons)
                 case AppendEntry(entry=entry):
-                    expected = max(offer.step for offer in offers if not damaged.get(offer))
+                    expected = max(candidate.step for candidate in candidates if not damaged.get(candidate))
                     assert entry == Restart(
                         step=expected, members=tuple(Member(GroupId(g), life) for g, life in enumerate(lives))
                     )

@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves
+from spare_megatron.core.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves, emergency_save
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
@@ -17,6 +17,7 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
 
 RING = make_placement("golomb", 4, 2)
 EVERYBODY = tuple(Member(GroupId(group)) for group in range(4))
@@ -34,9 +35,9 @@ def is_due(saves: Saves, step: int, at_s: float) -> bool:
 def test_a_save_is_due_an_interval_after_the_last_was_begun() -> None:
     saves = saves_of(interval_s=80.0)
     assert [is_due(saves, 1, at_s) for at_s in (79.9, 80.0)] == [False, True]
-    assert saves.take(1, 100.0, EVERYBODY, 0).member == EVERYBODY[0]
+    assert saves.start_save(1, 100.0, EVERYBODY, 0).member == EVERYBODY[0]
     assert [is_due(saves, 2, at_s) for at_s in (179.9, 180.0)] == [False, True]
-    assert saves.take(2, 200.0, EVERYBODY, 0).member == EVERYBODY[1]
+    assert saves.start_save(2, 200.0, EVERYBODY, 0).member == EVERYBODY[1]
 
 
 def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> None:
@@ -45,35 +46,35 @@ def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> N
     at_s = 0.0
     for step in range(1, 7):
         at_s += 80.0
-        saves.take(step, at_s, EVERYBODY, 0)
-        saves.committed(at_s, 4, [SaveEnd(step, False, 0.0)])
+        saves.start_save(step, at_s, EVERYBODY, 0)
+        saves.on_commit(at_s, 4, [SaveEnd(step, False, 0.0)])
         waits.append(next(wait for wait in range(200) if is_due(saves, step + 1, at_s + wait)))
     assert waits == [10, 20, 40, 80, 80, 80]
-    saves.take(9, at_s, EVERYBODY, 0)
-    saves.committed(at_s, 4, [SaveEnd(9, True, 0.0)])
+    saves.start_save(9, at_s, EVERYBODY, 0)
+    saves.on_commit(at_s, 4, [SaveEnd(9, True, 0.0)])
     assert not is_due(saves, 10, at_s + 79.0)
 
 
 def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
     saves = saves_of(interval_s=50.0)
-    action = saves.take(50, 1.0, EVERYBODY, 0)
-    saves.lost([EVERYBODY[3]])
-    saves.committed(1.0, 3, [])
+    action = saves.start_save(50, 1.0, EVERYBODY, 0)
+    saves.on_loss([EVERYBODY[3]])
+    saves.on_commit(1.0, 3, [])
     assert not is_due(saves, 51, 1.0)
-    saves.lost([action.member])
-    saves.committed(1.0, 2, [])
+    saves.on_loss([action.member])
+    saves.on_commit(1.0, 2, [])
     assert is_due(saves, 51, 1.0)
-    assert saves.take(51, 1.0, EVERYBODY, 0).member != action.member
+    assert saves.start_save(51, 1.0, EVERYBODY, 0).member != action.member
 
 
 def test_a_restart_undoes_the_saves_of_later_steps() -> None:
     saves = saves_of(interval_s=80.0)
     for step in (4, 8):
-        saves.take(step, float(step), EVERYBODY, 0)
+        saves.start_save(step, float(step), EVERYBODY, 0)
     assert saves.saved == {0, 4, 8}
-    saves.restarted(6, 9.0)
+    saves.on_restart(6, 9.0)
     assert saves.saved == {0, 4}
-    saves.take(8, 12.0, EVERYBODY, 0)
+    saves.start_save(8, 12.0, EVERYBODY, 0)
     assert saves.saved == {0, 4, 8}
 
 
@@ -81,16 +82,16 @@ def test_of_what_was_saved_the_step_alone_is_kept() -> None:
     """Each save once kept its action, which names every group: most of what a long run of many groups held."""
     saves = saves_of(interval_s=80.0)
     voters = tuple(Member(GroupId(group)) for group in range(1000))
-    assert saves.take(4, 4.0, voters, 0).voters is voters
+    assert saves.start_save(4, 4.0, voters, 0).voters is voters
     assert saves.saved == {0, 4}
     assert not any(isinstance(holder, SaveCheckpoint) for holder in gc.get_referrers(voters))
 
 
 def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:
     saves = saves_of(interval_s=80.0)
-    saves.take(1, 80.0, EVERYBODY, 0)
-    saves.take(2, 160.0, EVERYBODY, 0)
-    saves.committed(161.0, 4, [SaveEnd(1, False, 0.0)])
+    saves.start_save(1, 80.0, EVERYBODY, 0)
+    saves.start_save(2, 160.0, EVERYBODY, 0)
+    saves.on_commit(161.0, 4, [SaveEnd(1, False, 0.0)])
     assert not is_due(saves, 3, 200.0)
 
 
@@ -105,14 +106,14 @@ def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> Non
     time_s = time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
     assert (first.group_interval_s, first.absence_s, first.time_to_wipe_out_s) == (1000.0, None, time_s)
     assert first.interval_s == optimal_cadence_s(PRIOR_SAVE_S, time_s)
-    experience.committed(500.0, 4)
-    experience.saved(4.0)
-    experience.lost([GroupId(1)])
+    experience.on_commit(500.0, 4)
+    experience.on_save(4.0)
+    experience.on_loss([GroupId(1)])
     second = experience.cadence(GROUPS[:1] + GROUPS[2:])
     assert (second.save_s, second.num_losses, second.exposure_s) == (4.0, 1, 2000.0)
     assert second.group_interval_s == (1000.0 + 2000.0) / 2
-    experience.restarted()
-    experience.committed(530.0, 4)
+    experience.on_restart()
+    experience.on_commit(530.0, 4)
     assert experience.cadence(GROUPS).exposure_s == 5000.0, "a step of 3 groups, cut in half, and one of 4; no restart"
 
 
@@ -125,11 +126,11 @@ def test_the_rate_of_losses_that_are_all_wipe_outs_is_told_without_bias(step_s: 
     while num_losses < 3000:
         if left_s > step_s:
             left_s, at_s = left_s - step_s, at_s + step_s
-            experience.committed(at_s, 4)
+            experience.on_commit(at_s, 4)
         else:
             at_s, left_s, num_losses = at_s + left_s + 60.0, rng.exponential(10.0), num_losses + 1
-            experience.lost([GROUPS[0]])
-            experience.restarted()
+            experience.on_loss([GROUPS[0]])
+            experience.on_restart()
     assert experience.cadence(GROUPS).time_to_wipe_out_s == pytest.approx(10.0, rel=0.05)
 
 
@@ -137,10 +138,10 @@ def test_fewer_survivors_save_more_often_and_returns_less() -> None:
     alone, returns = Experience(1000.0, RING, last_resort=False), Experience(1000.0, RING, last_resort=False)
     three = (GroupId(0), GroupId(1), GroupId(2))
     for experience in (alone, returns):
-        experience.lost([GroupId(3)])
-    returns.committed(10.0, 3)
-    alone.committed(10.0, 3)
-    returns.admitted([GroupId(3)])
+        experience.on_loss([GroupId(3)])
+    returns.on_commit(10.0, 3)
+    alone.on_commit(10.0, 3)
+    returns.on_admission([GroupId(3)])
     assert alone.cadence(three).interval_s < alone.cadence(GROUPS).interval_s
     assert returns.cadence(GROUPS).absence_s == 10.0
     assert returns.cadence(GROUPS).interval_s > alone.cadence(GROUPS).interval_s
@@ -174,3 +175,19 @@ def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval(
     fixed_s = [lost_s(replace(base, save_interval_s=share * planned_s)) for share in (0.65, 0.8, 1.0, 1.25, 1.6)]
     for factor in (0.2, 5.0):
         assert lost_s(replace(base, expected_group_life_s=factor * 40.0 * 12)) < 1.05 * min(fixed_s)
+
+
+def test_without_a_store_two_groups_save_or_all_who_may_be_the_last_with_a_partition() -> None:
+    ownership = first_ownership(PartitionSetup(num_groups=4, redundancy=2), EVERYBODY)
+    left = EVERYBODY[1:]  # the first group is lost
+
+    def savers(ownership: Ownership | None, step: int = 7, *, has_params: bool = True) -> list[Member]:
+        saves = [emergency_save(member, step, left, 3, ownership, has_params=has_params) for member in EVERYBODY]
+        return [save.member for save in saves if save is not None]
+
+    assert savers(None) == [EVERYBODY[1], EVERYBODY[2]], "one of them may be lost at the same time"
+    assert savers(ownership) == list(left)
+    assert savers(ownership, has_params=False) == savers(None, has_params=False) == []
+    assert savers(ownership, step=0) == savers(None, step=0) == [], "there is nothing yet that a run could go on from"
+    save = emergency_save(left[0], 7, left, 3, ownership, has_params=True)
+    assert save == SaveCheckpoint(step=7, member=left[0], voters=left, epoch=3, hosts=ownership.hosts)

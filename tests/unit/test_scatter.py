@@ -11,10 +11,10 @@ from spare_megatron.stacking.state_partitions import (
     PartitionCopy,
     PartitionSetup,
     Repair,
-    StateWipeOut,
     first_ownership,
     recipients,
 )
+from spare_megatron.stacking.wipe_out import StateWipeOut
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -32,7 +32,7 @@ def test_every_host_and_receiver_gets_its_sums_through_any_history_and_the_owner
 
 def changed(owned: Ownership, random: Random, life: int) -> Ownership:
     """After a loss, a return, or copies that have become whole."""
-    absent = sorted(set(range(owned.slicing.num_groups)) - {member.group for member in owned.members})
+    absent = sorted(set(range(owned.setup.num_groups)) - {member.group for member in owned.members})
     match random.randrange(3):
         case 0 if len(owned.members) > 2:
             lost = random.choice(owned.members)
@@ -43,7 +43,7 @@ def changed(owned: Ownership, random: Random, life: int) -> Ownership:
         case 1 if absent:
             return owned.for_members([*owned.members, Member(GroupId(random.choice(absent)), life)])
         case _:
-            copies = [PartitionCopy(copy.slice, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
+            copies = [PartitionCopy(copy.partition, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
             return owned.with_copies(random.sample(copies, len(copies) // 2), owned.superseded)
 
 
@@ -55,7 +55,7 @@ def assert_all_get_theirs(owned: Ownership) -> None:
         assert list(row[1:]) == sorted(set(row[1:]) - {row[0]})
         for member in owned.members:
             updates = member in owned.hosts[number] or any(
-                copy.slice == number and copy.receiver == member for copy in (*owned.repairs, *owned.moves)
+                copy.partition == number and copy.receiver == member for copy in (*owned.repairs, *owned.moves)
             )
             assert (member.group in row) == updates
 

@@ -15,9 +15,9 @@ from spare_megatron.stacking.state_partitions import (
     PartitionCopy,
     PartitionSetup,
     Repair,
-    StateWipeOut,
     first_ownership,
 )
+from spare_megatron.stacking.wipe_out import StateWipeOut
 
 
 def members(*groups: int) -> tuple[Member, ...]:
@@ -34,7 +34,7 @@ def without(ownership: Ownership, *groups: int) -> Ownership:
 
 def committed(ownership: Ownership, *made: Repair) -> Ownership:
     """After a commit that has these copies."""
-    return ownership.with_copies([PartitionCopy(copy.slice, copy.receiver) for copy in made], ownership.superseded)
+    return ownership.with_copies([PartitionCopy(copy.partition, copy.receiver) for copy in made], ownership.superseded)
 
 
 def settled(ownership: Ownership) -> Ownership:
@@ -45,7 +45,7 @@ def settled(ownership: Ownership) -> Ownership:
 
 
 def pending(ownership: Ownership) -> list[Repair]:
-    return [move for move in ownership.moves if move.receiver not in ownership.hosts[move.slice]]
+    return [move for move in ownership.moves if move.receiver not in ownership.hosts[move.partition]]
 
 
 def held(ownership: Ownership) -> dict[int, int]:
@@ -78,15 +78,15 @@ def test_a_group_that_comes_back_gets_the_slices_that_the_placement_gives_it(num
 def test_a_donor_lets_go_with_the_commit_after_the_one_that_has_the_copy() -> None:
     after = back(settled(without(whole(4, 2), 1)), 1)
     first, second = after.moves
-    assert first.donor in after.hosts[first.slice]
-    assert first.receiver not in after.hosts[first.slice]
+    assert first.donor in after.hosts[first.partition]
+    assert first.receiver not in after.hosts[first.partition]
     assert after.superseded == ()
     made = committed(after, first)
-    assert set(made.hosts[first.slice]) == {*after.hosts[first.slice], first.receiver}
+    assert set(made.hosts[first.partition]) == {*after.hosts[first.partition], first.receiver}
     assert made.moves == (first, second)
-    assert made.superseded == (PartitionCopy(first.slice, first.donor),)
+    assert made.superseded == (PartitionCopy(first.partition, first.donor),)
     done = committed(made)
-    assert set(done.hosts[first.slice]) == {*after.hosts[first.slice], first.receiver} - {first.donor}
+    assert set(done.hosts[first.partition]) == {*after.hosts[first.partition], first.receiver} - {first.donor}
     assert done.moves == (second,)
 
 
@@ -103,34 +103,36 @@ def test_a_move_becomes_a_repair_when_the_slice_loses_a_host() -> None:
     """From the same donor, so that what has come of it stays."""
     after = back(settled(without(whole(7, 3), 1)), 1)
     move = after.moves[0]
-    other = next(host for host in after.hosts[move.slice] if host != move.donor)
+    other = next(host for host in after.hosts[move.partition] if host != move.donor)
     lost = without(after, other.group)
     assert move in lost.repairs
     assert lost.moves == ()
     donor_lost = without(after, move.donor.group)
-    assert (move.slice, move.receiver) in {(repair.slice, repair.receiver) for repair in donor_lost.repairs}
+    assert (move.partition, move.receiver) in {(repair.partition, repair.receiver) for repair in donor_lost.repairs}
 
 
 def test_nobody_lets_go_when_another_host_is_lost_before() -> None:
     after = back(settled(without(whole(7, 3), 1)), 1)
     move = after.moves[0]
     made = committed(after, move)
-    other = next(host for host in made.hosts[move.slice] if host not in move)
+    other = next(host for host in made.hosts[move.partition] if host not in move)
     lost = without(made, other.group)
     assert lost.superseded == ()
-    assert set(lost.hosts[move.slice]) == set(made.hosts[move.slice]) - {other}
-    assert move.slice not in {repair.slice for repair in lost.repairs}
+    assert set(lost.hosts[move.partition]) == set(made.hosts[move.partition]) - {other}
+    assert move.partition not in {repair.partition for repair in lost.repairs}
 
 
 def test_a_copy_that_is_made_is_let_go_of_though_copies_of_other_slices_are_missing() -> None:
     after = back(settled(without(whole(7, 2), 1)), 1)
     move = after.moves[0]
     made = committed(after, move)
-    lost = next(member for member in made.members if member not in made.hosts[move.slice] and member.incarnation == 0)
+    lost = next(
+        member for member in made.members if member not in made.hosts[move.partition] and member.incarnation == 0
+    )
     broken = without(made, lost.group)
     assert broken.repairs
-    assert broken.superseded == (PartitionCopy(move.slice, move.donor),)
-    assert len(committed(broken).hosts[move.slice]) == 2
+    assert broken.superseded == (PartitionCopy(move.partition, move.donor),)
+    assert len(committed(broken).hosts[move.partition]) == 2
 
 
 def test_a_group_that_comes_back_and_is_lost_leaves_the_others_as_they_were() -> None:
@@ -212,32 +214,32 @@ def unevenness(ownership: Ownership) -> tuple[int, int]:
     count.subtract(copy.member.group for copy in ownership.superseded)
     rows = [set(row) for row in ownership.hosts]
     for copy in ownership.superseded:
-        rows[copy.slice].remove(copy.member)
+        rows[copy.partition].remove(copy.member)
     num_crowded = sum(len(row) - num_domains(ownership, row) for row in rows)
     return sum(number**2 for number in count.values()), num_crowded
 
 
 def check(ownership: Ownership) -> None:
-    num_wanted = min(ownership.slicing.redundancy, len(ownership.members))
-    superseded = {copy.slice: copy.member for copy in ownership.superseded}
+    num_wanted = min(ownership.setup.redundancy, len(ownership.members))
+    superseded = {copy.partition: copy.member for copy in ownership.superseded}
     for index, row in enumerate(ownership.hosts):
-        missing = [repair for repair in ownership.repairs if repair.slice == index]
+        missing = [repair for repair in ownership.repairs if repair.partition == index]
         assert len(row) + len(missing) == num_wanted + (index in superseded)
         assert ownership.owners[index] in row
         assert superseded.get(PartitionId(index), row[0]) in row
     coming = pending(ownership)
     assert not (coming and ownership.repairs)
-    assert len({move.slice for move in ownership.moves}) == len(ownership.moves)
+    assert len({move.partition for move in ownership.moves}) == len(ownership.moves)
     assert not {move.donor for move in ownership.moves} & {move.receiver for move in ownership.moves}
     for move in coming:
-        row = ownership.hosts[move.slice]
+        row = ownership.hosts[move.partition]
         assert move.donor in row
         assert move.receiver in set(ownership.members) - set(row)
         assert num_domains(ownership, {*row, move.receiver} - {move.donor}) >= num_domains(ownership, row)
 
 
 def num_domains(ownership: Ownership, hosts: set[Member] | tuple[Member, ...]) -> int:
-    return len({host.group // ownership.slicing.groups_per_domain for host in hosts})
+    return len({host.group // ownership.setup.groups_per_domain for host in hosts})
 
 
 def ends_evenly(ownership: Ownership, random: Random) -> None:
@@ -247,7 +249,7 @@ def ends_evenly(ownership: Ownership, random: Random) -> None:
         ownership = step(ownership, random.sample(made, random.randint(min(1, len(made)), len(made))))
         check(ownership)
     count = held(ownership)
-    if ownership.slicing.groups_per_domain == 1:
+    if ownership.setup.groups_per_domain == 1:
         assert max(count.values()) - min(count.values()) <= 1
     for giver, taker in product(ownership.members, repeat=2):
         for num_more in movable(ownership, giver, taker):

@@ -51,16 +51,16 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
         heard[member] = rng.randint(heard[member], len(log))
         move = next_move(save, member, shares, log[: heard[member]])
         match move:
-            case WritePartitions(slices=slices):
+            case WritePartitions(partitions=slices):
                 assert all(member in save.hosts[number] for number in slices)
-                shares.append(WriteShare(member=member, slices=slices))
+                shares.append(WriteShare(member=member, partitions=slices))
             case Publish() if member == save.member:
                 end = move
                 break
             case Abandon() if member == save.member:
                 end = move
                 break
-    written = {number for share in shares for number in share.slices}
+    written = {number for share in shares for number in share.partitions}
     everything = set(range(len(save.hosts)))
     if isinstance(end, Publish):
         assert written == everything
@@ -75,7 +75,9 @@ def test_without_losses_every_slice_is_written_once_by_its_owner() -> None:
     save = save_of(5, 3)
     moves = {member: next_move(save, member, [], []) for member in save.voters}
     assert moves == {
-        member: WritePartitions(slices=tuple(PartitionId(i) for i, owner in enumerate(save.owners) if owner == member))
+        member: WritePartitions(
+            partitions=tuple(PartitionId(i) for i, owner in enumerate(save.owners) if owner == member)
+        )
         for member in save.voters
     }
 
@@ -86,10 +88,10 @@ def test_nobody_writes_what_a_lost_group_has_written() -> None:
     (run_remote_supervisor,) = set(save.hosts[2]) - {lost}
     own = tuple(PartitionId(number) for number, owner in enumerate(save.owners) if owner == run_remote_supervisor)
     assert next_move(save, run_remote_supervisor, [], [lost]) == WritePartitions(
-        slices=tuple(sorted((*own, PartitionId(2))))
+        partitions=tuple(sorted((*own, PartitionId(2))))
     )
-    told = [WriteShare(member=lost, slices=(PartitionId(2),))]
-    assert next_move(save, run_remote_supervisor, told, [lost]) == WritePartitions(slices=own)
+    told = [WriteShare(member=lost, partitions=(PartitionId(2),))]
+    assert next_move(save, run_remote_supervisor, told, [lost]) == WritePartitions(partitions=own)
 
 
 def test_a_lost_saver_ends_the_save_for_all() -> None:
@@ -108,7 +110,7 @@ def board_of(store: MemoryStore, voters: Sequence[Member]) -> SaveBoard:
 def share_of(member: Member, *slices: int) -> WrittenShare:
     files = {"__0_0.distcp": StoredFile(num_bytes=7, sha256="ab")}
     numbers = tuple(PartitionId(number) for number in slices)
-    return WrittenShare(member=member, slices=numbers, folder=f"slices-{member.group}", files=files)
+    return WrittenShare(member=member, partitions=numbers, folder=f"slices-{member.group}", files=files)
 
 
 def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None:

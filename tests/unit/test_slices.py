@@ -17,9 +17,9 @@ from spare_megatron.stacking.state_partitions import (
     PartitionCopy,
     PartitionSetup,
     Repair,
-    StateWipeOut,
     first_ownership,
 )
+from spare_megatron.stacking.wipe_out import StateWipeOut
 
 
 def members(*groups: int) -> tuple[Member, ...]:
@@ -32,7 +32,7 @@ def without(ownership: Ownership, *groups: int) -> Ownership:
 
 def copied(ownership: Ownership) -> Ownership:
     """All copies are made."""
-    return ownership.with_copies([PartitionCopy(repair.slice, repair.receiver) for repair in ownership.repairs])
+    return ownership.with_copies([PartitionCopy(repair.partition, repair.receiver) for repair in ownership.repairs])
 
 
 def test_at_first_the_hosts_are_those_of_the_placement_and_every_home_is_an_owner() -> None:
@@ -48,9 +48,9 @@ def test_a_lost_group_leaves_its_slices_to_the_other_hosts_and_every_missing_cop
     gone = before.hosted_by(Member(GroupId(1)))
     after = without(before, 1)
     assert after.hosted_by(Member(GroupId(1))) == ()
-    assert [repair.slice for repair in after.repairs] == sorted(gone)
+    assert [repair.partition for repair in after.repairs] == sorted(gone)
     for repair in after.repairs:
-        assert after.hosts[repair.slice] == (repair.donor,)
+        assert after.hosts[repair.partition] == (repair.donor,)
         assert repair.receiver in members(0, 2, 3)
     assert len({repair.receiver for repair in after.repairs}) == 2
     kept = [index for index in range(4) if before.owners[index] != Member(GroupId(1))]
@@ -60,9 +60,9 @@ def test_a_lost_group_leaves_its_slices_to_the_other_hosts_and_every_missing_cop
 def test_a_finished_copy_makes_a_host_and_only_if_a_repair_asked_for_it() -> None:
     broken = without(first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4))), 1)
     first, second = broken.repairs
-    stranger = PartitionCopy(first.slice, *(set(members(0, 2, 3)) - {first.donor, first.receiver}))
-    done = broken.with_copies([PartitionCopy(first.slice, first.receiver), stranger])
-    assert done.hosts[first.slice] == tuple(sorted((first.donor, first.receiver)))
+    stranger = PartitionCopy(first.partition, *(set(members(0, 2, 3)) - {first.donor, first.receiver}))
+    done = broken.with_copies([PartitionCopy(first.partition, first.receiver), stranger])
+    assert done.hosts[first.partition] == tuple(sorted((first.donor, first.receiver)))
     assert done.repairs == (second,)
     assert copied(done).repairs == ()
 
@@ -71,10 +71,12 @@ def test_a_repair_goes_on_from_another_host_when_its_donor_is_lost() -> None:
     whole = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     broken = without(whole, 0)
     repair = next(repair for repair in broken.repairs if repair.receiver.group != 0)
-    other = next(host for host in broken.hosts[repair.slice] if host != repair.donor)
+    other = next(host for host in broken.hosts[repair.partition] if host != repair.donor)
     after = without(broken, repair.donor.group)
-    again = [other for other in after.repairs if (other.slice, other.receiver) == (repair.slice, repair.receiver)]
-    assert again == [Repair(repair.slice, other, repair.receiver)]
+    again = [
+        other for other in after.repairs if (other.partition, other.receiver) == (repair.partition, repair.receiver)
+    ]
+    assert again == [Repair(repair.partition, other, repair.receiver)]
 
 
 def test_copies_are_made_by_as_many_groups_as_there_are_rather_than_by_one_that_holds_nothing() -> None:
@@ -88,17 +90,17 @@ def test_copies_are_made_by_as_many_groups_as_there_are_rather_than_by_one_that_
 def test_the_most_endangered_slices_are_copied_first() -> None:
     whole = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     broken = without(whole, 0, 1)
-    num_left = [len(broken.hosts[repair.slice]) for repair in broken.repairs]
+    num_left = [len(broken.hosts[repair.partition]) for repair in broken.repairs]
     assert num_left == sorted(num_left)
     assert num_left[0] < num_left[-1]
 
 
 def test_a_slice_without_a_host_is_a_wipe_out_that_names_it() -> None:
     whole = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
-    with pytest.raises(StateWipeOut, match=r"^no surviving host for slices 1$") as caught:
+    with pytest.raises(StateWipeOut, match=r"^no surviving host for partitions 1$") as caught:
         without(whole, *(host.group for host in whole.hosts[1]))
-    assert caught.value.slices == (1,)
-    assert pickle.loads(pickle.dumps(caught.value)).slices == (1,)
+    assert caught.value.partitions == (1,)
+    assert pickle.loads(pickle.dumps(caught.value)).partitions == (1,)
     repaired = copied(without(whole, whole.hosts[1][0].group))
     assert without(repaired, whole.hosts[1][1].group).hosts[1]
 
@@ -173,8 +175,8 @@ def test_random_histories(
             ownership = ownership.for_members(left)
         elif move == "copy" and ownership.repairs:
             repair = ownership.repairs[which % len(ownership.repairs)]
-            held[repair.slice].add(repair.receiver)
-            ownership = ownership.with_copies([PartitionCopy(repair.slice, repair.receiver)])
+            held[repair.partition].add(repair.receiver)
+            ownership = ownership.with_copies([PartitionCopy(repair.partition, repair.receiver)])
         elif move == "return":
             absent = sorted(set(range(num_groups)) - {member.group for member in ownership.members})
             if absent:
@@ -185,15 +187,15 @@ def test_random_histories(
 
 
 def check(ownership: Ownership) -> None:
-    num_wanted = min(ownership.slicing.redundancy, len(ownership.members))
+    num_wanted = min(ownership.setup.redundancy, len(ownership.members))
     for index, row in enumerate(ownership.hosts):
-        receivers = {repair.receiver for repair in ownership.repairs if repair.slice == index}
-        assert len(receivers) == sum(repair.slice == index for repair in ownership.repairs)
+        receivers = {repair.receiver for repair in ownership.repairs if repair.partition == index}
+        assert len(receivers) == sum(repair.partition == index for repair in ownership.repairs)
         assert not receivers & set(row)
         assert receivers <= set(ownership.members)
         assert len(row) + len(receivers) == max(num_wanted, len(row))
         assert ownership.owners[index] in row
-    assert all(repair.donor in ownership.hosts[repair.slice] for repair in ownership.repairs)
+    assert all(repair.donor in ownership.hosts[repair.partition] for repair in ownership.repairs)
     assert max(Counter(ownership.owners).values()) == fewest_owned(ownership.hosts)
 
 

@@ -73,7 +73,7 @@ def loader(
     servers: dict[Member, Address], state: torch.Tensor, is_lost: Callable[[Member], bool] = lambda member: False
 ) -> SnapshotLoader:
     """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
-    waiting = [RestartState(member=member, offers=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
+    waiting = [RestartState(member=member, candidates=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
     told = {
         f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[ATTEMPT, None, SHA256]]])
         for member, address in servers.items()

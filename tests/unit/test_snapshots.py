@@ -17,7 +17,7 @@ from spare_megatron.core.snapshot_policy import (
     Snapshots,
     WholeSnapshot,
     held_by_group,
-    holders_of_slices,
+    holders_of_partitions,
     holders_of_snapshot,
 )
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
@@ -91,12 +91,12 @@ def test_slices_stay_when_nodes_are_lost_as_far_as_their_hosts_stand_apart(
     num_groups: int, ranks: int, nodes: int, domain: int, redundancy: int
 ) -> None:
     """Held against all subsets of the hosts: no other choice has more of them apart."""
-    policy = replace(policy_for(num_groups, ranks, nodes, redundancy, domain), num_slices=num_groups)
+    policy = replace(policy_for(num_groups, ranks, nodes, redundancy, domain), num_partitions=num_groups)
     random = Random(num_groups)
     for _ in range(50):
         members = [Member(group) for group in random.sample(ids(*range(num_groups)), random.randint(1, num_groups))]
         hosts = first_ownership(PartitionSetup(num_groups=num_groups, redundancy=min(3, num_groups)), members).hosts
-        for row, kept_by in zip(hosts, holders_of_slices(policy, hosts), strict=True):
+        for row, kept_by in zip(hosts, holders_of_partitions(policy, hosts), strict=True):
             able = [host.group for host in row]
             most = max(
                 num
@@ -115,9 +115,9 @@ def apart(layout: Layout, groups: Sequence[GroupId]) -> bool:
 
 
 def test_no_group_keeps_many_more_slices_than_another() -> None:
-    policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_slices=24)
+    policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_partitions=24)
     members = [Member(group) for group in ids(*range(24))]
-    holders = holders_of_slices(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
+    holders = holders_of_partitions(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
     kept = [sum(group in kept_by for kept_by in holders) for group in range(24)]
     assert sum(kept) == 24 * 2
     assert max(kept) <= 3, "of the slices that it hosts"
@@ -207,7 +207,7 @@ def test_the_newest_whole_snapshot_has_equal_copies_of_all_positions() -> None:
 
 def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> None:
     """Random copies, against what whole means, counted out."""
-    policy = replace(policy_for(2, ranks=2), num_slices=2)
+    policy = replace(policy_for(2, ranks=2), num_partitions=2)
     snapshots = taken_after(range(1, 7), policy)
     outcomes = set()
     for seed in range(300):
@@ -237,7 +237,7 @@ def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> 
 def test_a_group_has_of_slices_what_all_of_its_ranks_have() -> None:
     first, second = ([HeldPartition(12, PartitionId(number), f"{rank}{number}") for number in (0, 1)] for rank in "ab")
     whole = held_by_group([first, second])
-    assert [(one.attempt, one.slice) for one in whole] == [(12, 0), (12, 1)]
+    assert [(one.attempt, one.partition) for one in whole] == [(12, 0), (12, 1)]
     assert held_by_group([first, second[:1]]) == whole[:1]
     assert held_by_group([second, first])[0].sha256 != whole[0].sha256
 
@@ -251,15 +251,15 @@ def test_a_snapshot_that_a_group_with_wrong_state_keeps_is_none() -> None:
     keeping = sorted(action.holders[0])
     (other, *_) = set(ids(0, 1, 2, 3)) - set(keeping)
     for group, wrong_after in ((keeping[0], None), (keeping[0], 7), (other, 8)):
-        snapshots.lost(group, wrong_after)
+        snapshots.on_loss(group, wrong_after)
         assert snapshots.newest_whole(held) == WholeSnapshot(step=8, attempt=18)
-    snapshots.lost(keeping[0], 8)
+    snapshots.on_loss(keeping[0], 8)
     assert snapshots.newest_whole(held) == WholeSnapshot(step=4, attempt=14)
 
 
 def test_a_snapshot_of_what_a_restart_has_undone_is_none() -> None:
     snapshots = taken_after(range(1, 9), policy_for(4))
-    snapshots.restarted(4)
+    snapshots.on_restart(4)
     assert snapshots.newest_whole([Held(18, 0, "c")]) is None
     (taken,) = snapshots.after(6, 30, ids(0, 1, 2, 3))
     assert (taken.previous, taken.settled_by) == (14, 7)
@@ -278,7 +278,7 @@ def test_none_is_taken_where_none_is_wanted_or_due() -> None:
 def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_both_are_alike() -> None:
     ring = make_placement("golomb", 2, 1)
     waiting = [
-        RestartState(member=Member(GroupId(group), 1), offers=(CheckpointCandidate(8), CheckpointCandidate(4)))
+        RestartState(member=Member(GroupId(group), 1), candidates=(CheckpointCandidate(8), CheckpointCandidate(4)))
         for group in (0, 1)
     ]
     for step, attempt in ((6, None), (8, 18), (10, 20)):
@@ -292,8 +292,8 @@ def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_b
 def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
     restarts = Restarts(LIMITS, make_placement("golomb", 2, 2), policy_for(2))
     restarts.snapshots.after(2, 12, ids(0, 1))
-    restarts.wiped_out(StopWipeOut(step=3))
-    waiting = tuple(RestartState(member=Member(GroupId(group), 1), offers=()) for group in (0, 1))
+    restarts.on_wipe_out(StopWipeOut(step=3))
+    waiting = tuple(RestartState(member=Member(GroupId(group), 1), candidates=()) for group in (0, 1))
     gone = replace(waiting[0], member=Member(GroupId(0), 0), held=(Held(12, 0, "a"),))
     over = {GroupId(0): 0, GroupId(1): 0}
     for others, expected in (((gone, waiting[1]), None), ((waiting[0], replace(waiting[1], held=gone.held)), 12)):
@@ -304,18 +304,18 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
 
 
 def test_a_restart_from_memory_needs_every_slice() -> None:
-    ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_slices=2)
+    ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_partitions=2)
     held = (Held(12, 0, "a"),)
     for numbers, expected in (((0, 1), 12), ((0,), None)):
         restarts = Restarts(LIMITS, ring, policy)
         restarts.snapshots.after(2, 12, ids(0, 1))
-        restarts.wiped_out(StopWipeOut(step=3))
+        restarts.on_wipe_out(StopWipeOut(step=3))
         waiting = tuple(
             RestartState(
                 member=Member(GroupId(group), 1),
-                offers=(),
+                candidates=(),
                 held=held,
-                slices=(HeldPartition(12, PartitionId(number), "s"),),
+                partitions=(HeldPartition(12, PartitionId(number), "s"),),
             )
             for group, number in itertools.zip_longest((0, 1), numbers, fillvalue=numbers[0])
         )

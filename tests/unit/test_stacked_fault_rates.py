@@ -59,8 +59,8 @@ class StackedHistory:
             self._copied |= dict.fromkeys(made, at)
             # A move's copy has been compared by the commit that has its donor let go.
             released, moves = set(self._ownership.superseded), self._ownership.moves
-            compared = [move for move in moves if PartitionCopy(move.slice, move.donor) in released]
-            self._copied |= {PartitionCopy(move.slice, move.receiver): at - self._steps for move in compared}
+            compared = [move for move in moves if PartitionCopy(move.partition, move.donor) in released]
+            self._copied |= {PartitionCopy(move.partition, move.receiver): at - self._steps for move in compared}
             self.num_moved += len(released)
             self._take_over(self._ownership.with_copies(made, released), at)
             if self._wrong is not None and self._wrong[0] + self._steps <= at:
@@ -70,7 +70,9 @@ class StackedHistory:
     def _take_over(self, ownership: Ownership, step: int) -> None:
         self._ownership = ownership
         copies = (*ownership.repairs, *ownership.moves)
-        asked = [PartitionCopy(c.slice, c.receiver) for c in copies if c.receiver not in ownership.hosts[c.slice]]
+        asked = [
+            PartitionCopy(c.partition, c.receiver) for c in copies if c.receiver not in ownership.hosts[c.partition]
+        ]
         self._asked = {copy: self._asked.get(copy, step) for copy in asked}
 
     def lose(self, groups: frozenset[GroupId], *, is_flip: bool) -> None:

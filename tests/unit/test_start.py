@@ -82,7 +82,7 @@ def test_when_all_are_lost_an_exception_is_named_rather_than_a_signal() -> None:
 
 
 @pytest.mark.parametrize(
-    "fixed", [{}, {"slices": PartitionSetup(num_groups=NUM_GROUPS, redundancy=1), "last_resort": True}]
+    "fixed", [{}, {"partitions": PartitionSetup(num_groups=NUM_GROUPS, redundancy=1), "last_resort": True}]
 )
 def test_groups_that_raised_and_alone_host_something_cannot_be_done_without(fixed: dict[str, object]) -> None:
     begun = start(num_nodes=8, redundancy=1, **fixed)

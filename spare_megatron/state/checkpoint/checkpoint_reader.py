@@ -53,7 +53,7 @@ class CheckpointReader:
         with self._lock:
             return tuple(
                 Reading(
-                    offer=offer,
+                    candidate=offer,
                     whole=tuple(sorted(found.whole)),
                     damaged=tuple(sorted(found.damaged)),
                     reason=found.damaged[min(found.damaged)] if found.damaged else "",

@@ -103,12 +103,12 @@ class SaveBoard:
 
 def _row(share: WrittenShare) -> dict[str, Any]:
     files = {name: asdict(file) for name, file in share.files.items()}
-    return {"slices": share.slices, "folder": share.folder, "files": files}
+    return {"slices": share.partitions, "folder": share.folder, "files": files}
 
 
 def _share(member: Member, row: Mapping[str, Any]) -> WrittenShare:
     files = {name: StoredFile(**fields) for name, fields in row["files"].items()}
-    return WrittenShare(member=member, slices=tuple(row["slices"]), folder=row["folder"], files=files)
+    return WrittenShare(member=member, partitions=tuple(row["slices"]), folder=row["folder"], files=files)
 
 
 T = TypeVar("T")
@@ -174,8 +174,8 @@ class PartitionSaver:
         """
         while True:
             match self._agree(self._next)[0]:
-                case WritePartitions(slices=slices):
-                    self._write_share(slices)
+                case WritePartitions(partitions=partitions):
+                    self._write_share(partitions)
                 case Publish():
                     return True
                 case Abandon(reason=reason):
@@ -205,13 +205,13 @@ class PartitionSaver:
             time.sleep(pause_s)
         return None
 
-    def _write_share(self, slices: tuple[PartitionId, ...]) -> None:
+    def _write_share(self, partitions: tuple[PartitionId, ...]) -> None:
         name = f"slices-{self._member.group:04d}-{self._member.incarnation}-{len(self._mine)}"
         folder = self._aside / name
         self._agree(lambda: folder.mkdir() if self._board is not None else None)
-        files = dict(ChainMap(*self._agree(lambda: self._write(folder, slices))))
+        files = dict(ChainMap(*self._agree(lambda: self._write(folder, partitions))))
         del files[METADATA_FNAME]  # the group that saves writes one for the whole checkpoint
-        self._mine.append(WrittenShare(member=self._member, slices=slices, folder=name, files=files))
+        self._mine.append(WrittenShare(member=self._member, partitions=partitions, folder=name, files=files))
         self._agree(lambda: self._tell(folder))
 
     def _tell(self, folder: Path) -> None:

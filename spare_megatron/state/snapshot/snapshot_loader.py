@@ -109,7 +109,7 @@ class SnapshotLoader:
                 for attempt in told.damaged
             )
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
-            self._own |= {_Copy(one.attempt, one.slice): one.sha256 for one in slices}
+            self._own |= {_Copy(one.attempt, one.partition): one.sha256 for one in slices}
             copies = [[*copy, sha256] for copy, sha256 in self._own.items()]
             self._store.put(keys.snapshot_server(self._member, self._position), json.dumps([told.server, copies]))
         finally:
@@ -221,7 +221,7 @@ class SnapshotLoader:
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
-            of_slices = {(held.attempt, held.slice) for held in one.slices}
+            of_slices = {(held.attempt, held.partition) for held in one.partitions}
             if (copy.attempt, self._position) in of_rank if copy.slice is None else copy in of_slices:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}

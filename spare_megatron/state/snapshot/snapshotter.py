@@ -81,7 +81,7 @@ class Snapshotter:
     def _parts(self, action: TakeSnapshot) -> dict[PartitionId | None, StateCopy]:
         """What this rank is to keep: state partitions, and under None all other state."""
         group = self._member.group
-        mine = [PartitionId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
+        mine = [PartitionId(number) for number, kept_by in enumerate(action.partition_holders) if group in kept_by]
         parts: dict[PartitionId | None, StateCopy] = {number: self._trainer.partition_copy(number) for number in mine}
         if group in action.holders[self._position]:
             parts[None] = self._trainer.state_copy()

@@ -140,7 +140,7 @@ class PartitionRepairs:
         repair, index = job
         self._bucket = self._bucket or TokenBucket(self._bytes_per_s, now_s)
         if self._earned_at_s is None:
-            self._earned_at_s = self._bucket.take(self._contents[repair.slice].piece(index).size, now_s)
+            self._earned_at_s = self._bucket.reserve(self._contents[repair.partition].piece(index).size, now_s)
         if self._earned_at_s > now_s:
             return self._earned_at_s - now_s
         try:
@@ -148,7 +148,7 @@ class PartitionRepairs:
         except WrongStep:
             return _OTHER_STEP_S
         except (NotOffered, TransferBroken) as error:
-            say(f"slice {repair.slice}, from group {repair.donor.group}: {error}")
+            say(f"slice {repair.partition}, from group {repair.donor.group}: {error}")
             self._hang_up()
             return _BROKEN_S
         self._earned_at_s = None
@@ -156,7 +156,7 @@ class PartitionRepairs:
 
     def _copy(self, repair: Repair, index: int, server: Address) -> None:
         """Copies one piece; drops it if the step has changed meanwhile or the copy is not wanted any more."""
-        content = self._contents[repair.slice]
+        content = self._contents[repair.partition]
         step = self._optimizer.num_updates
         data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
         self._probe(FaultPoint.REPAIR)
@@ -194,7 +194,7 @@ class GroupRepairs:
         member = self._agreement.member
         self._repairs.assign(action)
         self._told &= frozenset(self._repairs.whole())
-        self._moving = frozenset(move.slice for move in action.moves if move.receiver == member)
+        self._moving = frozenset(move.partition for move in action.moves if move.receiver == member)
         if self._agreement.is_leader:
             record = RedundancyRecord(
                 group=member.group,

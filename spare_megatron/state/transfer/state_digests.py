@@ -57,13 +57,13 @@ class StateDigests:
         # State that is hosted anew without a copy begins here, at the start or from a checkpoint.
         self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
         self._hosted = hosted
-        self._copying = frozenset(copy.slice for copy in action.copies if copy.receiver == member)
+        self._copying = frozenset(copy.partition for copy in action.copies if copy.receiver == member)
         self.is_wanted |= action.is_compared
 
     def proven(self, copies: Iterable[PartitionCopy]) -> None:
         """A commit says that these copies have been compared."""
         member = self._agreement.member
-        self._unproven -= {copy.slice for copy in copies if copy.member == member}
+        self._unproven -= {copy.partition for copy in copies if copy.member == member}
 
     def check_saved(self, step: int, num_restarts: int, *, has_params: bool, is_last: bool) -> None:
         """Has the state saved after `step` committed steps compared twice: in the next vote and after the next update.
@@ -103,12 +103,12 @@ class StateDigests:
             if stacked is not None:
                 own += [stacked.state_sha256(number) for number in hosted]
         with self._probe.during(Operation.SETTLE):
-            params, *slices = self._agreement.combine_digests(own)
+            params, *states = self._agreement.combine_digests(own)
         self.value = Digests(
             params=params,
-            slices=tuple(
+            partitions=tuple(
                 PartitionDigest(number, sha256, number not in self._unproven)
-                for number, sha256 in zip(hosted, slices, strict=True)
+                for number, sha256 in zip(hosted, states, strict=True)
             ),
         )
 
@@ -141,7 +141,7 @@ class StateDigests:
                 step=step,
                 sha256=self.value.params,
                 num_restarts=num_restarts,
-                slices={str(digest.slice): digest.sha256 for digest in self.value.slices},
+                slices={str(digest.partition): digest.sha256 for digest in self.value.partitions},
             )
             self._journal.write(record)
 

@@ -3,9 +3,10 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from spare_megatron.core.actions import AdmitGroups
+from spare_megatron.core.comparison import majority_holds
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.pieces import Piece, pieces_of
@@ -21,10 +22,6 @@ from spare_megatron.state.transfer.state_source import Content, StateSource
 from spare_megatron.voting.agreement import GroupAgreement
 
 _VOTE_POLL_S = 0.005
-
-
-NO_DIGEST = "lacking"
-"""A group that lacks parameters publishes this for the newcomers instead of a digest."""
 
 
 class JoinFailed(Exception):
@@ -57,19 +54,6 @@ def _told(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str
     """The digests published so far by groups that took part before and still do."""
     left = [member.group for member in action.earlier if not agreement.is_lost(member, head)]
     return agreement.digests(head - 1, left)
-
-
-def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:
-    """Whether more than half of the others hold the same parameters; None while too few digests are known.
-
-    >>> [majority_holds("a", others) for others in (["a", None, "a"], ["a", None, "b"], ["b", "b", None])]
-    [True, None, False]
-    """
-    same = sum(other == digest for other in others)
-    different = sum(other is not None and other != digest for other in others)
-    if 2 * same > len(others):
-        return True
-    return False if 2 * different >= len(others) else None
 
 
 _POLL_S = 0.005

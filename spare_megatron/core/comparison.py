@@ -38,7 +38,9 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
         if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in told.values()):
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
         return None
-    found = _wrong_slices(attempted, told) or _wrong_params(attempted, votes, told) or _wrong_state(attempted, votes)
+    found = (
+        _wrong_partitions(attempted, told) or _wrong_params(attempted, votes, told) or _wrong_state(attempted, votes)
+    )
     if not isinstance(found, dict):
         return found
     to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
@@ -48,7 +50,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
 
 
-def _wrong_slices(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
+def _wrong_partitions(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
     """The groups whose state of some partition is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership

@@ -92,7 +92,7 @@ class Snapshots:
             previous=previous,
             settled_by=step + policy.every_steps - 1,
             holders=holders_of_snapshot(policy, groups),
-            slice_holders=() if ownership is None else holders_of_slices(policy, ownership.hosts),
+            slice_holders=() if ownership is None else holders_of_partitions(policy, ownership.hosts),
         )
         self._holders = {one.attempt: self._holders.get(one.attempt, frozenset()) for one in self._taken}
         self._holders[attempt] = frozenset().union(*action.holders, *action.slice_holders)
@@ -181,7 +181,7 @@ def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tu
     return tuple(holders)
 
 
-def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
+def holders_of_partitions(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
     """For each state partition, those of its hosts that keep it: as many, and as far apart, as for a rank position.
 
     The search starts with a different host for each partition, so that groups keep about equally many.
@@ -189,7 +189,7 @@ def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[Group
     >>> from spare_megatron.stacking.layout import Member
     >>> layout = Layout(num_groups=3, num_nodes=3)
     >>> policy = SnapshotPolicy(every_steps=2, redundancy=0, layout=layout, num_slices=3)
-    >>> holders_of_slices(policy, [[Member(GroupId(group)) for group in row] for row in ((0, 1), (1, 2), (0, 2))])
+    >>> holders_of_partitions(policy, [[Member(GroupId(group)) for group in row] for row in ((0, 1), (1, 2), (0, 2))])
     ((0,), (2,), (0,))
     """
     # Consecutive groups can share only the nodes at their ends.

@@ -95,7 +95,7 @@ class ShardedPartitions:
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
 
     def parts(self, number: PartitionId, state: Tensor) -> Iterator[ShardedTensor]:
-        """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_slices`), as views of it."""
+        """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_partitions`), as views of it."""
         slices = self._optimizer.slices
         for fragment in slices.fragments(number, slice(0, slices.length(number))):
             for first, home in self._homes[fragment.parameter]:
@@ -175,7 +175,7 @@ class GroupState:
         model = _model_state(chunks, groups)
         self._slices: dict[PartitionId, _Parts] = {}
         if isinstance(optimizer, StackedOptimizer):
-            sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_slices()
+            sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_partitions()
             for number in slices:
                 has_any = optimizer.slices.length(number) > 0
                 self._slices[number] = _by_key(sharded.parts(number, states[number]) if has_any else ())
@@ -248,7 +248,7 @@ class GroupState:
         return files.written
 
 
-def join_slices(folder: Path, names: Iterable[str]) -> Written:
+def join_partitions(folder: Path, names: Iterable[str]) -> Written:
     """Joins a checkpoint without partitions and the partitions in its subfolders `names` into one checkpoint.
 
     The first subfolder that contains a box counts. Returns the new metadata file; those of the subfolders are deleted.

@@ -176,7 +176,7 @@ class StackedOptimizer:
         numbers = (PartitionId(number) for number in range(self.slices.num_slices))
         return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
 
-    def whole_slices(self) -> dict[int, Tensor]:
+    def whole_partitions(self) -> dict[int, Tensor]:
         """State of the partitions that are whole here, rows as in `PieceState.data`; empty ones may be missing."""
         return {int(number): self._hosted[number].state for number in sorted(self.hosted) if number in self._hosted}
 
@@ -281,7 +281,7 @@ class StackedOptimizer:
         return self._hosted[number].state
 
     def empty_state(self, number: PartitionId) -> Tensor:
-        """Zeros in the form of a partition's state in `whole_slices`."""
+        """Zeros in the form of a partition's state in `whole_partitions`."""
         num_rows = _NUM_MOMENTS + self.has_main
         return torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
 

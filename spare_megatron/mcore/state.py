@@ -123,9 +123,9 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimi
     return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
 
 
-def slice_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:
+def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:
     assert number in optimizer.hosted, f"slice {number} is not here whole"
-    state = optimizer.whole_slices().get(number)
+    state = optimizer.whole_partitions().get(number)
     return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # None if empty
 
 
@@ -136,7 +136,7 @@ def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | Stack
         "optimizer": optimizer.state_dict(),
     }
     if isinstance(optimizer, StackedOptimizer):
-        state["slices"] = optimizer.whole_slices()
+        state["slices"] = optimizer.whole_partitions()
     with HashingWriter(path) as file:
         torch.save(state, file)
     return file.num_bytes, file.digest.hexdigest()

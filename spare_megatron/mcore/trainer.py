@@ -37,8 +37,8 @@ from spare_megatron.mcore.state import (
     StateCopy,
     load_state,
     outgoing_state,
+    partition_state,
     save_state,
-    slice_state,
 )
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import PartitionId
@@ -209,10 +209,10 @@ class GroupTrainer:
         """The rank's state to be copied to host memory, valid until the next update."""
         return StateCopy(self.outgoing_state(), self._copies)
 
-    def slice_copy(self, number: PartitionId) -> StateCopy:
+    def partition_copy(self, number: PartitionId) -> StateCopy:
         """A state partition that is whole here, to be copied to host memory; valid until the next update."""
         assert self.stacked is not None, "only stacked state has slices"
-        return StateCopy(slice_state(self.stacked, number), self._copies)
+        return StateCopy(partition_state(self.stacked, number), self._copies)
 
     def incoming_state(self, description: bytes) -> IncomingState:
         """Prepares to take the state of the same position in another group. Raises ForeignState for another model."""

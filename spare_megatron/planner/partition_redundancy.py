@@ -61,7 +61,7 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     return float((covered * group_interval_s / (num_groups - counts.middle)).sum())
 
 
-def plan_slices(facts: ClusterFacts, plan: Plan, copy_s: float) -> PartitionPlan:
+def plan_partitions(facts: ClusterFacts, plan: Plan, copy_s: float) -> PartitionPlan:
     """The least r_o whose time to train is within `planner.plan.TOLERANCE` of the plan's, else the largest tried.
 
     Wipe-outs of state and of shards are taken as independent, so their rates add up. R_o is the time of the copy plus

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.checkpoint import join_slices
+from spare_megatron.mcore.checkpoint import join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from tests.integration import stacked_groups as groups
@@ -57,7 +57,7 @@ def write_slices(
             _make(folder / "slices-again", ranks)
             state.write(folder / "slices-again", ranks, lambda: None, [number])
     if ranks.rank() == 0:
-        join_slices(folder, [*(f"slices-{group}" for group in range(len(trainers))), "slices-again"])
+        join_partitions(folder, [*(f"slices-{group}" for group in range(len(trainers))), "slices-again"])
     dist.barrier(ranks)
 
 

@@ -105,7 +105,7 @@ def digests_of_changed_state(config: RunConfig) -> list[str]:
     optimizer, number = stacked(trainers[hosts[1][0]]), PartitionId(1)
     digests = [optimizer.state_sha256(number)]
     model = [fragment.values for fragment in optimizer.slices.fragments(number, slice(0, 3))]
-    for values in (model[0], *optimizer.whole_slices()[number]):
+    for values in (model[0], *optimizer.whole_partitions()[number]):
         flip_bit([values], 0)
         digests.append(optimizer.state_sha256(number))
     return digests

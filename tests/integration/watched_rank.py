@@ -96,7 +96,7 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     rank.Injector = partial(_ChoosyInjector, watch, now)
     rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
     rank.GroupAgreement = partial(_TimelyAgreement, watch)
-    rank.slice_contents = partial(_late_contents, watch)
+    rank.partition_contents = partial(_late_contents, watch)
     if watch.scatters:
         rank.make_bucket_sums = ScatteredBuckets
     if spec.group in watch.late_groups:

@@ -17,7 +17,7 @@ from spare_megatron.core.snapshot_policy import (
     Snapshots,
     WholeSnapshot,
     held_by_group,
-    holders_of_slices,
+    holders_of_partitions,
     holders_of_snapshot,
 )
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
@@ -96,7 +96,7 @@ def test_slices_stay_when_nodes_are_lost_as_far_as_their_hosts_stand_apart(
     for _ in range(50):
         members = [Member(group) for group in random.sample(ids(*range(num_groups)), random.randint(1, num_groups))]
         hosts = first_ownership(PartitionSetup(num_groups=num_groups, redundancy=min(3, num_groups)), members).hosts
-        for row, kept_by in zip(hosts, holders_of_slices(policy, hosts), strict=True):
+        for row, kept_by in zip(hosts, holders_of_partitions(policy, hosts), strict=True):
             able = [host.group for host in row]
             most = max(
                 num
@@ -117,7 +117,7 @@ def apart(layout: Layout, groups: Sequence[GroupId]) -> bool:
 def test_no_group_keeps_many_more_slices_than_another() -> None:
     policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_slices=24)
     members = [Member(group) for group in ids(*range(24))]
-    holders = holders_of_slices(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
+    holders = holders_of_partitions(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
     kept = [sum(group in kept_by for kept_by in holders) for group in range(24)]
     assert sum(kept) == 24 * 2
     assert max(kept) <= 3, "of the slices that it hosts"

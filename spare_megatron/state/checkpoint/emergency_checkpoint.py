@@ -139,7 +139,7 @@ def assemble(path: Path) -> Manifest:
     _require_alike(path, list(whole.values()))
     is_stacked = "num_slices" in first.manifest["optimizer"]
     if is_stacked:
-        _require_all_slices(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
+        _require_all_partitions(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
     if step_of(path) != first.manifest["step"]:
         raise NotACheckpoint(f"{path.name}: it is that of step {first.manifest['step']}")
     _require_commit(path, Path(first.run_dir))
@@ -185,7 +185,7 @@ def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> Non
             raise NotACheckpoint(f"{path.name}: groups {ids} have saved different {what} of rank {rank}")
 
 
-def _require_all_slices(path: Path, groups: Collection[Mapping[int, SavedRank]], num_slices: int) -> None:
+def _require_all_partitions(path: Path, groups: Collection[Mapping[int, SavedRank]], num_slices: int) -> None:
     on_all_ranks = [set.intersection(*(set(saved.slices) for saved in ranks.values())) for ranks in groups]
     missing = sorted({str(number) for number in range(num_slices)}.difference(*on_all_ranks), key=int)
     if missing:

@@ -25,7 +25,7 @@ from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
-from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
+from spare_megatron.mcore.checkpoint import GroupState, Written, join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId
@@ -222,7 +222,7 @@ class Saver:
             files = dict(ChainMap(*self._agree(lambda: self._write(aside, state)))) if save.is_saver else {}
             shares: Sequence[WrittenShare] | None = ()
             if save.action.hosts:
-                shares = self._write_slices(save, aside, state)
+                shares = self._write_partitions(save, aside, state)
             if shares is not None:
                 # All ranks wait for the first: an earlier exit would break connections that it reads from.
                 self._agree(lambda: self._publish(save, aside, files, shares) if self._is_first else None)
@@ -260,7 +260,7 @@ class Saver:
             verify_file(folder, name, file)
         return files
 
-    def _write_slices(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
+    def _write_partitions(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
         """On the group that saves, what all groups have written, as its first rank knows; None on others."""
         saver = PartitionSaver(
             action=save.action,
@@ -280,7 +280,7 @@ class Saver:
         for share in shares:
             everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
         if shares:
-            everything |= _stored(join_slices(aside, [share.folder for share in shares]))
+            everything |= _stored(join_partitions(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
         manifest = manifest_of(self._config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)

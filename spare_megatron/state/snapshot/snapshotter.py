@@ -82,7 +82,7 @@ class Snapshotter:
         """What this rank is to keep: state partitions, and under None all other state."""
         group = self._member.group
         mine = [PartitionId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
-        parts: dict[PartitionId | None, StateCopy] = {number: self._trainer.slice_copy(number) for number in mine}
+        parts: dict[PartitionId | None, StateCopy] = {number: self._trainer.partition_copy(number) for number in mine}
         if group in action.holders[self._position]:
             parts[None] = self._trainer.state_copy()
         return parts

@@ -89,6 +89,6 @@ class PartitionContent:
         return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
 
 
-def slice_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
+def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     """All state partitions by number, hosted here or not."""
     return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.slices.num_slices)]

@@ -33,7 +33,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     visible_steps,
 )
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
-from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_last_state
+from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_emergency_checkpoint
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of, refuse
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.state_transfer import JoinFailed
@@ -186,7 +186,7 @@ class RestartLoader:
 
     def _load_first(self, path: Path, slices: Collection[PartitionId]) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
-        if is_last_state(path):
+        if is_emergency_checkpoint(path):
             self._trainer.load_state(files_for(path, assemble(path).files, self._rank), slices)
         else:
             self._trainer.load_checkpoint(path, slices)

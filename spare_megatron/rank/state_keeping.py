@@ -17,7 +17,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of, manifest_of
-from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, file_of, last_state_path
+from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, emergency_checkpoint_path, file_of
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
@@ -144,7 +144,7 @@ class StateKeeping:
         `action` describes the state as a checkpoint of this group.
         """
         spec, trainer = self._spec, self._trainer
-        path = last_state_path(spec.config, spec.run_dir, action.step)
+        path = emergency_checkpoint_path(spec.config, spec.run_dir, action.step)
         num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
         optimizer = trainer.stacked
         saved = SavedRank(

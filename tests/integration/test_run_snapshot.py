@@ -17,7 +17,7 @@ from spare_megatron.journal.records import RestartRecord, SnapshotRecord
 from spare_megatron.process.reports import GroupRestarted, RunEvent
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId, Member
-from tests.integration.kept_snapshots import memory_files
+from tests.integration.snapshot_memory import memory_files
 from tests.integration.test_run_restart import assert_restarted, same_bits
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config
 

@@ -20,8 +20,8 @@ from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.process.lock import LOCK
 from spare_megatron.state.checkpoint.checkpoint_folder import (
+    EMERGENCY_SUFFIX,
     FOLDER,
-    LAST_STATE,
     Manifest,
     StoredFile,
     all_checkpoints,
@@ -64,7 +64,7 @@ class SavedRank:
 
     @property
     def file(self) -> str:
-        return f"{_stem(self.group, self.rank)}{LAST_STATE}"
+        return f"{_stem(self.group, self.rank)}{EMERGENCY_SUFFIX}"
 
 
 def _stem(group: int, rank: int) -> str:
@@ -74,19 +74,19 @@ def _stem(group: int, rank: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- write
 
 
-def last_state_path(config: RunConfig, run_dir: Path, step: int) -> Path:
+def emergency_checkpoint_path(config: RunConfig, run_dir: Path, step: int) -> Path:
     """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
     folder = folder_of(config, run_dir)
     if not (config.checkpoint.is_wanted and (folder / LOCK).exists()):
         folder = run_dir.absolute() / FOLDER
     path = checkpoint_path(folder, step)
-    return path.with_name(path.name + LAST_STATE)
+    return path.with_name(path.name + EMERGENCY_SUFFIX)
 
 
 def file_of(path: Path, group: int, rank: int) -> Path:
     """A rank's file; makes the folder."""
     path.mkdir(parents=True, exist_ok=True)
-    return path / f"{_stem(group, rank)}{LAST_STATE}"
+    return path / f"{_stem(group, rank)}{EMERGENCY_SUFFIX}"
 
 
 def describe(path: Path, saved: SavedRank) -> None:
@@ -113,14 +113,14 @@ def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
     return [f"{key} = {own}, and it was saved with {theirs}" for key, (theirs, own) in pairs.items() if theirs != own]
 
 
-def is_last_state(path: Path) -> bool:
+def is_emergency_checkpoint(path: Path) -> bool:
     """Whether the path is that of an emergency checkpoint."""
-    return path.name.endswith(LAST_STATE)
+    return path.name.endswith(EMERGENCY_SUFFIX)
 
 
 def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
     """Those of the files that ranks of this position have saved."""
-    return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{LAST_STATE}")]
+    return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{EMERGENCY_SUFFIX}")]
 
 
 def assemble(path: Path) -> Manifest:
@@ -158,7 +158,7 @@ def assemble(path: Path) -> Manifest:
 def saved_state(config: RunConfig, run_dir: Path) -> str:
     """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
     folders = {folder_of(config, run_dir), run_dir.absolute() / FOLDER}
-    found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
+    found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)
     if path is None:
         return ""

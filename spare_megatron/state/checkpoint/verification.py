@@ -28,7 +28,12 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     forestall,
     sync_folder,
 )
-from spare_megatron.state.checkpoint.emergency_checkpoint import NotACheckpoint, NotFinished, assemble, is_last_state
+from spare_megatron.state.checkpoint.emergency_checkpoint import (
+    NotACheckpoint,
+    NotFinished,
+    assemble,
+    is_emergency_checkpoint,
+)
 from spare_megatron.store.decision_log import DecisionLog
 
 REFUSAL = "refused.json"
@@ -123,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
         DamagedCheckpoint: The manifest is missing or has changed; or the emergency checkpoint is not usable.
         UnfinishedSave: The emergency checkpoint is not complete.
     """
-    if is_last_state(path):
+    if is_emergency_checkpoint(path):
         try:
             return assemble(path)
         except NotFinished as error:

@@ -28,7 +28,7 @@ from spare_megatron.state.snapshot import snapshot_server as keeper_module
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 from spare_megatron.state.transfer.piece_client import PieceClient
-from tests.integration.kept_snapshots import memory_files
+from tests.integration.snapshot_memory import memory_files
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -64,7 +64,7 @@ class GroupSaves:
     def go_on(self, step: int) -> None:
         """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
         if self._saver is not None:
-            self._saver.go_on(step)
+            self._saver.start_postponed(step)
         if self._snapshotter is not None:
             self._snapshotter.go_on()
 

@@ -117,8 +117,8 @@ class Saver:
     def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
         """Starts the save if this group has a part in it. `head` counts the log entries folded so far.
 
-        If it is this group's turn and it lacks parameters, `go_on` starts the save. Collective over: all ranks of the
-        group.
+        If it is this group's turn and it lacks parameters, `start_postponed` starts the save. Collective over: all
+        ranks of the group.
         """
         member = self._agreement.member
         is_saver = action.member == member
@@ -148,7 +148,7 @@ class Saver:
                 wait([writing])
         save.stall_s += time.monotonic() - save.started_s
 
-    def go_on(self, step: int) -> None:
+    def start_postponed(self, step: int) -> None:
         """Starts a postponed save, as all parameters are here now. Collective over: all ranks of the group."""
         if self._postponed is not None:
             (action, head), self._postponed = self._postponed, None
@@ -164,7 +164,7 @@ class Saver:
         """Waits until the state may change."""
         if self._copied.is_set():
             return
-        assert self._save is not None, "who copies has begun to save"
+        assert self._save is not None, "a copy belongs to a save"
         since_s = time.monotonic()
         with self._probe.during(Operation.SAVE):
             self._copied.wait()
@@ -204,7 +204,7 @@ class Saver:
     def _refuse(self, save: _Save) -> None:
         """Ends a save that does not start, and informs the other groups."""
         if save.action.hosts:
-            self._submit(save, self._tell_refusal, save)
+            self._submit(save, self._report_refusal, save)
         else:
             self._finished.append(save)
 
@@ -236,7 +236,7 @@ class Saver:
                     clear_leftovers(self._folder, save.others)
         finally:
             self._copied.set()
-            self._tell_end(save)
+            self._report_end(save)
             save.write_s = time.monotonic() - save.started_s
 
     def _prepare(self, save: _Save, aside: Path, state: GroupState) -> None:
@@ -249,12 +249,12 @@ class Saver:
             clear_leftovers(aside.parent, save.others)
             aside.mkdir()
             if save.board is not None:
-                save.board.begin()
+                save.board.announce_folder()
 
     def _write(
-        self, folder: Path, state: GroupState, slices: Sequence[PartitionId] | None = None
+        self, folder: Path, state: GroupState, partitions: Sequence[PartitionId] | None = None
     ) -> dict[str, StoredFile]:
-        written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), slices)
+        written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), partitions)
         files = _stored(written)
         for name, file in files.items():
             verify_file(folder, name, file)
@@ -268,7 +268,7 @@ class Saver:
             board=save.board,
             aside=aside,
             agree=self._agree,
-            write=lambda folder, slices: self._write(folder, state, slices),
+            write=lambda folder, partitions: self._write(folder, state, partitions),
             timeout_s=self._config.checkpoint.timeout_s,
         )
         return saver.shares if saver.run() else None
@@ -299,10 +299,10 @@ class Saver:
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 
-    def _tell_refusal(self, save: _Save) -> None:
+    def _report_refusal(self, save: _Save) -> None:
         with contextlib.suppress(StoreLost):
             self._open_board(save)
-        self._tell_end(save)
+        self._report_end(save)
 
     def _open_board(self, save: _Save) -> None:
         """On the first rank, opens the exchange with the other groups, in the writing thread."""
@@ -314,18 +314,18 @@ class Saver:
         self._store = self._store or self._connect()
         return self._store
 
-    def _tell_end(self, save: _Save) -> None:
+    def _report_end(self, save: _Save) -> None:
         """On the first rank, informs the other groups how a save of state partitions has ended here."""
         board, member = save.board, self._agreement.member
         if board is None:
             return
         with contextlib.suppress(StoreLost):
             if save.is_saver:
-                board.end()
+                board.announce_end()
             elif save.outcome == "saved":
-                board.forget(member)
+                board.remove_report(member)
             else:
-                board.tell(member, (), save.reason)
+                board.report(member, (), save.reason)
 
     @property
     def _is_first(self) -> bool:

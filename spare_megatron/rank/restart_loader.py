@@ -144,7 +144,7 @@ class RestartLoader:
         """
         if self._snapshots is None:
             return (), ()
-        held, slices, rejected = self._snapshots.held()
+        held, slices, rejected = self._snapshots.announce_intact()
         self.rejected += rejected
         return held, slices
 

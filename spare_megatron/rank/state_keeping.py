@@ -66,7 +66,7 @@ class GroupSaves:
         if self._saver is not None:
             self._saver.start_postponed(step)
         if self._snapshotter is not None:
-            self._snapshotter.go_on()
+            self._snapshotter.start_postponed()
 
     def refuse(self, action: RefuseCheckpoint) -> None:
         assert self._saver is not None, "only a run that takes checkpoints refuses one"
@@ -75,7 +75,7 @@ class GroupSaves:
     def take_snapshot(self, action: TakeSnapshot, *, has_params: bool) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.take(action, has_params=has_params)
+        self._snapshotter.start_copy(action, has_params=has_params)
 
     def await_copies(self, step: int) -> None:
         """Waits until the update that makes `step` committed steps may change the state."""

@@ -44,9 +44,9 @@ class SnapshotClient:
         num_bytes: Mapping[PartitionId | None, int],
         write: Callable[[Sequence[mmap.mmap]], None],
     ) -> list[str]:
-        """Has a snapshot kept, and of all earlier ones of the position only the previous one.
+        """Stores a snapshot; of the position's earlier ones the server keeps only the previous one.
 
-        `num_bytes` has the size of each state partition to be kept, and under None that of all other state; `write`
+        `num_bytes` has the size of each state partition to be stored, and under None that of all other state; `write`
         fills one memory of that size for each. Returns the SHA-256 of each, as the server has read it.
         """
         parts = {Part(self._position, number): size for number, size in num_bytes.items()}
@@ -62,7 +62,7 @@ class SnapshotClient:
         return self._converse(converse)
 
     def pass_over(self, attempt: int, previous: int) -> None:
-        """Other ranks have a snapshot kept: frees all earlier ones of the position but the previous one."""
+        """Frees the position's earlier snapshots but the previous one: other nodes store this one."""
 
         def converse(connection: Connection) -> None:
             connection.send(PassOver(position=self._position, attempt=attempt, previous=previous))
@@ -80,13 +80,13 @@ class SnapshotClient:
 
         return self._converse(converse)
 
-    def held(self, host: str) -> HeldSnapshots:
-        """The intact snapshots of the position, which are served on this IP address from now on."""
+    def list_intact(self, host: str) -> HeldSnapshots:
+        """The intact snapshots of the position; from this call on other nodes can read them at this IP address."""
 
         def converse(connection: Connection) -> HeldSnapshots:
             connection.send(HeldWanted(position=self._position, host=host))
-            told: HeldSnapshots = connection.recv()
-            return told
+            answer: HeldSnapshots = connection.recv()
+            return answer
 
         return self._converse(converse)
 
@@ -95,7 +95,7 @@ class SnapshotClient:
             with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
                 return converse(connection)
         except (AuthenticationError, EOFError, OSError) as error:
-            raise SnapshotServerGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
+            raise SnapshotServerGone(f"the node's snapshot server is gone: {type(error).__name__}: {error}") from error
 
 
 def _expect_memory(connection: Connection) -> None:

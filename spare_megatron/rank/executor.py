@@ -128,7 +128,7 @@ class GroupExecutor:
         if self.lacks_params:
             self._agreement.publish_digest(head - 1, NO_DIGEST)
             return
-        self._digests.take()
+        self._digests.compute()
         self._digests.hash_rest(copied_from=None if donor is None else donor.group)
         if donor is not None:
             with self._probe.during(Operation.JOIN):
@@ -205,7 +205,7 @@ class GroupExecutor:
         self._now.epoch = action.epoch
         if self._gather is not None and self._gather.is_lacking:
             return self._reduction.abstain(action, self._gather.evidence)
-        events = self._reduction.attempt(action, self._now.computed, digests=self._digests.told, head=self._head)
+        events = self._reduction.attempt(action, self._now.computed, digests=self._digests.for_vote, head=self._head)
         self._clock.reduced(self._reduction.ready_at_s)
         return events
 
@@ -243,7 +243,7 @@ class GroupExecutor:
 
     def copies_proven(self, copies: Sequence[PartitionCopy]) -> None:
         """The digests of these copies count in comparisons: a commit has proven them."""
-        self._digests.proven(copies)
+        self._digests.on_proven(copies)
 
     def update_model(self, step: int, attempt: int) -> None:
         self._clock.committed()
@@ -305,17 +305,17 @@ class GroupExecutor:
                 self.saves.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
-        self._digests.host(action)
+        self._digests.set_hosted(action)
         self._reduction.start_repairs(action)
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns as `Reduction.attempt`."""
-        digests, lacks_params = self._digests.told(), self.lacks_params
+        digests, lacks_params = self._digests.for_vote(), self.lacks_params
         return vote_to_finish(action, self._voting, self._journal, self._probe, digests, lacks_params=lacks_params)
 
     def _hold_params(self, step: int) -> None:
         self.num_steps = step
-        self._digests.hold(step, self.num_restarts)
+        self._digests.compare_if_due(step, self.num_restarts)
 
     def stop(self, step: int) -> None:
         """Journals how the group ends and waits for its saves. Collective over: all ranks of the group."""

@@ -34,7 +34,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
 )
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
 from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_emergency_checkpoint
-from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of, refuse
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance, refuse
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 from spare_megatron.voting.agreement import GroupAgreement
@@ -117,7 +117,7 @@ class RestartLoader:
             if found := differences(checkpoint.manifest.terms, self._config):
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
                 continue
-            offer = offer_of(checkpoint.manifest)
+            offer = candidate_of(checkpoint.manifest)
             if offer in self._withdrawn:
                 rejected.append(self._withdrawn[offer])
                 continue

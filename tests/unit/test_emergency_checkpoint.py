@@ -176,7 +176,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_groups_that_have_every_slice_together_make_one(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, config=STACKED, slices={"0": "a", "1": "b"})
-    assert refused(path).endswith("no group has saved slices [2] of the optimizer state")
+    assert refused(path).endswith("no group has saved partitions [2] of the optimizer state")
     for rank in range(NUM_RANKS):
         save_rank(path, tmp_path, 2, rank, config=STACKED, slices={"1": "b", "2": "c"})
     manifest = verify(path).manifest
@@ -185,7 +185,7 @@ def test_groups_that_have_every_slice_together_make_one(tmp_path: Path) -> None:
         f"group-{group:04d}-rank-0.state" for group in (1, 2)
     ]
     save_rank(path, tmp_path, 2, 1, config=STACKED, slices={"1": "another", "2": "c"})
-    assert refused(path).endswith("groups [1, 2] have saved different state of slice 1 of rank 1")
+    assert refused(path).endswith("groups [1, 2] have saved different state of partition 1 of rank 1")
 
 
 def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:

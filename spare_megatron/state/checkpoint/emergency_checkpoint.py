@@ -108,7 +108,7 @@ def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
     sharding = manifest.optimizer["sharding"]
     pairs = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
     ours = asdict(config.layout)
-    needed = [name for name in ours if name != "num_groups" or sharding == "stacked"]  # as many groups as slices
+    needed = [name for name in ours if name != "num_groups" or sharding == "stacked"]  # one partition per group
     pairs |= {f"layout.{name}": (manifest.layout[name], ours[name]) for name in needed}
     return [f"{key} = {own}, and it was saved with {theirs}" for key, (theirs, own) in pairs.items() if theirs != own]
 
@@ -178,7 +178,7 @@ def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> Non
             if not saved.slices:
                 found.setdefault((rank, "optimizer state"), set()).add(saved.sha256)
             for number, sha256 in saved.slices.items():
-                found.setdefault((rank, f"state of slice {number}"), set()).add(sha256)
+                found.setdefault((rank, f"state of partition {number}"), set()).add(sha256)
     for (rank, what), digests in sorted(found.items()):
         if len(digests) > 1:
             ids = sorted(saved.group for ranks in groups for saved in ranks.values() if saved.rank == rank)
@@ -189,7 +189,7 @@ def _require_all_partitions(path: Path, groups: Collection[Mapping[int, SavedRan
     on_all_ranks = [set.intersection(*(set(saved.slices) for saved in ranks.values())) for ranks in groups]
     missing = sorted({str(number) for number in range(num_slices)}.difference(*on_all_ranks), key=int)
     if missing:
-        raise NotFinished(f"{path.name}: no group has saved slices [{', '.join(missing)}] of the optimizer state")
+        raise NotFinished(f"{path.name}: no group has saved partitions [{', '.join(missing)}] of the optimizer state")
 
 
 def _require_commit(path: Path, run_dir: Path) -> None:

@@ -172,7 +172,7 @@ def glance(path: Path) -> Checkpoint:
     return Checkpoint(path=path, manifest=manifest)
 
 
-def offer_of(manifest: Manifest) -> CheckpointCandidate:
+def candidate_of(manifest: Manifest) -> CheckpointCandidate:
     """The identity of a checkpoint and its files, by which groups refer to it."""
     digest = digest_of({"format": FORMAT, **asdict(manifest)})
     return CheckpointCandidate(step=manifest.step, num_files=len(manifest.files), digest=digest)

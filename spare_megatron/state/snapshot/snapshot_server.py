@@ -246,7 +246,7 @@ class NodeSnapshotServer:
         self._child: Child | None = None
         # An abstract socket name is free again when the process has ended, however it did.
         self.address = SnapshotServerAddress(
-            name=f"\0spare-keeper-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
+            name=f"\0spare-snapshots-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
         )
 
     def ensure_running(self) -> None:

@@ -84,12 +84,12 @@ class PieceServer:
                 if self._is_closed or len(self._connections) == _MOST_CONNECTIONS:
                     connection.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="pieces", daemon=True)
+                thread = threading.Thread(target=self._serve_client, args=(connection,), name="pieces", daemon=True)
                 self._connections.add(connection)
                 self._serving = [other for other in self._serving if other.is_alive()] + [thread]
                 thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve_client(self, connection: socket.socket) -> None:
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.settimeout(self._timeout_s)

@@ -19,15 +19,7 @@ from spare_megatron.journal.check import fold_evidence
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.process.lock import LOCK
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    EMERGENCY_SUFFIX,
-    FOLDER,
-    Manifest,
-    StoredFile,
-    all_checkpoints,
-    checkpoint_path,
-    folder_of,
-)
+from spare_megatron.state.checkpoint import checkpoint_folder as folders
 
 _DESCRIPTION = ".json"
 
@@ -64,7 +56,7 @@ class SavedRank:
 
     @property
     def file(self) -> str:
-        return f"{_stem(self.group, self.rank)}{EMERGENCY_SUFFIX}"
+        return f"{_stem(self.group, self.rank)}{folders.EMERGENCY_SUFFIX}"
 
 
 def _stem(group: int, rank: int) -> str:
@@ -76,17 +68,17 @@ def _stem(group: int, rank: int) -> str:
 
 def emergency_checkpoint_path(config: RunConfig, run_dir: Path, step: int) -> Path:
     """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
-    folder = folder_of(config, run_dir)
+    folder = folders.folder_of(config, run_dir)
     if not (config.checkpoint.is_wanted and (folder / LOCK).exists()):
-        folder = run_dir.absolute() / FOLDER
-    path = checkpoint_path(folder, step)
-    return path.with_name(path.name + EMERGENCY_SUFFIX)
+        folder = run_dir.absolute() / folders.FOLDER
+    path = folders.checkpoint_path(folder, step)
+    return path.with_name(path.name + folders.EMERGENCY_SUFFIX)
 
 
 def file_of(path: Path, group: int, rank: int) -> Path:
     """A rank's file; makes the folder."""
     path.mkdir(parents=True, exist_ok=True)
-    return path / f"{_stem(group, rank)}{EMERGENCY_SUFFIX}"
+    return path / f"{_stem(group, rank)}{folders.EMERGENCY_SUFFIX}"
 
 
 def describe(path: Path, saved: SavedRank) -> None:
@@ -103,7 +95,7 @@ def describe(path: Path, saved: SavedRank) -> None:
 # -------------------------------------------------------------------------------------------------------------- read
 
 
-def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
+def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     """Why a run's ranks cannot load this emergency checkpoint, as text; empty if they can."""
     sharding = manifest.optimizer["sharding"]
     pairs = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
@@ -115,15 +107,15 @@ def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
 
 def is_emergency_checkpoint(path: Path) -> bool:
     """Whether the path is that of an emergency checkpoint."""
-    return path.name.endswith(EMERGENCY_SUFFIX)
+    return path.name.endswith(folders.EMERGENCY_SUFFIX)
 
 
 def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
     """Those of the files that ranks of this position have saved."""
-    return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{EMERGENCY_SUFFIX}")]
+    return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{folders.EMERGENCY_SUFFIX}")]
 
 
-def assemble(path: Path) -> Manifest:
+def assemble(path: Path) -> folders.Manifest:
     """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable."""
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
@@ -145,20 +137,20 @@ def assemble(path: Path) -> Manifest:
     _require_commit(path, Path(first.run_dir))
     counted = sorted(whole) if is_stacked else [min(whole)]
     files = {
-        saved.file: StoredFile(num_bytes=saved.num_bytes, sha256=saved.sha256)
+        saved.file: folders.StoredFile(num_bytes=saved.num_bytes, sha256=saved.sha256)
         for group in counted
         for saved in whole[group].values()
     }
     fields = {**first.manifest, "files": files}
     if is_stacked:
         fields["optimizer"] = {**first.manifest["optimizer"], "writers": counted}
-    return Manifest(**fields)
+    return folders.Manifest(**fields)
 
 
 def saved_state(config: RunConfig, run_dir: Path) -> str:
     """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
-    folders = {folder_of(config, run_dir), run_dir.absolute() / FOLDER}
-    found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_emergency_checkpoint(path)]
+    places = sorted({folders.folder_of(config, run_dir), run_dir.absolute() / folders.FOLDER})
+    found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)
     if path is None:
         return ""

@@ -22,6 +22,13 @@ from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_f
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 
+T = TypeVar("T")
+
+_POLL_S = 0.05
+_POLL_S_PER_GROUP = 0.001
+"""Every group reads the keys of all groups from the store."""
+_TURN_SHARE = 0.25
+"""Share of the time limit after which the leader answers the ranks that wait for it."""
 _READ_TIMEOUT_S = 60.0
 """An entry that is known to be written arrives at once."""
 
@@ -117,18 +124,6 @@ def _row(share: WrittenShare) -> dict[str, Any]:
 def _share(member: Member, row: Mapping[str, Any]) -> WrittenShare:
     files = {name: StoredFile(**fields) for name, fields in row["files"].items()}
     return WrittenShare(member=member, slices=tuple(row["slices"]), folder=row["folder"], files=files)
-
-
-T = TypeVar("T")
-
-
-_POLL_S = 0.05
-
-_POLL_S_PER_GROUP = 0.001
-"""Every group reads the keys of all groups from the store."""
-
-_TURN_SHARE = 0.25
-"""Share of the time limit after which the leader answers the ranks that wait for it."""
 
 
 class Agree(Protocol):

@@ -29,17 +29,7 @@ from spare_megatron.mcore.checkpoint import GroupState, Written, join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    StoredFile,
-    aside_path,
-    checkpoint_path,
-    clear_leftovers,
-    drop,
-    manifest_of,
-    publish,
-    require_folder,
-    visible_steps,
-)
+from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.state.checkpoint.verification import (
     DamagedCheckpoint,
@@ -216,7 +206,7 @@ class Saver:
     # -------------------------------------------------------------------------------------------- the writing thread
 
     def _run(self, save: _Save, state: GroupState) -> None:
-        aside = aside_path(self._folder, save.action.step, save.action.member)
+        aside = folders.aside_path(self._folder, save.action.step, save.action.member)
         try:
             self._agree(lambda: self._prepare(save, aside, state))
             files = dict(ChainMap(*self._agree(lambda: self._write(aside, state)))) if save.is_saver else {}
@@ -233,7 +223,7 @@ class Saver:
                 save.outcome, save.reason = "failed", with_folder(_in_a_line(error), self._folder)
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
-                    clear_leftovers(self._folder, save.others)
+                    folders.clear_leftovers(self._folder, save.others)
         finally:
             self._copied.set()
             self._report_end(save)
@@ -245,15 +235,15 @@ class Saver:
         if save.action.hosts:
             self._open_board(save)
         if save.is_saver and self._is_first:
-            require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
-            clear_leftovers(aside.parent, save.others)
+            folders.require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
+            folders.clear_leftovers(aside.parent, save.others)
             aside.mkdir()
             if save.board is not None:
                 save.board.announce_folder()
 
     def _write(
         self, folder: Path, state: GroupState, partitions: Sequence[PartitionId] | None = None
-    ) -> dict[str, StoredFile]:
+    ) -> dict[str, folders.StoredFile]:
         written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), partitions)
         files = _stored(written)
         for name, file in files.items():
@@ -274,7 +264,7 @@ class Saver:
         return saver.shares if saver.run() else None
 
     def _publish(
-        self, save: _Save, aside: Path, files: Mapping[str, StoredFile], shares: Sequence[WrittenShare]
+        self, save: _Save, aside: Path, files: Mapping[str, folders.StoredFile], shares: Sequence[WrittenShare]
     ) -> None:
         everything = dict(files)
         for share in shares:
@@ -282,20 +272,22 @@ class Saver:
         if shares:
             everything |= _stored(join_partitions(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
-        manifest = manifest_of(self._config, save.action, save.head, everything, writers)
+        manifest = folders.manifest_of(self._config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
         if reason:
             raise SaveFailed(f"what was to be saved does not count: {reason}")
-        publish(aside, manifest, self._probe)
+        folders.publish(aside, manifest, self._probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
         self._probe(FaultPoint.SAVE_DROP)
         policy = self._config.checkpoint
         # Later checkpoints are from before a restart, or from a group that was faster: they supersede nothing here.
-        earlier = [step for step in visible_steps(self._folder) if step <= manifest.step]
+        earlier = [step for step in folders.visible_steps(self._folder) if step <= manifest.step]
         # A refused checkpoint supersedes nothing, and is kept for diagnosis.
-        steps = [step for step in earlier if not refusal_of(checkpoint_path(self._folder, step))]
+        steps = [step for step in earlier if not refusal_of(folders.checkpoint_path(self._folder, step))]
         try:
-            drop(self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps))
+            folders.drop(
+                self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps)
+            )
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 
@@ -351,8 +343,8 @@ class Saver:
         return [value for value, *_ in gathered]
 
 
-def _stored(written: Written) -> dict[str, StoredFile]:
-    return {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
+def _stored(written: Written) -> dict[str, folders.StoredFile]:
+    return {name: folders.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
 
 
 def with_folder(reason: str, folder: Path) -> str:

@@ -8,16 +8,7 @@ from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
 
-from spare_megatron.process.snapshot_wire import (
-    COPIED,
-    CopyWanted,
-    HeldSnapshots,
-    HeldWanted,
-    MemoryWanted,
-    Part,
-    PassOver,
-    SnapshotServerAddress,
-)
+from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.stacking.layout import PartitionId
 
 T = TypeVar("T")
@@ -33,7 +24,7 @@ class SnapshotClient:
     They wait without limit for a server that runs and does not answer.
     """
 
-    def __init__(self, address: SnapshotServerAddress, position: int) -> None:
+    def __init__(self, address: wire.SnapshotServerAddress, position: int) -> None:
         self._address = address
         self._position = position
 
@@ -49,14 +40,14 @@ class SnapshotClient:
         `num_bytes` has the size of each state partition to be stored, and under None that of all other state; `write`
         fills one memory of that size for each. Returns the SHA-256 of each, as the server has read it.
         """
-        parts = {Part(self._position, number): size for number, size in num_bytes.items()}
-        wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
+        parts = {wire.Part(self._position, number): size for number, size in num_bytes.items()}
+        wanted = wire.CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
 
         def converse(connection: Connection) -> list[str]:
             connection.send(wanted)
             _expect_memory(connection)
             write([_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE) for _ in parts])
-            connection.send(COPIED)
+            connection.send(wire.COPIED)
             return [str(sha256) for sha256 in connection.recv()]
 
         return self._converse(converse)
@@ -65,7 +56,7 @@ class SnapshotClient:
         """Frees the position's earlier snapshots but the previous one: other nodes store this one."""
 
         def converse(connection: Connection) -> None:
-            connection.send(PassOver(position=self._position, attempt=attempt, previous=previous))
+            connection.send(wire.PassOver(position=self._position, attempt=attempt, previous=previous))
             connection.recv()
 
         self._converse(converse)
@@ -74,18 +65,18 @@ class SnapshotClient:
         """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
 
         def converse(connection: Connection) -> mmap.mmap:
-            connection.send(MemoryWanted(part=Part(self._position, number), attempt=attempt))
+            connection.send(wire.MemoryWanted(part=wire.Part(self._position, number), attempt=attempt))
             _expect_memory(connection)
             return _receive_memory(connection, mmap.PROT_READ)
 
         return self._converse(converse)
 
-    def list_intact(self, host: str) -> HeldSnapshots:
+    def list_intact(self, host: str) -> wire.HeldSnapshots:
         """The intact snapshots of the position; from this call on other nodes can read them at this IP address."""
 
-        def converse(connection: Connection) -> HeldSnapshots:
-            connection.send(HeldWanted(position=self._position, host=host))
-            answer: HeldSnapshots = connection.recv()
+        def converse(connection: Connection) -> wire.HeldSnapshots:
+            connection.send(wire.HeldWanted(position=self._position, host=host))
+            answer: wire.HeldSnapshots = connection.recv()
             return answer
 
         return self._converse(converse)

@@ -20,18 +20,9 @@ from pathlib import Path
 
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
+from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.process.piece_wire import NotOffered
 from spare_megatron.process.processes import Child, die_with, end_child, log_to_file, start_child
-from spare_megatron.process.snapshot_wire import (
-    COPIED,
-    CopyWanted,
-    HeldSnapshots,
-    HeldWanted,
-    MemoryWanted,
-    Part,
-    PassOver,
-    SnapshotServerAddress,
-)
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.transfer.piece_server import PieceServer
 
@@ -45,7 +36,7 @@ _TIMEOUT_S = 60.0
 
 
 def run_snapshot_server(
-    address: SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection
+    address: wire.SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection
 ) -> None:
     """The main function of a snapshot server's process. It ends with its supervisor."""
     die_with(supervisor_pid)
@@ -96,11 +87,11 @@ class _Memory:
 class SnapshotServer:
     """The snapshots of a node, by part and attempt; a `piece_server.Source`."""
 
-    def __init__(self, address: SnapshotServerAddress) -> None:
+    def __init__(self, address: wire.SnapshotServerAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._held: dict[Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
-        self._idle: dict[Part, _Memory] = {}  # spare memory of parts that are held, for their next snapshots
+        self._held: dict[wire.Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
+        self._idle: dict[wire.Part, _Memory] = {}  # spare memory of parts that are held, for their next snapshots
         self._server: PieceServer | None = None
 
     def answer_ranks(self) -> None:
@@ -114,19 +105,19 @@ class SnapshotServer:
     def _answer(self, connection: Connection) -> None:
         with connection, contextlib.suppress(EOFError, OSError):  # the rank is gone
             match connection.recv():
-                case CopyWanted() as wanted:
+                case wire.CopyWanted() as wanted:
                     self._store(connection, wanted)
-                case PassOver(position=position, attempt=attempt, previous=previous):
+                case wire.PassOver(position=position, attempt=attempt, previous=previous):
                     self._free_earlier(position, attempt, previous)
                     connection.send("")
-                case MemoryWanted(part=part, attempt=attempt):
+                case wire.MemoryWanted(part=part, attempt=attempt):
                     self._send_memory(connection, part, attempt)
-                case HeldWanted(position=position, host=host):
+                case wire.HeldWanted(position=position, host=host):
                     connection.send(self._list_intact(position, host))
 
-    def _store(self, connection: Connection, wanted: CopyWanted) -> None:
+    def _store(self, connection: Connection, wanted: wire.CopyWanted) -> None:
         self._free_earlier(wanted.position, wanted.attempt, wanted.previous)
-        memories: dict[Part, _Memory] = {}
+        memories: dict[wire.Part, _Memory] = {}
         try:
             for part, num_bytes in wanted.num_bytes.items():
                 memories[part] = self._memory(part, num_bytes)
@@ -138,7 +129,7 @@ class SnapshotServer:
             connection.send("")
             for memory in memories.values():
                 send_handle(connection, memory.fd, os.getpid())
-            is_whole = connection.recv() == COPIED
+            is_whole = connection.recv() == wire.COPIED
             digests = [memory.sha256() if is_whole else "" for memory in memories.values()]
         except (EOFError, OSError):
             self._make_idle(memories)
@@ -148,7 +139,7 @@ class SnapshotServer:
                 self._held.setdefault(part, {})[wanted.attempt] = (memory, sha256)
         connection.send(digests)
 
-    def _send_memory(self, connection: Connection, part: Part, attempt: int) -> None:
+    def _send_memory(self, connection: Connection, part: wire.Part, attempt: int) -> None:
         with self._lock:
             memory, _ = self._held.get(part, {}).get(attempt, (None, ""))
             if memory is not None:
@@ -157,7 +148,7 @@ class SnapshotServer:
                 return
         connection.send(f"its snapshot server does not hold attempt {attempt} of rank {part.name}")
 
-    def _memory(self, part: Part, num_bytes: int) -> _Memory:
+    def _memory(self, part: wire.Part, num_bytes: int) -> _Memory:
         with self._lock:
             memory = self._idle.pop(part, None)
         if memory is not None and memory.num_bytes == num_bytes:
@@ -166,7 +157,7 @@ class SnapshotServer:
             memory.close()
         return _Memory(num_bytes)
 
-    def _make_idle(self, memories: dict[Part, _Memory]) -> None:
+    def _make_idle(self, memories: dict[wire.Part, _Memory]) -> None:
         """Keeps memory for the parts' next snapshots."""
         with self._lock:
             former = [self._idle.pop(part) for part in memories if part in self._idle]
@@ -195,21 +186,21 @@ class SnapshotServer:
         for memory in freed:
             memory.close()
 
-    def _list_intact(self, position: int, host: str) -> HeldSnapshots:
+    def _list_intact(self, position: int, host: str) -> wire.HeldSnapshots:
         """The position's intact snapshots, all of which are read in full."""
         with self._lock:
             held = {part: dict(kept) for part, kept in self._held.items() if part.position == position}
             if self._server is None:
                 self._server = PieceServer(host, self, _TIMEOUT_S)
                 self._server.start()
-        whole: dict[Part, list[tuple[int, str]]] = {}
+        whole: dict[wire.Part, list[tuple[int, str]]] = {}
         damaged: set[int] = set()
         for part, kept in held.items():
             still = {attempt for attempt, (memory, sha256) in kept.items() if memory.is_still(sha256)}
             whole[part] = [(attempt, kept[attempt][1]) for attempt in sorted(still)]
             damaged |= self._drop(part, set(kept) - still)
-        return HeldSnapshots(
-            held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(Part(position), ())),
+        return wire.HeldSnapshots(
+            held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(wire.Part(position), ())),
             slices=tuple(
                 HeldPartition(attempt, part.slice, sha256)
                 for part, kept in whole.items()
@@ -220,7 +211,7 @@ class SnapshotServer:
             server=str(self._server.address),
         )
 
-    def _drop(self, part: Part, attempts: set[int]) -> set[int]:
+    def _drop(self, part: wire.Part, attempts: set[int]) -> set[int]:
         """Frees damaged snapshots; returns those that were still there."""
         with self._lock:
             present = self._held.get(part, {})  # memory freed meanwhile may have been written over
@@ -245,7 +236,7 @@ class NodeSnapshotServer:
         self._context = context
         self._child: Child | None = None
         # An abstract socket name is free again when the process has ended, however it did.
-        self.address = SnapshotServerAddress(
+        self.address = wire.SnapshotServerAddress(
             name=f"\0spare-snapshots-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
         )
 

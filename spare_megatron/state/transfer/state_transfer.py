@@ -20,9 +20,10 @@ from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.state_source import Content, StateSource
 from spare_megatron.voting.agreement import GroupAgreement
 
-_VOTE_POLL_S = 0.005
-
-
+_POLL_S = 0.005
+_LOG_POLL_S = 0.010
+_DESCRIPTION, _TENSORS = "description", "tensors"
+"""Names of the two parts of a state, as they are offered."""
 NO_DIGEST = "lacking"
 """A group that lacks parameters publishes this for the newcomers instead of a digest."""
 
@@ -46,7 +47,7 @@ def confirm(
     while (verdict := majority_holds(digest, _published_digests(action, head, agreement))) is None:
         if time.monotonic() > end_s:
             raise JoinFailed(f"too few groups have published digests of their parameters within {timeout_s:g} s")
-        time.sleep(_VOTE_POLL_S)
+        time.sleep(_POLL_S)
         probe.progress()
     if not verdict:
         raise JoinFailed("the copied state differs from that of the other groups")
@@ -70,14 +71,6 @@ def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:
     if 2 * same > len(others):
         return True
     return False if 2 * different >= len(others) else None
-
-
-_POLL_S = 0.005
-
-_LOG_POLL_S = 0.010
-
-_DESCRIPTION, _TENSORS = "description", "tensors"
-"""Names of the two parts of a state, as they are offered."""
 
 
 class StateTransfer:

@@ -214,7 +214,7 @@ def policy_of(question: Question) -> "Policy":
             raise ValueError(f"--policy {question.policy} is unknown; known: stack, microbatch, rejoin")
 
 
-def slice_copy_s_of(question: Question) -> float:
+def partition_copy_s_of(question: Question) -> float:
     """Seconds to copy one state partition."""
     return parse_duration_s("--slice-copy", question.slice_copy or ASSUMED_SLICE_COPY)
 

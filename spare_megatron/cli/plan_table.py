@@ -22,7 +22,7 @@ _LONG_CADENCE_S = 86400.0
 def print_answer(answer: Answer) -> None:
     console = RunConsole()
     console.print(_two_columns("plan", _plan_rows(answer)))
-    console.print(_two_columns("optimizer state in slices", _slice_rows(answer)))
+    console.print(_two_columns("optimizer state in slices", _partition_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))
     console.print(_alternatives(answer))
     if answer.plan.redundancy == 1 and not answer.facts.last_resort:
@@ -58,7 +58,7 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
 
 
-def _slice_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+def _partition_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     slices = answer.slices
     copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
     yield "redundancy", f"{_hosts(slices.redundancy)} per slice"

@@ -9,12 +9,12 @@ from spare_megatron.config.schema import RunConfig
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
-LAST_STATE_NAME = re.compile(r"step-(\d{8,})\.state")
+EMERGENCY_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})\.state")
 
 
 def step_of(path: Path) -> int:
     """Committed steps in a checkpoint, by its name; raises ValueError if the name is not that of a checkpoint."""
-    match = CHECKPOINT_NAME.fullmatch(path.name) or LAST_STATE_NAME.fullmatch(path.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name) or EMERGENCY_CHECKPOINT_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named as a checkpoint is, step-NNNNNNNN")
     return int(match[1])

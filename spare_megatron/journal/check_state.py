@@ -122,7 +122,7 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
 
 
 @dataclass(slots=True)
-class _Slices:
+class _Partitions:
     """Hosts of each state partition between two log entries; `finished_at` is the attempt of the finish entry."""
 
     hosts: list[set[Member]]
@@ -134,14 +134,14 @@ class _Slices:
         return [index for index, row in enumerate(self.hosts) if not row]
 
 
-def check_slices(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_partitions(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """No step is committed while a state partition has no host; copies go to members; releases leave enough hosts.
 
     A finished run has a finish entry, and no group lacked parameters in its attempt.
     """
     if not run.slice_redundancy:
         return
-    slices = _fold_slices(run, fold)
+    slices = _fold_partitions(run, fold)
     for error in slices.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
@@ -159,14 +159,14 @@ def check_slices(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[
 
 def has_lost_state(run: RunRecord, fold: Fold) -> bool:
     """Whether some state partition has no host after the last entry."""
-    return bool(run.slice_redundancy and _fold_slices(run, fold).wiped_out())
+    return bool(run.slice_redundancy and _fold_partitions(run, fold).wiped_out())
 
 
-def _fold_slices(run: RunRecord, fold: Fold) -> _Slices:
+def _fold_partitions(run: RunRecord, fold: Fold) -> _Partitions:
     slicing = PartitionSetup(
         num_groups=run.num_groups, redundancy=run.slice_redundancy, groups_per_domain=run.groups_per_domain
     )
-    slices = _Slices(_first_hosts(slicing, dict.fromkeys(range(run.num_groups), 0)))
+    slices = _Partitions(_first_hosts(slicing, dict.fromkeys(range(run.num_groups), 0)))
     gone: set[Member] = set()
     for index in sorted(fold.entries):
         entry = fold.entries[index]
@@ -194,7 +194,7 @@ def _first_hosts(slicing: PartitionSetup, members: Mapping[int, int]) -> list[se
     return [set(row) for row in ownership.hosts]
 
 
-def _let_go(slices: _Slices, step: int, released: Sequence[Any], num_wanted: int) -> None:
+def _let_go(slices: _Partitions, step: int, released: Sequence[Any], num_wanted: int) -> None:
     """Runs before `_commit`: the copies that replace released ones joined, and were compared, earlier."""
     for index, (group, life) in released:
         member, row = Member(GroupId(group), life), slices.hosts[index]
@@ -205,7 +205,7 @@ def _let_go(slices: _Slices, step: int, released: Sequence[Any], num_wanted: int
         row.discard(member)
 
 
-def _commit(slices: _Slices, step: int, restored: Sequence[Any], present: set[Member]) -> None:
+def _commit(slices: _Partitions, step: int, restored: Sequence[Any], present: set[Member]) -> None:
     for index in slices.wiped_out():
         slices.errors.append(f"step {step}: committed though slice {index} had no host")
     for index, (group, life) in restored:

@@ -51,7 +51,7 @@ def _lives(fold: Fold) -> set[tuple[int, int]]:
     return lives
 
 
-def check_told(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_reports(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Losses, recoveries, restarts and injected faults agree with the log and the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
     restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]

@@ -11,18 +11,18 @@ from spare_megatron.stacking.layout import PartitionId
 
 
 class Part(NamedTuple):
-    """A part of a rank position's state that is copied by itself: a state partition, or (`slice` is None) the rest.
+    """A part of a rank position's state that is copied by itself: a state partition, or (`partition` is None) the rest.
 
     `position` is the index of the rank inside its group.
     """
 
     position: int
-    slice: PartitionId | None = None
+    partition: PartitionId | None = None
 
     @property
     def name(self) -> str:
         """The name under which a `piece_client.PieceClient` asks for it."""
-        return f"{self.position}" if self.slice is None else f"{self.position}/{self.slice}"
+        return f"{self.position}" if self.partition is None else f"{self.position}/{self.partition}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,13 @@ class HeldSnapshots:
 
     Attributes:
         held: Copies of all but state partitions whose bytes are intact.
-        slices: Copies of state partitions whose bytes are intact.
+        partitions: Copies of state partitions whose bytes are intact.
         damaged: Attempts of the other copies, which the server has dropped.
         server: Address for a `piece_client.PieceClient`, which asks by the name of a part, with the attempt as step.
     """
 
     held: tuple[Held, ...]
-    slices: tuple[HeldPartition, ...]
+    partitions: tuple[HeldPartition, ...]
     damaged: tuple[int, ...]
     server: str
 

@@ -38,7 +38,7 @@ from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.transfer.partition_copier import GroupRepairs, PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.state.transfer.state_source import StateSource, slice_contents
+from spare_megatron.state.transfer.state_source import StateSource, partition_contents
 from spare_megatron.state.transfer.state_transfer import StateTransfer
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
@@ -249,7 +249,7 @@ class Assembly:
         repairs = PartitionRepairs(
             member=self._spec.member,
             optimizer=optimizer,
-            contents=slice_contents(optimizer),
+            contents=partition_contents(optimizer),
             bytes_per_s=self._config.optimizer.repair_mib_per_s * 2**20,
             awaits_update=awaits_update,
             find_server=self._find_server,
@@ -308,7 +308,7 @@ class Assembly:
     def _serve_state(self) -> StateSource:
         """Starts the server of this rank's state and publishes its address in the control store."""
         optimizer = self.trainer.stacked
-        partitions = [] if optimizer is None else slice_contents(optimizer)
+        partitions = [] if optimizer is None else partition_contents(optimizer)
         source = StateSource({content.name: content for content in partitions})
         server = PieceServer(self._store.local_host(), source, self._config.reduce.timeout_s)
         server.start()

@@ -64,6 +64,6 @@ class GroupLog:
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns as `Reduction.attempt`."""
-        digests, lacks_params = self._digests.told(), self._progress.lacks_params
+        digests, lacks_params = self._digests.for_vote(), self._progress.lacks_params
         journal = self._reports.journal
         return vote_to_finish(action, self._voting, journal, self._probe, digests, lacks_params=lacks_params)

@@ -11,7 +11,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
-from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, file_of, last_state_path
+from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, emergency_checkpoint_path, file_of
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.transfer.state_digests import StateDigests
@@ -63,14 +63,14 @@ class GroupSaves:
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.take(action, has_params=not self._progress.lacks_params)
+        self._snapshotter.start_copy(action, has_params=not self._progress.lacks_params)
 
     def resume_postponed(self, step: int) -> None:
         """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
         if self._saver is not None:
-            self._saver.go_on(step)
+            self._saver.start_postponed(step)
         if self._snapshotter is not None:
-            self._snapshotter.go_on()
+            self._snapshotter.start_postponed()
 
     def await_copies(self, step: int) -> None:
         """Waits until the update that makes `step` committed steps may change the state."""
@@ -102,7 +102,7 @@ def save_alone(spec: RankSpec, trainer: GroupTrainer, action: SaveCheckpoint, he
 
     `action` describes the state as a checkpoint of this group; `head` counts the log entries folded so far.
     """
-    path = last_state_path(spec.config.checkpoint, spec.run_dir, action.step)
+    path = emergency_checkpoint_path(spec.config.checkpoint, spec.run_dir, action.step)
     num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
     optimizer = trainer.stacked
     saved = SavedRank(

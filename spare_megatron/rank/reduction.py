@@ -130,7 +130,7 @@ class Reduction:
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
 
-        digests, work_digest = self._digests.told(), digest_of_work(computed)
+        digests, work_digest = self._digests.for_vote(), digest_of_work(computed)
         with self._probe.during(Operation.SETTLE):
             opinion = self._agreement.settle(
                 is_complete=is_complete,

@@ -23,8 +23,8 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     visible_steps,
 )
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
-from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_last_state
-from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of, refuse
+from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_emergency_checkpoint
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance, refuse
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 
@@ -106,7 +106,7 @@ class RestartLoader:
             if found := differences(checkpoint.manifest.terms, self._config):
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
                 continue
-            offer = offer_of(checkpoint.manifest)
+            offer = candidate_of(checkpoint.manifest)
             if offer in self._withdrawn:
                 rejected.append(self._withdrawn[offer])
                 continue
@@ -133,7 +133,7 @@ class RestartLoader:
         """
         if self._snapshots is None:
             return (), ()
-        held, partitions, rejected = self._snapshots.held()
+        held, partitions, rejected = self._snapshots.announce_intact()
         self.rejected += rejected
         return held, partitions
 
@@ -175,7 +175,7 @@ class RestartLoader:
 
     def _load_first(self, path: Path, partitions: Collection[PartitionId]) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
-        if is_last_state(path):
+        if is_emergency_checkpoint(path):
             self._trainer.load_state(files_for(path, assemble(path).files, self._rank), partitions)
         else:
             self._trainer.load_checkpoint(path, partitions)

@@ -40,10 +40,10 @@ class StackedState:
         finally:  # even if the store is lost: this may be the last whole copy
             if lacked and not progress.lacks_params:
                 progress.num_steps = action.step
-                self._digests.hold(action.step, progress.num_restarts)
+                self._digests.compare_if_due(action.step, progress.num_restarts)
                 self._saves.resume_postponed(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Starts the copies that the group is to make; the digests follow the new hosts."""
-        self._digests.host(action)
+        self._digests.set_hosted(action)
         self._repairs.start(action)

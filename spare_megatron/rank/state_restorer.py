@@ -51,7 +51,7 @@ class StateRestorer:
         if progress.lacks_params:
             agreement.publish_digest(progress.head - 1, NO_DIGEST)
             return
-        digests.take()
+        digests.compute()
         digests.hash_rest(copied_from=None if donor is None else donor.group)
         if donor is not None:
             with self._probe.during(Operation.JOIN):

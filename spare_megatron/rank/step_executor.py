@@ -98,7 +98,7 @@ class StepExecutor:
 
     def update_model(self, action: UpdateModel) -> None:
         """Applies the sums of the committed attempt."""
-        self._digests.proven(action.proven)
+        self._digests.on_proven(action.proven)
         self._reports.clock.on_commit()
         self._reduction.commit()
         recoveries = self._reports.write_recoveries()
@@ -115,7 +115,7 @@ class StepExecutor:
             self._digests.forget()
         else:
             self._progress.num_steps = num_steps
-            self._digests.hold(num_steps, self._progress.num_restarts)
+            self._digests.compare_if_due(num_steps, self._progress.num_restarts)
         self._reports.send_step(result, step_s, recoveries)
 
     def stop(self, step: int) -> None:

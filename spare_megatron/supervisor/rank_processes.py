@@ -287,7 +287,7 @@ class RankProcesses:
     def ensure_snapshot_server(self) -> None:
         """Starts the snapshot server, if snapshots are taken and it is not alive."""
         if self.snapshot_server is not None:
-            self.snapshot_server.look()
+            self.snapshot_server.ensure_running()
 
     def end_all(self) -> None:
         """Kills and reaps all processes. Suspends the ranks first, so that none sees a peer end and reports it."""
@@ -296,7 +296,7 @@ class RankProcesses:
             if child.process.is_alive():
                 os.kill(child.pid, signal.SIGSTOP)
         if self.snapshot_server is not None:
-            self.snapshot_server.end()
+            self.snapshot_server.stop()
         self._spares.end_all()
         _end_all(children)
 

@@ -17,7 +17,7 @@ from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
 from spare_megatron.state.transfer.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer, Source
-from spare_megatron.state.transfer.state_source import StateSource, slice_contents
+from spare_megatron.state.transfer.state_source import StateSource, partition_contents
 from tests.integration.mcore_group import CPU
 from tests.integration.mcore_state_group import hand_over
 from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated
@@ -35,7 +35,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     trainer_module.StatePartitions = partial(StatePartitions, piece_elements=piece_elements)
     trainers, hosts = build_groups(config), first_hosts(config).hosts
     donor, newcomer = trainers[1], GroupTrainer(config, CPU)
-    source = StateSource({content.name: content for content in slice_contents(stacked(donor))})
+    source = StateSource({content.name: content for content in partition_contents(stacked(donor))})
     meter = _Meter(source)
     server = PieceServer("127.0.0.1", meter, TIMEOUT_S)
     server.start()
@@ -45,7 +45,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     repairs = PartitionRepairs(
         member=me,
         optimizer=stacked(newcomer),
-        contents=slice_contents(stacked(newcomer)),
+        contents=partition_contents(stacked(newcomer)),
         bytes_per_s=bytes_per_s,
         awaits_update=False,
         find_server=lambda member: server.address,

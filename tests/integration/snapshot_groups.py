@@ -29,7 +29,7 @@ PROBE = cast(RankProbe, SimpleNamespace(during=lambda operation: contextlib.null
 
 
 class KeptHere:
-    """A keeper of rank 0 without a process."""
+    """The snapshot server of rank 0, without a process."""
 
     def __init__(self) -> None:
         self.kept: dict[PartitionId | None, mmap.mmap] = {}
@@ -48,7 +48,7 @@ class KeptHere:
     def memory(self, attempt: int, number: PartitionId | None) -> mmap.mmap:
         return self.kept[number]
 
-    def held(self, host: str) -> HeldSnapshots:
+    def list_intact(self, host: str) -> HeldSnapshots:
         digests = {number: hashlib.sha256(memory).hexdigest() for number, memory in self.kept.items()}
         rest = digests.pop(None)
         slices = tuple(
@@ -72,7 +72,7 @@ def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[
     again = [GroupTrainer(config, CPU) for _ in trainers]
     for group, trainer in enumerate(again):
         loader = loader_of(snapshot_server, trainer, GroupId(group))
-        loader.held()
+        loader.announce_intact()
         loader.load(ATTEMPT, [PartitionId(shard) for shard in hosts.stack(GroupId(group))], (), 0)
     answers.append(train(again, config, later))
     groups.assert_alike_on_hosts(again, hosts.hosts)
@@ -124,12 +124,12 @@ def take_late(
         partition_holders=tuple((owner,) for owner in owners(config)),
     )
     for snapshotter in snapshotters:
-        snapshotter.take(action, has_params=False)
+        snapshotter.start_copy(action, has_params=False)
         snapshotter.await_copy(step + 1)
     assert snapshot_server.kept == {}
     groups.gather(trainers, owners(config))
     for snapshotter in snapshotters:
-        snapshotter.go_on()
+        snapshotter.start_postponed()
         snapshotter.await_copy(step + 2)
     return [record for snapshotter in snapshotters for record in snapshotter.take_finished()]
 

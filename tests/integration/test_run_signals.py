@@ -80,7 +80,7 @@ def test_nothing_outlives_a_driver_that_is_killed(text_corpus: Path, tmp_path: P
 
 
 def chosen(driver_pid: int, whom: str) -> list[psutil.Process]:
-    """Processes of a run below its fork server. Those of the ranks, their keeper and spares are its supervisor's."""
+    """Processes of a run below its fork server. Ranks, snapshot server and spares are children of the supervisor."""
     [server] = [child for child in psutil.Process(driver_pid).children() if child.children()]
     [supervisor] = [child for child in server.children() if child.children()]
     return {

@@ -17,7 +17,7 @@ from spare_megatron.journal.records import RestartRecord, SnapshotRecord
 from spare_megatron.process.reports import GroupRestarted, RunEvent
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId, Member
-from tests.integration.kept_snapshots import memory_files
+from tests.integration.snapshot_memory import memory_files
 from tests.integration.test_run_restart import assert_restarted, same_bits
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config
 
@@ -57,8 +57,8 @@ def snapshot_server() -> psutil.Process:
     return one
 
 
-def without_keeper(spec: RankSpec, reports: Connection) -> None:
-    """A rank; when that of group 0 starts again, its node's keeper is killed."""
+def without_snapshot_server(spec: RankSpec, reports: Connection) -> None:
+    """A rank; when that of group 0 starts again, its node's snapshot server is killed."""
     if spec.member == Member(GroupId(0), 1):
         process = snapshot_server()
         process.kill()
@@ -67,10 +67,10 @@ def without_keeper(spec: RankSpec, reports: Connection) -> None:
 
 
 def with_damage(spec: RankSpec, reports: Connection) -> None:
-    """A rank; when it starts again, other bytes stand at the end of everything that its node's keeper has."""
+    """A rank; when it starts again, it overwrites the end of every snapshot on its node."""
     if spec.incarnation == 1:
         for file in memory_files(snapshot_server().pid):
-            # The keeper may have found it out already, for another group, and given it up.
+            # The server may have found and dropped it already, on the request of another group.
             with contextlib.suppress(FileNotFoundError), file.open("r+b") as memory:
                 memory.seek(-8, os.SEEK_END)
                 memory.write(b"\xff" * 8)
@@ -96,7 +96,7 @@ def snapshots_of(run: Run) -> set[tuple[int, int, int]]:
 def test_a_wipe_out_starts_again_from_memory_and_ends_bitwise_like_the_run_without_faults(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """On one node, whose keeper has a copy of each of two rank positions."""
+    """On one node, whose server has a copy of each of two rank positions."""
     whole = complete_run(tiny_config(text_corpus, TWO_STAGES, **COMMON), tmp_path / "whole")
     config = wiped_out_config(text_corpus, TWO_STAGES)
     run = complete_run(config, tmp_path / "run")
@@ -110,7 +110,7 @@ def test_a_wipe_out_starts_again_from_memory_and_ends_bitwise_like_the_run_witho
     assert same_bits(config, whole, run)
 
 
-def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(
+def test_a_node_that_has_lost_its_snapshot_server_takes_the_snapshot_from_another(
     text_corpus: Path, tmp_path: Path, undisturbed: Run
 ) -> None:
     """Nodes 0 and 1 keep the state; node 0 forgets it, and node 2 has never had it."""
@@ -118,7 +118,7 @@ def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(
     config = replace(config, cluster=ClusterConfig(device="cpu", num_nodes=3))
     # Nodes are watched before the run begins, when they have most to do.
     config = replace(config, control=replace(config.control, heartbeat_interval_s=5.0))
-    run = run_with(without_keeper, config, tmp_path / "run")
+    run = run_with(without_snapshot_server, config, tmp_path / "run")
     assert_restarted(run, 1)
     assert restarts_of(run) == {(4, 1, "memory")}
     assert {(step, group) for step, group, _ in snapshots_of(run)} >= {(4, 0), (4, 1)}

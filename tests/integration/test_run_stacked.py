@@ -92,7 +92,7 @@ def test_without_a_store_groups_save_the_slices_that_they_have(text_corpus: Path
     hosted = {"group-0000-rank-0": [0, 1], "group-0001-rank-0": [1, 2], "group-0002-rank-0": [0, 2]}
     files = {file.stem: file for file in path.glob("*.state")}
     assert "group-0001-rank-0" in files
-    assert (str(path) if len(files) > 1 else "no group has saved slices [0]") in run.summary.outcome_reason
+    assert (str(path) if len(files) > 1 else "no group has saved partitions [0]") in run.summary.outcome_reason
     for name, file in files.items():
         slices = torch.load(file, weights_only=True)["slices"]
         assert sorted(slices) == hosted[name]

@@ -98,7 +98,7 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     assembly.Reduction = partial(_WatchedReduction, watch, now)
     assembly.StepExecutor = partial(_WatchedSteps, watch, now)
     assembly.GroupAgreement = partial(_TimelyAgreement, watch)
-    assembly.slice_contents = partial(_late_contents, watch)
+    assembly.partition_contents = partial(_late_contents, watch)
     if watch.scatters:
         assembly.make_bucket_sums = ScatteredBuckets
     if spec.group in watch.late_groups:

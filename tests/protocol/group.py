@@ -42,10 +42,10 @@ from spare_megatron.voting.fencing import fence
 from tests.protocol.buckets import Buckets, recipients_of
 from tests.protocol.communicators import Reduction
 from tests.protocol.links import Fenced, Links
+from tests.protocol.partitions import NUM_PIECES, WRONG, PartitionStates, marked
 from tests.protocol.relaying import Relaying
 from tests.protocol.saved import AT_FIRST, Content
 from tests.protocol.saving import Saving
-from tests.protocol.slices import NUM_PIECES, WRONG, PartitionStates, marked
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.telling import Telling, majority
@@ -255,11 +255,14 @@ class Group:
         assert held is not None, "only slices are copied"
 
         def is_void() -> bool:
-            return repair not in held.repairs or None in (world.slices_of(self.member), world.slices_of(repair.donor))
+            return repair not in held.repairs or None in (
+                world.partitions_of(self.member),
+                world.partitions_of(repair.donor),
+            )
 
         def may_copy() -> bool:
-            is_late_enough = held.num_updates >= held.first_steps[repair.partition]
-            return is_late_enough and world.slices_of(repair.donor).num_updates == held.num_updates
+            is_late_enough = held.num_updates >= held.first_steps[repair.slice]
+            return is_late_enough and world.partitions_of(repair.donor).num_updates == held.num_updates
 
         for piece in range(NUM_PIECES):
             is_installed = False
@@ -267,8 +270,8 @@ class Group:
                 yield Until(lambda: is_void() or may_copy())
                 if is_void():
                     return
-                donor = world.slices_of(repair.donor)
-                step, state = donor.num_updates, donor.whole(repair.partition)
+                donor = world.partitions_of(repair.donor)
+                step, state = donor.num_updates, donor.whole(repair.slice)
                 if state is None:
                     raise Violation(f"{repair.donor} is to give slice {repair.partition}, and has it not")
                 for _ in range(MOVES_OF_STATE):

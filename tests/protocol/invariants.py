@@ -30,8 +30,8 @@ from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
+from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
-from tests.protocol.slices import WRONG, PartitionObserver
 from tests.protocol.violation import Violation
 
 Life = tuple[int, int]
@@ -250,7 +250,12 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} though the members have different parameters")
         all_right = {index for index, sha256 in states if not sha256.startswith(WRONG)}
         is_wrong = any(vote.params_digest.startswith(WRONG) for vote in members)
-        if isinstance(entry, Commit | Finish) and is_wrong and all_right and len(all_right) == self.slices.num_slices:
+        if (
+            isinstance(entry, Commit | Finish)
+            and is_wrong
+            and all_right
+            and len(all_right) == self.slices.num_partitions
+        ):
             raise Violation(f"{writer} writes {entry} though parameters are wrong, and each slice has a right host")
         is_all_right = not any(one.sha256.startswith(WRONG) for vote in votes.values() for one in vote.slice_digests)
         for life, vote in votes.items():

@@ -26,7 +26,7 @@ from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, R
 from spare_megatron.state.checkpoint.verification import refusal_in_log
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
-from tests.protocol.slices import PartitionStates
+from tests.protocol.partitions import PartitionStates
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -340,7 +340,7 @@ class Protocol:
 
     controller_type: type[Controller] = Controller
     log_type: type[DecisionLog] = DecisionLog
-    slices_type: type[PartitionStates] = PartitionStates
+    partitions_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
     votes_type: type[BlockVotes] = BlockVotes
     reliance_type: type[Reliance] = Reliance
@@ -379,8 +379,8 @@ MUTATIONS = {
     "reads no votes after a loss": Protocol(reliance_type=ReadsNothing),
     "leaves votes to lost relays": Protocol(reliance_type=ReliesOnTheLost),
     "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),
-    "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
-    "copies slices in the step of the loss": Protocol(slices_type=CopiesAtOnce),
+    "installs pieces of an earlier step": Protocol(partitions_type=InstallsOldPieces),
+    "copies slices in the step of the loss": Protocol(partitions_type=CopiesAtOnce),
     "makes checkpoints visible without a look at the log": Protocol(refusal_in_log=lambda log, head, action: ""),
     "compares what it has saved in one step alone": Protocol(controller_type=DoubtsOnce),
     "removes what is right for what may be wrong": Protocol(superseded=lambda of, _, *kept: superseded(of, (), *kept)),

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from spare_megatron.stacking.layout import Member
-from tests.protocol.slices import WRONG
+from tests.protocol.partitions import WRONG
 from tests.protocol.violation import Violation
 
 AT_FIRST = "at first"

@@ -12,9 +12,9 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
+from tests.protocol.partitions import PartitionStates
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
-from tests.protocol.slices import PartitionStates
 from tests.protocol.store import Request
 
 
@@ -65,6 +65,6 @@ class Surroundings(Protocol):
 
     def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool: ...
 
-    def slices_of(self, member: Member) -> PartitionStates | None: ...
+    def partitions_of(self, member: Member) -> PartitionStates | None: ...
 
     def observe(self, member: Member) -> None: ...

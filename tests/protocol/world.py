@@ -25,10 +25,10 @@ from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants
 from tests.protocol.mutations import Protocol
+from tests.protocol.partitions import PartitionObserver, PartitionStates
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
 from tests.protocol.scene import Scene
-from tests.protocol.slices import PartitionObserver, PartitionStates
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
@@ -119,7 +119,7 @@ class World:
         controller = self._protocol.controller_type(self._setup)
         held = None
         if controller.ownership is not None:
-            held = self._protocol.slices_type(member, controller.ownership.hosted_by(member))
+            held = self._protocol.partitions_type(member, controller.ownership.hosted_by(member))
         runner = Group(member, controller, self, held, is_replacing=is_replacing)
         self._groups[runner.name] = runner
         self._clock_skew_s[runner.name] = self._random.uniform(0.0, 300.0)
@@ -164,7 +164,7 @@ class World:
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
 
-    def slices_of(self, member: Member) -> PartitionStates | None:
+    def partitions_of(self, member: Member) -> PartitionStates | None:
         """What a member holds, if it lives."""
         name = f"{member.group}.{member.incarnation}"
         return self._groups[name].held if any(process.name == name for process in self._processes) else None

@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.core.actions import Reading
 from spare_megatron.state.checkpoint import checkpoint_reader
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
-from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance
 from tests.unit.test_checkpoints import cut_short, flip_a_bit, save
 
 TIMEOUT_S = 30.0
@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 def read_all(reader: CheckpointReader, path: Path, *numbers: int) -> Reading:
     """What there is to say of the checkpoint when all of it is read that was asked for."""
     checkpoint = glance(path)
-    offer = offer_of(checkpoint.manifest)
+    offer = candidate_of(checkpoint.manifest)
     reader.read(offer, checkpoint, numbers)
     done = threading.Event()
     while reader.is_reading:
@@ -48,8 +48,8 @@ def test_what_is_missing_is_seen_at_a_glance_and_a_flipped_bit_is_not(
 
 def test_other_files_under_the_same_step_are_another_checkpoint(tmp_path: Path) -> None:
     first, second = (glance(save(tmp_path / name, step)) for name, step in (("a", 10), ("b", 10)))
-    assert offer_of(first.manifest) == offer_of(second.manifest), "all of it is the same"
-    assert offer_of(first.manifest) != offer_of(glance(save(tmp_path, 11)).manifest)
+    assert candidate_of(first.manifest) == candidate_of(second.manifest), "all of it is the same"
+    assert candidate_of(first.manifest) != candidate_of(glance(save(tmp_path, 11)).manifest)
 
 
 def test_reading_keeps_nobody_waiting_and_is_given_up_when_nobody_needs_it(
@@ -69,7 +69,7 @@ def test_reading_keeps_nobody_waiting_and_is_given_up_when_nobody_needs_it(
 
     monkeypatch.setattr(checkpoint_reader, "verify_file", slow)
     reader, checkpoint = CheckpointReader(), glance(save(tmp_path, 10))
-    reader.read(offer_of(checkpoint.manifest), checkpoint, [0])
+    reader.read(candidate_of(checkpoint.manifest), checkpoint, [0])
     assert is_under_way.wait(TIMEOUT_S)
     assert reader.is_reading
     [reading] = reader.readings()

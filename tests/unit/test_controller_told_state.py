@@ -14,7 +14,7 @@ from spare_megatron.core.entries import Commit, Fence, Finish, Retry
 from spare_megatron.core.votes import PartitionDigest, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionCopy
-from tests.unit.test_controller_slices import decided, fold, kinds, last_attempt, make_controller
+from tests.unit.test_controller_partitions import decided, fold, kinds, last_attempt, make_controller
 
 
 def telling(attempt: AttemptReduce | AttemptFinish, slices: dict[int, str], params: str = "a") -> Vote:

@@ -143,7 +143,7 @@ def test_who_asks_about_two_directories_in_turn_opens_two_watches(etcd: Etcd, st
         etcd.put(keys.entry(index), "entry")
     for _ in range(20):
         assert not board.has_ended()
-        assert board.lost() == frozenset()
+        assert board.read_fenced() == frozenset()
     assert etcd.num_watches == 2
     assert etcd.num_values_read == 0
 

@@ -44,7 +44,7 @@ NAME = Part(0).name
 
 
 class Kept:
-    """The copy of rank 0, as a keeper has it."""
+    """The copy of rank 0, as a snapshot server has it."""
 
     def __init__(self) -> None:
         self.num_reads = 0

@@ -128,7 +128,7 @@ def test_no_group_keeps_many_more_slices_than_another() -> None:
 
 @dataclass(slots=True)
 class Rank:
-    """The only holder of its position, and its keeper."""
+    """The only holder of its position, and its snapshot server."""
 
     steps: int = 0
     held: set[int] = field(default_factory=set)

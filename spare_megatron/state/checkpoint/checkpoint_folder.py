@@ -19,7 +19,7 @@ from typing import Any
 
 from spare_megatron import __version__
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
-from spare_megatron.config.terms import CHECKPOINT_NAME, LAST_STATE_NAME, global_batch, step_of, terms_of
+from spare_megatron.config.terms import CHECKPOINT_NAME, EMERGENCY_CHECKPOINT_NAME, global_batch, step_of, terms_of
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.process.lock import LOCK
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 
 FORMAT = 1
 
-LAST_STATE = ".state"
+EMERGENCY_SUFFIX = ".state"
 """Suffix of the folder and the files of an emergency checkpoint (`emergency_checkpoint`)."""
 
 _UNFINISHED = re.compile(r"step-\d{8,}\..+\.tmp$")
@@ -159,7 +159,9 @@ def visible_steps(folder: Path) -> list[int]:
 def all_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints and emergency checkpoints in a folder, newest first."""
     last = [
-        folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if LAST_STATE_NAME.fullmatch(name)
+        folder / name
+        for name in (os.listdir(folder) if folder.is_dir() else ())
+        if EMERGENCY_CHECKPOINT_NAME.fullmatch(name)
     ]
     found = [checkpoint_path(folder, step) for step in visible_steps(folder)]
     return sorted([*found, *last], key=step_of, reverse=True)
@@ -172,7 +174,7 @@ def below(path: Path) -> Path:
 
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoint at the path, or all in the folder that it stands for, newest first."""
-    if path.is_dir() and (CHECKPOINT_NAME.fullmatch(path.name) or LAST_STATE_NAME.fullmatch(path.name)):
+    if path.is_dir() and (CHECKPOINT_NAME.fullmatch(path.name) or EMERGENCY_CHECKPOINT_NAME.fullmatch(path.name)):
         return [path]
     return all_checkpoints(below(path))
 

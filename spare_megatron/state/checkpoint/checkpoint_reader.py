@@ -34,10 +34,10 @@ class CheckpointReader:
         self._found: dict[CheckpointCandidate, _Found] = {}
         self._is_stopped = False
 
-    def read(self, offer: CheckpointCandidate, checkpoint: Checkpoint, numbers: Collection[int]) -> None:
-        """Starts to verify files of the checkpoint that `offer` names, by their numbers in the order of names."""
+    def read(self, candidate: CheckpointCandidate, checkpoint: Checkpoint, numbers: Collection[int]) -> None:
+        """Starts to verify files of the checkpoint that `candidate` names, by their numbers in the order of names."""
         with self._lock:
-            found = self._found.setdefault(offer, _Found())
+            found = self._found.setdefault(candidate, _Found())
             new = sorted(set(numbers) - found.asked)
             found.asked.update(new)
         if not new:
@@ -53,13 +53,13 @@ class CheckpointReader:
         with self._lock:
             return tuple(
                 Reading(
-                    candidate=offer,
+                    candidate=candidate,
                     whole=tuple(sorted(found.whole)),
                     damaged=tuple(sorted(found.damaged)),
                     reason=found.damaged[min(found.damaged)] if found.damaged else "",
                     num_bytes=found.num_bytes,
                 )
-                for offer, found in sorted(self._found.items())
+                for candidate, found in sorted(self._found.items())
             )
 
     @property

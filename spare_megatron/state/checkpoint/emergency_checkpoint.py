@@ -19,15 +19,7 @@ from spare_megatron.journal.check import fold_evidence
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.process.lock import LOCK
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    FOLDER,
-    LAST_STATE,
-    Manifest,
-    StoredFile,
-    all_checkpoints,
-    checkpoint_path,
-    folder_of,
-)
+from spare_megatron.state.checkpoint import checkpoint_folder as folders
 
 _DESCRIPTION = ".json"
 
@@ -64,7 +56,7 @@ class SavedRank:
 
     @property
     def file(self) -> str:
-        return f"{_stem(self.group, self.rank)}{LAST_STATE}"
+        return f"{_stem(self.group, self.rank)}{folders.EMERGENCY_SUFFIX}"
 
 
 def _stem(group: int, rank: int) -> str:
@@ -74,19 +66,19 @@ def _stem(group: int, rank: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- write
 
 
-def last_state_path(checkpoint: CheckpointConfig, run_dir: Path, step: int) -> Path:
+def emergency_checkpoint_path(checkpoint: CheckpointConfig, run_dir: Path, step: int) -> Path:
     """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
-    folder = folder_of(checkpoint, run_dir)
+    folder = folders.folder_of(checkpoint, run_dir)
     if not (checkpoint.is_wanted and (folder / LOCK).exists()):
-        folder = run_dir.absolute() / FOLDER
-    path = checkpoint_path(folder, step)
-    return path.with_name(path.name + LAST_STATE)
+        folder = run_dir.absolute() / folders.FOLDER
+    path = folders.checkpoint_path(folder, step)
+    return path.with_name(path.name + folders.EMERGENCY_SUFFIX)
 
 
 def file_of(path: Path, group: int, rank: int) -> Path:
     """A rank's file; makes the folder."""
     path.mkdir(parents=True, exist_ok=True)
-    return path / f"{_stem(group, rank)}{LAST_STATE}"
+    return path / f"{_stem(group, rank)}{folders.EMERGENCY_SUFFIX}"
 
 
 def describe(path: Path, saved: SavedRank) -> None:
@@ -103,27 +95,27 @@ def describe(path: Path, saved: SavedRank) -> None:
 # -------------------------------------------------------------------------------------------------------------- read
 
 
-def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
+def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     """Why a run's ranks cannot load this emergency checkpoint, as text; empty if they can."""
     sharding = manifest.optimizer["sharding"]
     pairs = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
     ours = asdict(config.layout)
-    needed = [name for name in ours if name != "num_groups" or sharding == "stacked"]  # as many groups as slices
+    needed = [name for name in ours if name != "num_groups" or sharding == "stacked"]  # one partition per group
     pairs |= {f"layout.{name}": (manifest.layout[name], ours[name]) for name in needed}
     return [f"{key} = {own}, and it was saved with {theirs}" for key, (theirs, own) in pairs.items() if theirs != own]
 
 
-def is_last_state(path: Path) -> bool:
+def is_emergency_checkpoint(path: Path) -> bool:
     """Whether the path is that of an emergency checkpoint."""
-    return path.name.endswith(LAST_STATE)
+    return path.name.endswith(folders.EMERGENCY_SUFFIX)
 
 
 def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
     """Those of the files that ranks of this position have saved."""
-    return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{LAST_STATE}")]
+    return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{folders.EMERGENCY_SUFFIX}")]
 
 
-def assemble(path: Path) -> Manifest:
+def assemble(path: Path) -> folders.Manifest:
     """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable."""
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
@@ -139,26 +131,26 @@ def assemble(path: Path) -> Manifest:
     _require_alike(path, list(whole.values()))
     is_stacked = "num_slices" in first.manifest["optimizer"]
     if is_stacked:
-        _require_all_slices(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
+        _require_all_partitions(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
     if step_of(path) != first.manifest["step"]:
         raise NotACheckpoint(f"{path.name}: it is that of step {first.manifest['step']}")
     _require_commit(path, Path(first.run_dir))
     counted = sorted(whole) if is_stacked else [min(whole)]
     files = {
-        saved.file: StoredFile(num_bytes=saved.num_bytes, sha256=saved.sha256)
+        saved.file: folders.StoredFile(num_bytes=saved.num_bytes, sha256=saved.sha256)
         for group in counted
         for saved in whole[group].values()
     }
     fields = {**first.manifest, "files": files}
     if is_stacked:
         fields["optimizer"] = {**first.manifest["optimizer"], "writers": counted}
-    return Manifest(**fields)
+    return folders.Manifest(**fields)
 
 
 def saved_state(checkpoint: CheckpointConfig, run_dir: Path) -> str:
     """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
-    folders = {folder_of(checkpoint, run_dir), run_dir.absolute() / FOLDER}
-    found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
+    places = sorted({folders.folder_of(checkpoint, run_dir), run_dir.absolute() / folders.FOLDER})
+    found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)
     if path is None:
         return ""
@@ -178,18 +170,18 @@ def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> Non
             if not saved.slices:
                 found.setdefault((rank, "optimizer state"), set()).add(saved.sha256)
             for number, sha256 in saved.slices.items():
-                found.setdefault((rank, f"state of slice {number}"), set()).add(sha256)
+                found.setdefault((rank, f"state of partition {number}"), set()).add(sha256)
     for (rank, what), digests in sorted(found.items()):
         if len(digests) > 1:
             ids = sorted(saved.group for ranks in groups for saved in ranks.values() if saved.rank == rank)
             raise NotACheckpoint(f"{path.name}: groups {ids} have saved different {what} of rank {rank}")
 
 
-def _require_all_slices(path: Path, groups: Collection[Mapping[int, SavedRank]], num_slices: int) -> None:
+def _require_all_partitions(path: Path, groups: Collection[Mapping[int, SavedRank]], num_slices: int) -> None:
     on_all_ranks = [set.intersection(*(set(saved.slices) for saved in ranks.values())) for ranks in groups]
     missing = sorted({str(number) for number in range(num_slices)}.difference(*on_all_ranks), key=int)
     if missing:
-        raise NotFinished(f"{path.name}: no group has saved slices [{', '.join(missing)}] of the optimizer state")
+        raise NotFinished(f"{path.name}: no group has saved partitions [{', '.join(missing)}] of the optimizer state")
 
 
 def _require_commit(path: Path, run_dir: Path) -> None:

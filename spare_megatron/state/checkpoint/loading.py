@@ -9,7 +9,7 @@ from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, step_of
 from spare_megatron.state.checkpoint.checkpoint_folder import FOLDER, Checkpoint, all_checkpoints, below, leftovers
-from spare_megatron.state.checkpoint.emergency_checkpoint import is_last_state, misfits
+from spare_megatron.state.checkpoint.emergency_checkpoint import is_emergency_checkpoint, misfits
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, Rejected, newest_valid, verify
 
 _ID_BYTES = 4
@@ -113,7 +113,7 @@ def _check(config: RunConfig, checkpoint: Checkpoint) -> None:
     found = differences(manifest.terms, config)
     if found:
         raise ValueError("\n".join([f"{where} is of another training:", *(f"  - {text}" for text in found)]))
-    found = misfits(manifest, config) if is_last_state(checkpoint.path) else []
+    found = misfits(manifest, config) if is_emergency_checkpoint(checkpoint.path) else []
     if found:
         what = "is the state of single ranks, which loads only as it was saved; set these until the next checkpoint:"
         raise ValueError("\n".join([f"{where} {what}", *(f"  - {text}" for text in found)]))

@@ -23,6 +23,13 @@ from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 
+T = TypeVar("T")
+
+_POLL_S = 0.05
+_POLL_S_PER_GROUP = 0.001
+"""Every group reads the keys of all groups from the store."""
+_TURN_SHARE = 0.25
+"""Share of the time limit after which the leader answers the ranks that wait for it."""
 _READ_TIMEOUT_S = 60.0
 """An entry that is known to be written arrives at once."""
 
@@ -52,51 +59,51 @@ class SaveBoard:
         self._head = head
         self._next = head
         self._voters = voters
-        self._lost: set[Member] = set()
+        self._fenced: set[Member] = set()
 
-    def tell(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
+    def report(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
         """Publishes all that a group has written so far, or why it cannot write."""
         self._store.put(
             keys.save_shares(self._head, member), json.dumps({"shares": list(map(_row, shares)), "failure": failure})
         )
 
-    def told(self) -> list[WrittenShare]:
+    def read_shares(self) -> list[WrittenShare]:
         """What all groups have written so far. Raises `SaveFailed` if one of them cannot write."""
         texts = self._store.get([keys.save_shares(self._head, voter) for voter in self._voters])
         shares = []
         for member, text in zip(self._voters, texts, strict=True):
             if text is None:
                 continue
-            told = json.loads(text)
-            if told["failure"]:
-                raise SaveFailed(f"group {member.group}: {told['failure']}")
-            shares += [_share(member, row) for row in told["shares"]]
+            report = json.loads(text)
+            if report["failure"]:
+                raise SaveFailed(f"group {member.group}: {report['failure']}")
+            shares += [_share(member, row) for row in report["shares"]]
         return shares
 
-    def lost(self) -> frozenset[Member]:
+    def read_fenced(self) -> frozenset[Member]:
         """The groups that were fenced since the save began."""
         while self._log.has(self._next):
             entry = decode_entry(self._log.wait(self._next, _READ_TIMEOUT_S))
             if isinstance(entry, Fence):
-                self._lost.update(voter for voter in self._voters if entry.hits(voter))
+                self._fenced.update(voter for voter in self._voters if entry.hits(voter))
             self._next += 1
-        return frozenset(self._lost)
+        return frozenset(self._fenced)
 
-    def begin(self) -> None:
+    def announce_folder(self) -> None:
         """Announces that there is a folder to write into."""
         self._store.put(keys.save_begun(self._head), "")
 
-    def has_begun(self) -> bool:
+    def has_folder(self) -> bool:
         return self._store.exists(keys.save_begun(self._head))
 
-    def end(self) -> None:
+    def announce_end(self) -> None:
         """Announces that the save has ended, well or not: no group waits for it any more."""
         self._store.put(keys.save_over(self._head), "")
 
     def has_ended(self) -> bool:
         return self._store.exists(keys.save_over(self._head))
 
-    def forget(self, member: Member) -> None:
+    def remove_report(self, member: Member) -> None:
         """Removes a group's key once no other group reads it."""
         self._store.delete([keys.save_shares(self._head, member)])
 
@@ -111,18 +118,6 @@ def _share(member: Member, row: Mapping[str, Any]) -> WrittenShare:
     return WrittenShare(member=member, partitions=tuple(row["slices"]), folder=row["folder"], files=files)
 
 
-T = TypeVar("T")
-
-
-_POLL_S = 0.05
-
-_POLL_S_PER_GROUP = 0.001
-"""Every group reads the keys of all groups from the store."""
-
-_TURN_SHARE = 0.25
-"""Share of the time limit after which the leader answers the ranks that wait for it."""
-
-
 class Agree(Protocol):
     """Runs `work` on every rank of the group; returns all results, or raises on all ranks."""
 
@@ -130,7 +125,7 @@ class Agree(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
+class _SaveEnded:
     """The group that saves has ended the save."""
 
 
@@ -173,17 +168,17 @@ class PartitionSaver:
         fails.
         """
         while True:
-            match self._agree(self._next)[0]:
+            match self._agree(self._next_move)[0]:
                 case WritePartitions(partitions=partitions):
                     self._write_share(partitions)
                 case Publish():
                     return True
                 case Abandon(reason=reason):
                     raise SaveFailed(reason)
-                case _Over():
+                case _SaveEnded():
                     return False
 
-    def _next(self) -> WritePartitions | Publish | Abandon | _Over | None:
+    def _next_move(self) -> WritePartitions | Publish | Abandon | _SaveEnded | None:
         """On the leader, the next move, None after a while without one; None on all other ranks."""
         if self._board is None:
             return None
@@ -191,13 +186,13 @@ class PartitionSaver:
         pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(self._action.voters))
         while time.monotonic() < turn_s:
             if self._board.has_ended():
-                return _Over()
-            lost = self._board.lost()
+                return _SaveEnded()
+            lost = self._board.read_fenced()
             # Only the group that saves, or one that may replace a lost writer, needs to know what others have written.
-            is_asked = self._member == self._action.member or lost
-            self.shares = self._board.told() if is_asked else self._mine
+            needs_all = self._member == self._action.member or lost
+            self.shares = self._board.read_shares() if needs_all else self._mine
             move = next_move(self._action, self._member, self.shares, lost)
-            has_place = not isinstance(move, WritePartitions) or self._board.has_begun()
+            has_place = not isinstance(move, WritePartitions) or self._board.has_folder()
             if move is not None and has_place:
                 return move
             if time.monotonic() > self._end_s:
@@ -212,9 +207,9 @@ class PartitionSaver:
         files = dict(ChainMap(*self._agree(lambda: self._write(folder, partitions))))
         del files[METADATA_FNAME]  # the group that saves writes one for the whole checkpoint
         self._mine.append(WrittenShare(member=self._member, partitions=partitions, folder=name, files=files))
-        self._agree(lambda: self._tell(folder))
+        self._agree(lambda: self._report(folder))
 
-    def _tell(self, folder: Path) -> None:
+    def _report(self, folder: Path) -> None:
         if self._board is not None:
             sync_folder(folder)
-            self._board.tell(self._member, self._mine)
+            self._board.report(self._member, self._mine)

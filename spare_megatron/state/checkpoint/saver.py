@@ -29,17 +29,7 @@ from spare_megatron.mcore.checkpoint import GroupState, Written, join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    StoredFile,
-    aside_path,
-    checkpoint_path,
-    clear_leftovers,
-    drop,
-    manifest_of,
-    publish,
-    require_folder,
-    visible_steps,
-)
+from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.state.checkpoint.verification import (
     DamagedCheckpoint,
@@ -117,8 +107,8 @@ class Saver:
     def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
         """Starts the save if this group has a part in it. `head` counts the log entries folded so far.
 
-        If it is this group's turn and it lacks parameters, `go_on` starts the save. Collective over: all ranks of the
-        group.
+        If it is this group's turn and it lacks parameters, `start_postponed` starts the save. Collective over: all
+        ranks of the group.
         """
         member = self._agreement.member
         is_saver = action.member == member
@@ -148,7 +138,7 @@ class Saver:
                 wait([writing])
         save.stall_s += time.monotonic() - save.started_s
 
-    def go_on(self, step: int) -> None:
+    def start_postponed(self, step: int) -> None:
         """Starts a postponed save, as all parameters are here now. Collective over: all ranks of the group."""
         if self._postponed is not None:
             (action, head), self._postponed = self._postponed, None
@@ -164,7 +154,7 @@ class Saver:
         """Waits until the state may change."""
         if self._copied.is_set():
             return
-        assert self._save is not None, "who copies has begun to save"
+        assert self._save is not None, "a copy belongs to a save"
         since_s = time.monotonic()
         with self._probe.during(Operation.SAVE):
             self._copied.wait()
@@ -204,7 +194,7 @@ class Saver:
     def _refuse(self, save: _Save) -> None:
         """Ends a save that does not start, and informs the other groups."""
         if save.action.hosts:
-            self._submit(save, self._tell_refusal, save)
+            self._submit(save, self._report_refusal, save)
         else:
             self._finished.append(save)
 
@@ -216,13 +206,13 @@ class Saver:
     # -------------------------------------------------------------------------------------------- the writing thread
 
     def _run(self, save: _Save, state: GroupState) -> None:
-        aside = aside_path(self._folder, save.action.step, save.action.member)
+        aside = folders.aside_path(self._folder, save.action.step, save.action.member)
         try:
             self._agree(lambda: self._prepare(save, aside, state))
             files = dict(ChainMap(*self._agree(lambda: self._write(aside, state)))) if save.is_saver else {}
             shares: Sequence[WrittenShare] | None = ()
             if save.action.hosts:
-                shares = self._write_slices(save, aside, state)
+                shares = self._write_partitions(save, aside, state)
             if shares is not None:
                 # All ranks wait for the first: an earlier exit would break connections that it reads from.
                 self._agree(lambda: self._publish(save, aside, files, shares) if self._is_first else None)
@@ -233,10 +223,10 @@ class Saver:
                 save.outcome, save.reason = "failed", with_folder(_in_a_line(error), self._folder)
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
-                    clear_leftovers(self._folder, save.others)
+                    folders.clear_leftovers(self._folder, save.others)
         finally:
             self._copied.set()
-            self._tell_end(save)
+            self._report_end(save)
             save.write_s = time.monotonic() - save.started_s
 
     def _prepare(self, save: _Save, aside: Path, state: GroupState) -> None:
@@ -245,22 +235,22 @@ class Saver:
         if save.action.hosts:
             self._open_board(save)
         if save.is_saver and self._is_first:
-            require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
-            clear_leftovers(aside.parent, save.others)
+            folders.require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
+            folders.clear_leftovers(aside.parent, save.others)
             aside.mkdir()
             if save.board is not None:
-                save.board.begin()
+                save.board.announce_folder()
 
     def _write(
-        self, folder: Path, state: GroupState, slices: Sequence[PartitionId] | None = None
-    ) -> dict[str, StoredFile]:
-        written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), slices)
+        self, folder: Path, state: GroupState, partitions: Sequence[PartitionId] | None = None
+    ) -> dict[str, folders.StoredFile]:
+        written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), partitions)
         files = _stored(written)
         for name, file in files.items():
             verify_file(folder, name, file)
         return files
 
-    def _write_slices(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
+    def _write_partitions(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
         """On the group that saves, what all groups have written, as its first rank knows; None on others."""
         saver = PartitionSaver(
             action=save.action,
@@ -268,13 +258,13 @@ class Saver:
             board=save.board,
             aside=aside,
             agree=self._agree,
-            write=lambda folder, slices: self._write(folder, state, slices),
+            write=lambda folder, partitions: self._write(folder, state, partitions),
             timeout_s=self._config.checkpoint.timeout_s,
         )
         return saver.shares if saver.run() else None
 
     def _publish(
-        self, save: _Save, aside: Path, files: Mapping[str, StoredFile], shares: Sequence[WrittenShare]
+        self, save: _Save, aside: Path, files: Mapping[str, folders.StoredFile], shares: Sequence[WrittenShare]
     ) -> None:
         everything = dict(files)
         for share in shares:
@@ -282,27 +272,29 @@ class Saver:
         if shares:
             everything |= _stored(join_partitions(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
-        manifest = manifest_of(self._config, save.action, save.head, everything, writers)
+        manifest = folders.manifest_of(self._config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
         if reason:
             raise SaveFailed(f"what was to be saved does not count: {reason}")
-        publish(aside, manifest, self._probe)
+        folders.publish(aside, manifest, self._probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
         self._probe(FaultPoint.SAVE_DROP)
         policy = self._config.checkpoint
         # Later checkpoints are from before a restart, or from a group that was faster: they supersede nothing here.
-        earlier = [step for step in visible_steps(self._folder) if step <= manifest.step]
+        earlier = [step for step in folders.visible_steps(self._folder) if step <= manifest.step]
         # A refused checkpoint supersedes nothing, and is kept for diagnosis.
-        steps = [step for step in earlier if not refusal_of(checkpoint_path(self._folder, step))]
+        steps = [step for step in earlier if not refusal_of(folders.checkpoint_path(self._folder, step))]
         try:
-            drop(self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps))
+            folders.drop(
+                self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps)
+            )
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 
-    def _tell_refusal(self, save: _Save) -> None:
+    def _report_refusal(self, save: _Save) -> None:
         with contextlib.suppress(StoreLost):
             self._open_board(save)
-        self._tell_end(save)
+        self._report_end(save)
 
     def _open_board(self, save: _Save) -> None:
         """On the first rank, opens the exchange with the other groups, in the writing thread."""
@@ -314,18 +306,18 @@ class Saver:
         self._store = self._store or self._connect()
         return self._store
 
-    def _tell_end(self, save: _Save) -> None:
+    def _report_end(self, save: _Save) -> None:
         """On the first rank, informs the other groups how a save of state partitions has ended here."""
         board, member = save.board, self._agreement.member
         if board is None:
             return
         with contextlib.suppress(StoreLost):
             if save.is_saver:
-                board.end()
+                board.announce_end()
             elif save.outcome == "saved":
-                board.forget(member)
+                board.remove_report(member)
             else:
-                board.tell(member, (), save.reason)
+                board.report(member, (), save.reason)
 
     @property
     def _is_first(self) -> bool:
@@ -351,8 +343,8 @@ class Saver:
         return [value for value, *_ in gathered]
 
 
-def _stored(written: Written) -> dict[str, StoredFile]:
-    return {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
+def _stored(written: Written) -> dict[str, folders.StoredFile]:
+    return {name: folders.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
 
 
 def with_folder(reason: str, folder: Path) -> str:

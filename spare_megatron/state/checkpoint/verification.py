@@ -16,25 +16,19 @@ from spare_megatron.core.actions import CheckpointCandidate, RefuseCheckpoint, S
 from spare_megatron.core.checkpoint_validity import why_refused
 from spare_megatron.core.entries import Entry, decode_entry
 from spare_megatron.process.processes import say
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    FORMAT,
-    MANIFEST,
-    Checkpoint,
-    Manifest,
-    StoredFile,
-    all_checkpoints,
-    checkpoint_path,
-    digest_of,
-    forestall,
-    sync_folder,
+from spare_megatron.state.checkpoint import checkpoint_folder as folders
+from spare_megatron.state.checkpoint.emergency_checkpoint import (
+    NotACheckpoint,
+    NotFinished,
+    assemble,
+    is_emergency_checkpoint,
 )
-from spare_megatron.state.checkpoint.emergency_checkpoint import NotACheckpoint, NotFinished, assemble, is_last_state
 from spare_megatron.store.decision_log import DecisionLog
 
 REFUSAL = "refused.json"
-
 _ENTRIES = 16
 """Log entries read at once: few are written during a save."""
+_CHUNK_BYTES = 1 << 20
 
 
 def refusal_in_log(log: DecisionLog, head: int, action: SaveCheckpoint) -> str:
@@ -58,15 +52,15 @@ def refuse(folder: Path, action: RefuseCheckpoint) -> None:
     An `OSError` is only logged: this run does not use the checkpoint in any case.
     """
     try:
-        forestall(folder, action.step, action.member)  # first: it could become visible between the two
-        _mark(checkpoint_path(folder, action.step), action)
+        folders.forestall(folder, action.step, action.member)  # first: it could become visible between the two
+        _mark(folders.checkpoint_path(folder, action.step), action)
     except OSError as error:
         say(f"the checkpoint after {action.step} steps cannot be marked as refused: {error}")
 
 
 def _mark(path: Path, action: RefuseCheckpoint) -> None:
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads((path / folders.MANIFEST).read_bytes())
     except (FileNotFoundError, ValueError):  # it cannot be loaded without its manifest
         return
     saved_by = manifest.get("group"), manifest.get("incarnation"), manifest.get("epoch")
@@ -78,7 +72,7 @@ def _mark(path: Path, action: RefuseCheckpoint) -> None:
         file.flush()
         os.fsync(file.fileno())
     Path(aside).rename(path / REFUSAL)
-    sync_folder(path)
+    folders.sync_folder(path)
 
 
 def refusal_of(path: Path) -> str:
@@ -89,9 +83,6 @@ def refusal_of(path: Path) -> str:
         return ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{REFUSAL} cannot be read: {error}"
-
-
-_CHUNK_BYTES = 1 << 20
 
 
 class DamagedCheckpoint(Exception):
@@ -112,44 +103,44 @@ class Rejected:
 class Search:
     """The newest usable checkpoint of a folder, if any, and the newer ones that are not usable."""
 
-    found: Checkpoint | None
+    found: folders.Checkpoint | None
     rejected: tuple[Rejected, ...]
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> folders.Manifest:
     """Reads and checks a manifest; assembles that of an emergency checkpoint.
 
     Raises:
         DamagedCheckpoint: The manifest is missing or has changed; or the emergency checkpoint is not usable.
         UnfinishedSave: The emergency checkpoint is not complete.
     """
-    if is_last_state(path):
+    if is_emergency_checkpoint(path):
         try:
             return assemble(path)
         except NotFinished as error:
             raise UnfinishedSave(str(error)) from error
         except NotACheckpoint as error:
             raise DamagedCheckpoint(str(error)) from error
-    file = path / MANIFEST
+    file = path / folders.MANIFEST
     try:
         content = json.loads(file.read_bytes())
         digest = content.pop("sha256")
     except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is missing") from error
+        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} is missing") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} cannot be read: {error}") from error
-    if digest != digest_of(content):
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} does not fit its own SHA-256: it has changed")
-    if content.pop("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is of a format that this version does not know")
-    files = {name: StoredFile(**fields) for name, fields in content.pop("files").items()}
-    manifest = Manifest(**content, files=files)
-    if checkpoint_path(path.parent, manifest.step).name != path.name:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is that of step {manifest.step}")
+        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} cannot be read: {error}") from error
+    if digest != folders.digest_of(content):
+        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} does not fit its own SHA-256: it has changed")
+    if content.pop("format") != folders.FORMAT:
+        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} is of a format that this version does not know")
+    files = {name: folders.StoredFile(**fields) for name, fields in content.pop("files").items()}
+    manifest = folders.Manifest(**content, files=files)
+    if folders.checkpoint_path(path.parent, manifest.step).name != path.name:
+        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} is that of step {manifest.step}")
     return manifest
 
 
-def glance(path: Path) -> Checkpoint:
+def glance(path: Path) -> folders.Checkpoint:
     """Checks a checkpoint without reading its files: the manifest, and that each file is there at its full size.
 
     Raises `DamagedCheckpoint` if something is missing or cut short, or the checkpoint is refused.
@@ -164,16 +155,16 @@ def glance(path: Path) -> Checkpoint:
         except OSError as error:
             raise _unreadable(path, name, error) from error
         _require_size(path, name, num_bytes, file)
-    return Checkpoint(path=path, manifest=manifest)
+    return folders.Checkpoint(path=path, manifest=manifest)
 
 
-def offer_of(manifest: Manifest) -> CheckpointCandidate:
+def candidate_of(manifest: folders.Manifest) -> CheckpointCandidate:
     """The identity of a checkpoint and its files, by which groups refer to it."""
-    digest = digest_of({"format": FORMAT, **asdict(manifest)})
+    digest = folders.digest_of({"format": folders.FORMAT, **asdict(manifest)})
     return CheckpointCandidate(step=manifest.step, num_files=len(manifest.files), digest=digest)
 
 
-def verify(path: Path) -> Checkpoint:
+def verify(path: Path) -> folders.Checkpoint:
     """As `glance`, and reads every byte. Raises `DamagedCheckpoint` also if a file has changed."""
     checkpoint = glance(path)
     for name, file in sorted(checkpoint.manifest.files.items()):
@@ -181,7 +172,9 @@ def verify(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def verify_file(folder: Path, name: str, stored: StoredFile, on_read: Callable[[int], None] = lambda _: None) -> None:
+def verify_file(
+    folder: Path, name: str, stored: folders.StoredFile, on_read: Callable[[int], None] = lambda _: None
+) -> None:
     """Compares a file with what was written; reads from the disk, not the page cache, where possible.
 
     `on_read` receives the number of bytes of each chunk that is read. Raises `DamagedCheckpoint`.
@@ -207,7 +200,7 @@ def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{folder.name}: {name} cannot be read: {error}")
 
 
-def _require_size(folder: Path, name: str, num_bytes: int, stored: StoredFile) -> None:
+def _require_size(folder: Path, name: str, num_bytes: int, stored: folders.StoredFile) -> None:
     if num_bytes != stored.num_bytes:
         raise DamagedCheckpoint(f"{folder.name}: {name} has {num_bytes} bytes, and {stored.num_bytes} were written")
 
@@ -215,7 +208,7 @@ def _require_size(folder: Path, name: str, num_bytes: int, stored: StoredFile) -
 def newest_valid(folder: Path) -> Search:
     """The newest usable checkpoint of a folder, every byte of which is read."""
     rejected: list[Rejected] = []
-    for path in all_checkpoints(folder):
+    for path in folders.all_checkpoints(folder):
         try:
             return Search(found=verify(path), rejected=tuple(rejected))
         except DamagedCheckpoint as error:

@@ -8,16 +8,7 @@ from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
 
-from spare_megatron.process.snapshot_wire import (
-    COPIED,
-    CopyWanted,
-    HeldSnapshots,
-    HeldWanted,
-    MemoryWanted,
-    Part,
-    PassOver,
-    SnapshotServerAddress,
-)
+from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.stacking.layout import PartitionId
 
 T = TypeVar("T")
@@ -33,7 +24,7 @@ class SnapshotClient:
     They wait without limit for a server that runs and does not answer.
     """
 
-    def __init__(self, address: SnapshotServerAddress, position: int) -> None:
+    def __init__(self, address: wire.SnapshotServerAddress, position: int) -> None:
         self._address = address
         self._position = position
 
@@ -44,28 +35,28 @@ class SnapshotClient:
         num_bytes: Mapping[PartitionId | None, int],
         write: Callable[[Sequence[mmap.mmap]], None],
     ) -> list[str]:
-        """Has a snapshot kept, and of all earlier ones of the position only the previous one.
+        """Stores a snapshot; of the position's earlier ones the server keeps only the previous one.
 
-        `num_bytes` has the size of each state partition to be kept, and under None that of all other state; `write`
+        `num_bytes` has the size of each state partition to be stored, and under None that of all other state; `write`
         fills one memory of that size for each. Returns the SHA-256 of each, as the server has read it.
         """
-        parts = {Part(self._position, number): size for number, size in num_bytes.items()}
-        wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
+        parts = {wire.Part(self._position, number): size for number, size in num_bytes.items()}
+        wanted = wire.CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
 
         def converse(connection: Connection) -> list[str]:
             connection.send(wanted)
             _expect_memory(connection)
             write([_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE) for _ in parts])
-            connection.send(COPIED)
+            connection.send(wire.COPIED)
             return [str(sha256) for sha256 in connection.recv()]
 
         return self._converse(converse)
 
     def pass_over(self, attempt: int, previous: int) -> None:
-        """Other ranks have a snapshot kept: frees all earlier ones of the position but the previous one."""
+        """Frees the position's earlier snapshots but the previous one: other nodes store this one."""
 
         def converse(connection: Connection) -> None:
-            connection.send(PassOver(position=self._position, attempt=attempt, previous=previous))
+            connection.send(wire.PassOver(position=self._position, attempt=attempt, previous=previous))
             connection.recv()
 
         self._converse(converse)
@@ -74,19 +65,19 @@ class SnapshotClient:
         """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
 
         def converse(connection: Connection) -> mmap.mmap:
-            connection.send(MemoryWanted(part=Part(self._position, number), attempt=attempt))
+            connection.send(wire.MemoryWanted(part=wire.Part(self._position, number), attempt=attempt))
             _expect_memory(connection)
             return _receive_memory(connection, mmap.PROT_READ)
 
         return self._converse(converse)
 
-    def held(self, host: str) -> HeldSnapshots:
-        """The intact snapshots of the position, which are served on this IP address from now on."""
+    def list_intact(self, host: str) -> wire.HeldSnapshots:
+        """The intact snapshots of the position; from this call on other nodes can read them at this IP address."""
 
-        def converse(connection: Connection) -> HeldSnapshots:
-            connection.send(HeldWanted(position=self._position, host=host))
-            told: HeldSnapshots = connection.recv()
-            return told
+        def converse(connection: Connection) -> wire.HeldSnapshots:
+            connection.send(wire.HeldWanted(position=self._position, host=host))
+            answer: wire.HeldSnapshots = connection.recv()
+            return answer
 
         return self._converse(converse)
 
@@ -95,7 +86,7 @@ class SnapshotClient:
             with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
                 return converse(connection)
         except (AuthenticationError, EOFError, OSError) as error:
-            raise SnapshotServerGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
+            raise SnapshotServerGone(f"the node's snapshot server is gone: {type(error).__name__}: {error}") from error
 
 
 def _expect_memory(connection: Connection) -> None:

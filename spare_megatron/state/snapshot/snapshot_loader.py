@@ -42,7 +42,7 @@ class _Copy(NamedTuple):
     """A copy of this rank position's state in a snapshot: a state partition or, for None, all other state."""
 
     attempt: int
-    slice: PartitionId | None
+    partition: PartitionId | None
 
 
 class _Holder(NamedTuple):
@@ -88,44 +88,44 @@ class SnapshotLoader:
         self._head = 0
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
-    def held(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
+    def announce_intact(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
         """Announces this rank's intact snapshots. Collective over: all ranks of the group.
 
         Returns those of the group's rank positions, those of partitions that all of its ranks have, and why others are
         unusable.
         """
         held: tuple[Held, ...] = ()
-        slices: tuple[HeldPartition, ...] = ()
+        partitions: tuple[HeldPartition, ...] = ()
         rejected: tuple[str, ...] = ()
         asking = ThreadPoolExecutor(max_workers=1)
         try:
-            told = asking.submit(self._snapshot_server.held, self._store.local_host()).result(self._timeout_s)
+            answer = asking.submit(self._snapshot_server.list_intact, self._store.local_host()).result(self._timeout_s)
         except (SnapshotServerGone, TimeoutError) as error:
-            rejected = (f"rank {self._position}: {error or 'the snapshot_server of its node does not answer'}",)
+            rejected = (f"rank {self._position}: {error or 'the snapshot server of its node does not answer'}",)
         else:
-            held, slices = told.held, told.slices
+            held, partitions = answer.held, answer.partitions
             rejected = tuple(
                 f"rank {self._position}: the snapshot of attempt {attempt} is not what was copied, by its SHA-256"
-                for attempt in told.damaged
+                for attempt in answer.damaged
             )
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
-            self._own |= {_Copy(one.attempt, one.partition): one.sha256 for one in slices}
+            self._own |= {_Copy(one.attempt, one.partition): one.sha256 for one in partitions}
             copies = [[*copy, sha256] for copy, sha256 in self._own.items()]
-            self._store.put(keys.snapshot_server(self._member, self._position), json.dumps([told.server, copies]))
+            self._store.put(keys.snapshot_server(self._member, self._position), json.dumps([answer.server, copies]))
         finally:
             asking.shutdown(wait=False)
-        gathered = self._agreement.gathered((held, slices, rejected))
+        gathered = self._agreement.gathered((held, partitions, rejected))
         return (
             tuple(one for some, _, _ in gathered for one in some),
             held_by_group([some for _, some, _ in gathered]),
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, slices: Collection[PartitionId], members: Collection[Member], head: int) -> None:
+    def load(self, attempt: int, partitions: Collection[PartitionId], members: Collection[Member], head: int) -> None:
         """Loads the snapshot of this attempt, from the rank's own node where it is there.
 
-        `slices` are the state partitions to hold, if any; `members` the groups that restart and load it as well; `head`
-        counts the log entries folded so far.
+        `partitions` are the state partitions to hold, if any; `members` the groups that restart and load it as well;
+        `head` counts the log entries folded so far.
 
         Raises:
             JoinFailed: No server has it any more, or none that has it has answered in time.
@@ -136,53 +136,53 @@ class SnapshotLoader:
         def waiting() -> Sequence[RestartState]:
             return self._agreement.waiting_to_restart(self._groups)
 
-        def load_part(number: PartitionId | None, begin: Callable[[bytes], TensorBytes]) -> None:
+        def load_part(number: PartitionId | None, prepare: Callable[[bytes], TensorBytes]) -> None:
             copy = _Copy(attempt, number)
-            failure = self._load_own(copy, begin)
+            failure = self._load_own(copy, prepare)
             if failure:
-                self._load_from(self._servers(copy, waiting(), members), copy, begin, failure)
+                self._load_from(self._servers(copy, waiting(), members), copy, prepare, failure)
 
         incoming: list[IncomingState] = []
 
-        def begin(description: bytes) -> TensorBytes:
+        def prepare(description: bytes) -> TensorBytes:
             incoming.append(self._trainer.incoming_state(description))
             return incoming[-1].tensors
 
-        load_part(None, begin)
+        load_part(None, prepare)
         incoming[-1].install()
         optimizer = self._trainer.stacked
         if optimizer is None:
             return
-        states = {number: optimizer.empty_state(number) for number in slices}
+        states = {number: optimizer.empty_state(number) for number in partitions}
         for number, state in states.items():
             load_part(number, partial(_in_place, state))
         optimizer.install_partitions(states)
 
-    def _load_own(self, copy: _Copy, begin: Callable[[bytes], TensorBytes]) -> str:
+    def _load_own(self, copy: _Copy, prepare: Callable[[bytes], TensorBytes]) -> str:
         """Loads the copy on the rank's own node; returns why it cannot, empty if it has."""
         if copy not in self._own:
-            return "nobody has it"
+            return "no node has it"
         try:
-            self._read(_pieces_of(self._snapshot_server.memory(*copy)), self._own[copy], begin)
+            self._read(_pieces_of(self._snapshot_server.memory(*copy)), self._own[copy], prepare)
         except (SnapshotServerGone, ForeignState, _Unusable) as error:
             return str(error)
         return ""
 
     def _load_from(
-        self, servers: dict[str, _Holder], copy: _Copy, begin: Callable[[bytes], TensorBytes], failure: str
+        self, servers: dict[str, _Holder], copy: _Copy, prepare: Callable[[bytes], TensorBytes], failure: str
     ) -> None:
         """Loads the copy from the first of these servers that has it and is not busy.
 
         After a wipe-out all groups may ask the few that have a copy. A rank that is turned away asks again for as long
         as some server turns it away: those that are served are done some time.
         """
-        name = Part(self._position, copy.slice).name
+        name = Part(self._position, copy.partition).name
         alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while servers and time.monotonic() - alive_at_s < self._timeout_s:
             for server, holder in list(servers.items()):
                 try:
                     with contextlib.closing(self._connected(server, holder.member)) as client:
-                        self._read(partial(client.fetch, name, copy.attempt), holder.sha256, begin)
+                        self._read(partial(client.fetch, name, copy.attempt), holder.sha256, prepare)
                     self._broken.discard(server)
                     return
                 except TurnedAway as error:
@@ -221,8 +221,8 @@ class SnapshotLoader:
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
-            of_slices = {(held.attempt, held.partition) for held in one.partitions}
-            if (copy.attempt, self._position) in of_rank if copy.slice is None else copy in of_slices:
+            of_partitions = {(held.attempt, held.partition) for held in one.partitions}
+            if (copy.attempt, self._position) in of_rank if copy.partition is None else copy in of_partitions:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}
         for holder in in_order_to_ask(holders, members, self._member.group):
@@ -232,7 +232,7 @@ class SnapshotLoader:
                     found[server] = _Holder(holder, sha256)
         return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
-    def _read(self, read: Callable[[Piece], memoryview], sha256: str, begin: Callable[[bytes], TensorBytes]) -> None:
+    def _read(self, read: Callable[[Piece], memoryview], sha256: str, prepare: Callable[[bytes], TensorBytes]) -> None:
         """Reads a whole copy; raises `_Unusable` if it is not what was copied."""
         digest = hashlib.sha256()
 
@@ -245,7 +245,7 @@ class SnapshotLoader:
         head = checked(LengthFirst.PIECE)
         description = b"".join(checked(piece) for piece in LengthFirst.pieces(head))
         start = LengthFirst.PIECE.stop + len(description)
-        tensors = begin(description)
+        tensors = prepare(description)
         for piece in pieces_of(tensors.num_bytes):
             tensors.write(piece, checked(Piece(start + piece.start, start + piece.stop)))
         if digest.hexdigest() != sha256:

@@ -20,18 +20,9 @@ from pathlib import Path
 
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
+from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.process.piece_wire import NotOffered
 from spare_megatron.process.processes import Child, die_with, end_child, log_to_file, start_child
-from spare_megatron.process.snapshot_wire import (
-    COPIED,
-    CopyWanted,
-    HeldSnapshots,
-    HeldWanted,
-    MemoryWanted,
-    Part,
-    PassOver,
-    SnapshotServerAddress,
-)
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.transfer.piece_server import PieceServer
 
@@ -44,13 +35,15 @@ _TIMEOUT_S = 60.0
 """Longest wait for a client to take a piece of a snapshot."""
 
 
-def keep(address: SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection) -> None:
+def run_snapshot_server(
+    address: wire.SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection
+) -> None:
     """The main function of a snapshot server's process. It ends with its supervisor."""
     die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log_to_file(run_dir, name)
-    SnapshotServer(address).serve()
+    SnapshotServer(address).answer_ranks()
 
 
 def available_bytes() -> int:
@@ -94,68 +87,68 @@ class _Memory:
 class SnapshotServer:
     """The snapshots of a node, by part and attempt; a `piece_server.Source`."""
 
-    def __init__(self, address: SnapshotServerAddress) -> None:
+    def __init__(self, address: wire.SnapshotServerAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._held: dict[Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
-        self._idle: dict[Part, _Memory] = {}  # spare memory of parts that are held, for their next snapshots
+        self._held: dict[wire.Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
+        self._idle: dict[wire.Part, _Memory] = {}  # spare memory of parts that are held, for their next snapshots
         self._server: PieceServer | None = None
 
-    def serve(self) -> None:
-        """Answers ranks for as long as the process lives."""
+    def answer_ranks(self) -> None:
+        """Answers requests of ranks until the process ends."""
         with Listener(self._address.name, "AF_UNIX", backlog=_BACKLOG, authkey=self._address.key) as listener:
             while True:
-                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # no key, or it has left
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a wrong key, or the rank is gone
                     connection = listener.accept()
                     threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: Connection) -> None:
         with connection, contextlib.suppress(EOFError, OSError):  # the rank is gone
             match connection.recv():
-                case CopyWanted() as wanted:
-                    self._take(connection, wanted)
-                case PassOver(position=position, attempt=attempt, previous=previous):
-                    self._let_go(position, attempt, previous)
+                case wire.CopyWanted() as wanted:
+                    self._store(connection, wanted)
+                case wire.PassOver(position=position, attempt=attempt, previous=previous):
+                    self._free_earlier(position, attempt, previous)
                     connection.send("")
-                case MemoryWanted(part=part, attempt=attempt):
-                    self._give(connection, part, attempt)
-                case HeldWanted(position=position, host=host):
-                    connection.send(self._tell(position, host))
+                case wire.MemoryWanted(part=part, attempt=attempt):
+                    self._send_memory(connection, part, attempt)
+                case wire.HeldWanted(position=position, host=host):
+                    connection.send(self._list_intact(position, host))
 
-    def _take(self, connection: Connection, wanted: CopyWanted) -> None:
-        self._let_go(wanted.position, wanted.attempt, wanted.previous)
-        memories: dict[Part, _Memory] = {}
+    def _store(self, connection: Connection, wanted: wire.CopyWanted) -> None:
+        self._free_earlier(wanted.position, wanted.attempt, wanted.previous)
+        memories: dict[wire.Part, _Memory] = {}
         try:
             for part, num_bytes in wanted.num_bytes.items():
                 memories[part] = self._memory(part, num_bytes)
         except OSError as error:
-            self._give_back(memories)
-            connection.send(f"its keeper has no {sum(wanted.num_bytes.values())} bytes: {error}")
+            self._make_idle(memories)
+            connection.send(f"its snapshot server has no {sum(wanted.num_bytes.values())} bytes: {error}")
             return
         try:
             connection.send("")
             for memory in memories.values():
                 send_handle(connection, memory.fd, os.getpid())
-            is_whole = connection.recv() == COPIED
+            is_whole = connection.recv() == wire.COPIED
             digests = [memory.sha256() if is_whole else "" for memory in memories.values()]
         except (EOFError, OSError):
-            self._give_back(memories)
+            self._make_idle(memories)
             raise
         with self._lock:
             for (part, memory), sha256 in zip(memories.items(), digests, strict=True):
                 self._held.setdefault(part, {})[wanted.attempt] = (memory, sha256)
         connection.send(digests)
 
-    def _give(self, connection: Connection, part: Part, attempt: int) -> None:
+    def _send_memory(self, connection: Connection, part: wire.Part, attempt: int) -> None:
         with self._lock:
             memory, _ = self._held.get(part, {}).get(attempt, (None, ""))
             if memory is not None:
                 connection.send("")
                 send_handle(connection, memory.fd, os.getpid())
                 return
-        connection.send(f"its keeper does not hold attempt {attempt} of rank {part.name}")
+        connection.send(f"its snapshot server does not hold attempt {attempt} of rank {part.name}")
 
-    def _memory(self, part: Part, num_bytes: int) -> _Memory:
+    def _memory(self, part: wire.Part, num_bytes: int) -> _Memory:
         with self._lock:
             memory = self._idle.pop(part, None)
         if memory is not None and memory.num_bytes == num_bytes:
@@ -164,7 +157,7 @@ class SnapshotServer:
             memory.close()
         return _Memory(num_bytes)
 
-    def _give_back(self, memories: dict[Part, _Memory]) -> None:
+    def _make_idle(self, memories: dict[wire.Part, _Memory]) -> None:
         """Keeps memory for the parts' next snapshots."""
         with self._lock:
             former = [self._idle.pop(part) for part in memories if part in self._idle]
@@ -172,53 +165,53 @@ class SnapshotServer:
         for memory in former:
             memory.close()
 
-    def _let_go(self, position: int, attempt: int, previous: int) -> None:
+    def _free_earlier(self, position: int, attempt: int, previous: int) -> None:
         """Frees snapshots of the position before an attempt, except the previous one.
 
         Later ones may be those of other groups on this node. A part keeps one freed memory for its next snapshot,
         unless no snapshot of it is left here: then it is kept elsewhere.
         """
-        useless: list[_Memory] = []
+        freed: list[_Memory] = []
         with self._lock:
             for part in [part for part in {**self._held, **self._idle} if part.position == position]:
                 held = self._held.pop(part, {})
-                gone = [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
+                dropped = [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
                 if held:
                     self._held[part] = held
-                    if gone and part not in self._idle:
-                        self._idle[part] = gone.pop()
+                    if dropped and part not in self._idle:
+                        self._idle[part] = dropped.pop()
                 elif part in self._idle:
-                    gone.append(self._idle.pop(part))
-                useless += gone
-        for memory in useless:
+                    dropped.append(self._idle.pop(part))
+                freed += dropped
+        for memory in freed:
             memory.close()
 
-    def _tell(self, position: int, host: str) -> HeldSnapshots:
+    def _list_intact(self, position: int, host: str) -> wire.HeldSnapshots:
         """The position's intact snapshots, all of which are read in full."""
         with self._lock:
             held = {part: dict(kept) for part, kept in self._held.items() if part.position == position}
             if self._server is None:
                 self._server = PieceServer(host, self, _TIMEOUT_S)
                 self._server.start()
-        whole: dict[Part, list[tuple[int, str]]] = {}
+        whole: dict[wire.Part, list[tuple[int, str]]] = {}
         damaged: set[int] = set()
         for part, kept in held.items():
             still = {attempt for attempt, (memory, sha256) in kept.items() if memory.is_still(sha256)}
             whole[part] = [(attempt, kept[attempt][1]) for attempt in sorted(still)]
             damaged |= self._drop(part, set(kept) - still)
-        return HeldSnapshots(
-            held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(Part(position), ())),
-            slices=tuple(
-                HeldPartition(attempt, part.slice, sha256)
+        return wire.HeldSnapshots(
+            held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(wire.Part(position), ())),
+            partitions=tuple(
+                HeldPartition(attempt, part.partition, sha256)
                 for part, kept in whole.items()
                 for attempt, sha256 in kept
-                if part.slice is not None
+                if part.partition is not None
             ),
             damaged=tuple(sorted(damaged)),
             server=str(self._server.address),
         )
 
-    def _drop(self, part: Part, attempts: set[int]) -> set[int]:
+    def _drop(self, part: wire.Part, attempts: set[int]) -> set[int]:
         """Frees damaged snapshots; returns those that were still there."""
         with self._lock:
             present = self._held.get(part, {})  # memory freed meanwhile may have been written over
@@ -243,19 +236,21 @@ class NodeSnapshotServer:
         self._context = context
         self._child: Child | None = None
         # An abstract socket name is free again when the process has ended, however it did.
-        self.address = SnapshotServerAddress(
-            name=f"\0spare-keeper-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
+        self.address = wire.SnapshotServerAddress(
+            name=f"\0spare-snapshots-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
         )
 
-    def look(self) -> None:
+    def ensure_running(self) -> None:
         """Starts the process unless it is alive."""
         if self._child is not None and self._child.process.is_alive():
             return
-        self.end()
+        self.stop()
         name = f"keeper-{self._spec.node}"
-        self._child = start_child(self._context, name, keep, self.address, self._spec.run_dir, name, os.getpid())
+        self._child = start_child(
+            self._context, name, run_snapshot_server, self.address, self._spec.run_dir, name, os.getpid()
+        )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Kills and reaps the process."""
         if self._child is not None:
             end_child(self._child)

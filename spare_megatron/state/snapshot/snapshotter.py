@@ -33,7 +33,7 @@ class _Copy:
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
-    failure: str = "its keeper has not answered"
+    failure: str = "its snapshot server has not answered"
 
 
 class Snapshotter:
@@ -53,14 +53,14 @@ class Snapshotter:
         self._may_read = threading.Lock()
         self._is_given_up = False  # the snapshot server
         self._copy: _Copy | None = None
-        self._put_off: TakeSnapshot | None = None
+        self._postponed: TakeSnapshot | None = None
 
-    def take(self, action: TakeSnapshot, *, has_params: bool) -> None:
-        """Starts to copy what this rank is to keep; if that is nothing, lets the server free old snapshots.
+    def start_copy(self, action: TakeSnapshot, *, has_params: bool) -> None:
+        """Starts to copy what this rank is to store; if that is nothing, the server frees old snapshots.
 
-        If the rank lacks parameters of this step (`has_params`), `go_on` starts the copy.
+        If the rank lacks parameters of this step (`has_params`), `start_postponed` starts the copy.
         """
-        self._put_off = None if has_params else action
+        self._postponed = None if has_params else action
         if self._is_given_up or not has_params:
             return
         began_s = time.monotonic()
@@ -73,15 +73,15 @@ class Snapshotter:
         self._asking = self._thread.submit(self._run, self._copy)
         self._copy.stall_s = time.monotonic() - began_s
 
-    def go_on(self) -> None:
+    def start_postponed(self) -> None:
         """Starts a postponed copy: the rank has all parameters of the step."""
-        if self._put_off is not None:
-            self.take(self._put_off, has_params=True)
+        if self._postponed is not None:
+            self.start_copy(self._postponed, has_params=True)
 
     def _parts(self, action: TakeSnapshot) -> dict[PartitionId | None, StateCopy]:
         """What this rank is to keep: state partitions, and under None all other state."""
         group = self._member.group
-        mine = [PartitionId(number) for number, kept_by in enumerate(action.partition_holders) if group in kept_by]
+        mine = [PartitionId(number) for number, holders in enumerate(action.partition_holders) if group in holders]
         parts: dict[PartitionId | None, StateCopy] = {number: self._trainer.partition_copy(number) for number in mine}
         if group in action.holders[self._position]:
             parts[None] = self._trainer.state_copy()
@@ -151,13 +151,13 @@ class Snapshotter:
     def _write(self, copy: _Copy, memories: Sequence[mmap.mmap]) -> None:
         with self._may_read:
             if self._is_given_up:
-                raise _GivenUp("its keeper answered too late")
+                raise _GivenUp("its snapshot server answered too late")
             for part, memory in zip(copy.parts.values(), memories, strict=True):
                 part.write(memory)
         self._copied.set()
 
     def _pass_over(self, action: TakeSnapshot) -> None:
-        with contextlib.suppress(SnapshotServerGone):  # with all that it kept
+        with contextlib.suppress(SnapshotServerGone):  # with all its snapshots
             self._snapshot_server.pass_over(action.attempt, action.previous)
 
 

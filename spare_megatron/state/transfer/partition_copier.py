@@ -148,7 +148,7 @@ class PartitionRepairs:
         except WrongStep:
             return _OTHER_STEP_S
         except (NotOffered, TransferBroken) as error:
-            say(f"slice {repair.partition}, from group {repair.donor.group}: {error}")
+            say(f"state partition {repair.partition}, from group {repair.donor.group}: {error}")
             self._hang_up()
             return _BROKEN_S
         self._earned_at_s = None
@@ -186,14 +186,14 @@ class GroupRepairs:
         self._agreement = agreement
         self._journal = journal
         self._probe = probe
-        self._told: frozenset[PartitionId] = frozenset()
+        self._journaled: frozenset[PartitionId] = frozenset()
         self._moving: frozenset[PartitionId] = frozenset()  # to this group
 
     def start(self, action: StartRepairs) -> None:
         """Assigns these copies, which are all that any group is to make."""
         member = self._agreement.member
         self._repairs.assign(action)
-        self._told &= frozenset(self._repairs.whole())
+        self._journaled &= frozenset(self._repairs.whole())
         self._moving = frozenset(move.partition for move in action.moves if move.receiver == member)
         if self._agreement.is_leader:
             record = RedundancyRecord(
@@ -214,9 +214,9 @@ class GroupRepairs:
         restored = tuple(number for number, is_whole in zip(here, everywhere, strict=True) if is_whole)
         if self._agreement.is_leader:
             for number in restored:
-                if number not in self._told:
+                if number not in self._journaled:
                     self._write(number)
-        self._told = frozenset(restored)
+        self._journaled = frozenset(restored)
         return restored
 
     def _write(self, number: PartitionId) -> None:

@@ -8,16 +8,7 @@ import time
 from collections.abc import Callable
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.process.piece_wire import (
-    LOOK_S,
-    NONCE_BYTES,
-    Address,
-    Channel,
-    Request,
-    TransferBroken,
-    TurnedAway,
-    receive,
-)
+from spare_megatron.process import piece_wire as wire
 
 
 class PieceClient:
@@ -28,7 +19,7 @@ class PieceClient:
         connect_timeout_s: Longest wait for the connection, and for the greeting, which is sent at once; default
             timeout_s.
         is_over: Whether the server is of no use any more, such as one of a lost group. Ends every wait, in which it is
-            polled every LOOK_S: a machine without power closes no connection.
+            polled every `piece_wire.LOOK_S`: a machine without power closes no connection.
 
     Raises:
         TurnedAway: The server is busy.
@@ -37,7 +28,7 @@ class PieceClient:
 
     def __init__(
         self,
-        address: Address,
+        address: wire.Address,
         timeout_s: float,
         *,
         connect_timeout_s: float | None = None,
@@ -46,23 +37,25 @@ class PieceClient:
         greeted_within_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self._connection = _connect(address, greeted_within_s, is_over)
         try:
-            nonce = bytes(receive(self._connection, NONCE_BYTES, greeted_within_s, may_end=True, is_over=is_over))
+            nonce = bytes(
+                wire.receive(self._connection, wire.NONCE_BYTES, greeted_within_s, may_end=True, is_over=is_over)
+            )
             if not nonce:
-                raise TurnedAway(f"{address.host} serves as many as it may")
-        except TransferBroken:
+                raise wire.TurnedAway(f"{address.host} serves as many as it may")
+        except wire.TransferBroken:
             self.close()
             raise
-        self._channel = Channel(self._connection, address.token, nonce, timeout_s, is_over)
+        self._channel = wire.Channel(self._connection, address.token, nonce, timeout_s, is_over)
 
     def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
         """The piece of the state of this name and step. Raises `WrongStep`, `NotOffered` or `TransferBroken`."""
-        return self._channel.ask(Request(name=name, step=step, piece=piece))
+        return self._channel.ask(wire.Request(name=name, step=step, piece=piece))
 
     def close(self) -> None:
         self._connection.close()
 
 
-def _connect(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> socket.socket:
+def _connect(address: wire.Address, timeout_s: float, is_over: Callable[[], bool]) -> socket.socket:
     """A connection to the server. Raises `TransferBroken` if there is none in time, or it is over."""
     connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     try:
@@ -75,7 +68,7 @@ def _connect(address: Address, timeout_s: float, is_over: Callable[[], bool]) ->
             raise OSError(error, os.strerror(error))
     except OSError as error:
         connection.close()
-        raise TransferBroken(f"no connection to {address.host}: {error}") from error
+        raise wire.TransferBroken(f"no connection to {address.host}: {error}") from error
     return connection
 
 
@@ -84,7 +77,7 @@ def _await_connection(connection: socket.socket, timeout_s: float, is_over: Call
     ready = select.poll()
     ready.register(connection, select.POLLOUT)
     end_s = time.monotonic() + timeout_s
-    while not ready.poll(1000.0 * min(LOOK_S, max(end_s - time.monotonic(), 0.0))):
+    while not ready.poll(1000.0 * min(wire.LOOK_S, max(end_s - time.monotonic(), 0.0))):
         if is_over():
             raise TimeoutError("it is not waited for any longer")
         if time.monotonic() >= end_s:

@@ -8,16 +8,7 @@ import time
 from typing import Protocol
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.process.piece_wire import (
-    NONCE_BYTES,
-    Address,
-    Channel,
-    NotOffered,
-    Request,
-    Status,
-    TransferBroken,
-    WrongStep,
-)
+from spare_megatron.process import piece_wire as wire
 
 _MOST_CONNECTIONS = 64
 """Connections at a time; more are turned away. A rank is the donor of a few others."""
@@ -46,7 +37,7 @@ class PieceServer:
     def __init__(self, host: str, source: Source, timeout_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_MOST_CONNECTIONS)
-        self.address = Address(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32))
+        self.address = wire.Address(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32))
         self._source = source
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -84,32 +75,32 @@ class PieceServer:
                 if self._is_closed or len(self._connections) == _MOST_CONNECTIONS:
                     connection.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="pieces", daemon=True)
+                thread = threading.Thread(target=self._serve_client, args=(connection,), name="pieces", daemon=True)
                 self._connections.add(connection)
                 self._serving = [other for other in self._serving if other.is_alive()] + [thread]
                 thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve_client(self, connection: socket.socket) -> None:
         try:
-            nonce = secrets.token_bytes(NONCE_BYTES)
+            nonce = secrets.token_bytes(wire.NONCE_BYTES)
             connection.settimeout(self._timeout_s)
             connection.sendall(nonce)
-            channel = Channel(connection, self.address.token, nonce, self._timeout_s)
+            channel = wire.Channel(connection, self.address.token, nonce, self._timeout_s)
             while (asked := channel.next_request(_IDLE_S)) is not None:
                 self._answer(channel, *asked)
-        except (TransferBroken, OSError):
+        except (wire.TransferBroken, OSError):
             pass  # its client will see that it is closed
         finally:
             with self._lock:
                 self._connections.remove(connection)
             connection.close()
 
-    def _answer(self, channel: Channel, request: Request, signed: bytes) -> None:
+    def _answer(self, channel: wire.Channel, request: wire.Request, signed: bytes) -> None:
         try:
             content = self._source.read(request.name, request.step, request.piece)
-        except WrongStep as error:
-            channel.answer(signed, Status.WRONG_STEP, error.present)
-        except NotOffered:
-            channel.answer(signed, Status.NOT_OFFERED, request.step)
+        except wire.WrongStep as error:
+            channel.answer(signed, wire.Status.WRONG_STEP, error.present)
+        except wire.NotOffered:
+            channel.answer(signed, wire.Status.NOT_OFFERED, request.step)
         else:
-            channel.answer(signed, Status.PIECE, request.step, content)
+            channel.answer(signed, wire.Status.PIECE, request.step, content)

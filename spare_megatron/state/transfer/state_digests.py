@@ -50,8 +50,8 @@ class StateDigests:
         """Compare as soon as all parameters are here: after a loss, for a save, before a host drops a copy."""
         self._after_save = 0  # committed steps after the update that follows a save
 
-    def host(self, action: StartRepairs) -> None:
-        """The group hosts other partitions from now on."""
+    def set_hosted(self, action: StartRepairs) -> None:
+        """The group hosts these partitions after this action, and copies those."""
         member = self._agreement.member
         hosted = frozenset(PartitionId(number) for number, row in enumerate(action.hosts) if member in row)
         # State that is hosted anew without a copy begins here, at the start or from a checkpoint.
@@ -60,7 +60,7 @@ class StateDigests:
         self._copying = frozenset(copy.partition for copy in action.copies if copy.receiver == member)
         self.is_wanted |= action.is_compared
 
-    def proven(self, copies: Iterable[PartitionCopy]) -> None:
+    def on_proven(self, copies: Iterable[PartitionCopy]) -> None:
         """A commit says that these copies have been compared."""
         member = self._agreement.member
         self._unproven -= {copy.partition for copy in copies if copy.member == member}
@@ -84,7 +84,7 @@ class StateDigests:
         """The state has changed."""
         self.value = Digests()
 
-    def hold(self, step: int, num_restarts: int) -> None:
+    def compare_if_due(self, step: int, num_restarts: int) -> None:
         """All parameters are those after `step` committed steps; the next vote compares them if due or wanted.
 
         Collective over: all ranks of the group.
@@ -95,7 +95,7 @@ class StateDigests:
             self.check(step, num_restarts)
         self.is_wanted = False
 
-    def take(self) -> None:
+    def compute(self) -> None:
         """Computes the digests of the present state. Collective over: all ranks of the group."""
         hosted, stacked = sorted(self._hosted), self._trainer.stacked
         with self._probe.during(Operation.CHECK):
@@ -122,7 +122,7 @@ class StateDigests:
             self._hashing = _in_background(self._trainer.rest_of_state().sha256)
             self._copied_from = copied_from
 
-    def told(self) -> Digests:
+    def for_vote(self) -> Digests:
         """The digests for the next vote. Collective over: all ranks of the group."""
         if self._hashing is not None:
             with self._probe.during(Operation.CHECK):
@@ -147,7 +147,7 @@ class StateDigests:
 
     def check(self, step: int, num_restarts: int) -> None:
         """Computes and journals the digests. Collective over: all ranks of the group."""
-        self.take()
+        self.compute()
         self.write(step, num_restarts)
 
 
@@ -158,7 +158,7 @@ def _in_background(work: Callable[[], str]) -> Future[str]:
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001  (raised where it is asked for)
+        except Exception as error:  # noqa: BLE001  (raised where the result is used)
             future.set_exception(error)
 
     threading.Thread(target=run, name="hash-state", daemon=True).start()

@@ -81,7 +81,7 @@ class PartitionContent:
         """The bytes of a piece. Raises `NotOffered` if the partition is not hosted here or has no such piece."""
         index = piece.start // self.piece(0).size
         if self._number not in self._optimizer.hosted or piece != self.piece(index):
-            raise NotOffered(f"slice {self._number}, {piece}")
+            raise NotOffered(f"state partition {self._number}, {piece}")
         return self._optimizer.read_piece(self._number, index).data
 
     def install(self, index: int, step: int, data: bytes) -> bool:
@@ -89,6 +89,6 @@ class PartitionContent:
         return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
 
 
-def slice_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
+def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     """All state partitions by number, hosted here or not."""
     return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]

@@ -21,7 +21,10 @@ from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.state_source import Content, StateSource
 from spare_megatron.voting.agreement import GroupAgreement
 
-_VOTE_POLL_S = 0.005
+_POLL_S = 0.005
+_LOG_POLL_S = 0.010
+_DESCRIPTION, _TENSORS = "description", "tensors"
+"""Names of the two parts of a state, as they are offered."""
 
 
 class JoinFailed(Exception):
@@ -40,28 +43,20 @@ def confirm(
         JoinFailed: They do not, or have not published digests within `timeout_s`.
     """
     end_s = time.monotonic() + timeout_s
-    while (verdict := majority_holds(digest, _told(action, head, agreement))) is None:
+    while (verdict := majority_holds(digest, _published_digests(action, head, agreement))) is None:
         if time.monotonic() > end_s:
-            raise JoinFailed(f"too few groups have told their parameters within {timeout_s:g} s")
-        time.sleep(_VOTE_POLL_S)
+            raise JoinFailed(f"too few groups have published digests of their parameters within {timeout_s:g} s")
+        time.sleep(_POLL_S)
         probe.progress()
     if not verdict:
-        raise JoinFailed("the state that was taken over is not that of the other groups")
+        raise JoinFailed("the copied state differs from that of the other groups")
     probe(FaultPoint.JOIN_DONE)
 
 
-def _told(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:
+def _published_digests(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:
     """The digests published so far by groups that took part before and still do."""
     left = [member.group for member in action.earlier if not agreement.is_lost(member, head)]
     return agreement.digests(head - 1, left)
-
-
-_POLL_S = 0.005
-
-_LOG_POLL_S = 0.010
-
-_DESCRIPTION, _TENSORS = "description", "tensors"
-"""Names of the two parts of a state, as they are offered."""
 
 
 class StateTransfer:
@@ -102,7 +97,7 @@ class StateTransfer:
         if member in (*action.donors, *action.members):
             self._probe.between_steps(action.step, FaultPoint.JOIN)
         if member in action.members:
-            donor = self._take(action, head)
+            donor = self._fetch(action, head)
         else:
             self._offer(action.step, has_state)
         self._probe.between_steps(action.step, FaultPoint.JOIN_CONFIRM)
@@ -113,10 +108,10 @@ class StateTransfer:
             self._source.offer(step, {_DESCRIPTION: LengthFirst(b"")})
             return
         state = self._trainer.outgoing_state()
-        tensors = _Told(state.tensors, self._probe)
+        tensors = _Probed(state.tensors, self._probe)
         self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
 
-    def _take(self, action: AdmitGroups, head: int) -> Member:
+    def _fetch(self, action: AdmitGroups, head: int) -> Member:
         """Takes the state of the first donor that gives it to all ranks of the group: the vote names one donor."""
         failure = ""
         for donor in in_order_to_give(action, self._agreement.member):
@@ -207,7 +202,7 @@ class _Fetch(threading.Thread):
         return client.fetch(name, self._step, piece)
 
 
-class _Told:
+class _Probed:
     """Content that calls a probe before its first piece is read."""
 
     def __init__(self, content: Content, probe: Callable[[FaultPoint], None]) -> None:

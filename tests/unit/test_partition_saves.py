@@ -116,34 +116,34 @@ def share_of(member: Member, *slices: int) -> WrittenShare:
 def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None:
     store, voters = MemoryStore(), save_of(3, 2).voters
     boards = [board_of(store, voters) for _ in voters]
-    boards[1].tell(voters[1], [share_of(voters[1], 1)])
-    boards[2].tell(voters[2], [share_of(voters[2], 2), share_of(voters[2], 0)])
-    assert boards[0].told() == [share_of(voters[1], 1), share_of(voters[2], 2), share_of(voters[2], 0)]
-    assert not boards[1].has_begun()
-    boards[0].begin()
-    assert (boards[1].has_begun(), boards[1].has_ended()) == (True, False)
-    boards[0].end()
+    boards[1].report(voters[1], [share_of(voters[1], 1)])
+    boards[2].report(voters[2], [share_of(voters[2], 2), share_of(voters[2], 0)])
+    assert boards[0].read_shares() == [share_of(voters[1], 1), share_of(voters[2], 2), share_of(voters[2], 0)]
+    assert not boards[1].has_folder()
+    boards[0].announce_folder()
+    assert (boards[1].has_folder(), boards[1].has_ended()) == (True, False)
+    boards[0].announce_end()
     assert boards[1].has_ended()
     for board, member in zip(boards, voters, strict=True):
-        board.forget(member)
-    assert boards[0].told() == []
+        board.remove_report(member)
+    assert boards[0].read_shares() == []
 
 
 def test_who_cannot_write_says_why() -> None:
     store, voters = MemoryStore(), save_of(3, 2).voters
-    board_of(store, voters).tell(voters[1], (), "no space left")
+    board_of(store, voters).report(voters[1], (), "no space left")
     with pytest.raises(SaveFailed, match="group 1: no space left"):
-        board_of(store, voters).told()
+        board_of(store, voters).read_shares()
 
 
 def test_losses_are_those_of_the_log_since_the_save_began() -> None:
     store, voters = MemoryStore(), save_of(4, 2).voters
     store.put(keys.entry(HEAD - 1), encode_entry(Fence(group=GroupId(0))))
     board = board_of(store, voters)
-    assert board.lost() == frozenset()
+    assert board.read_fenced() == frozenset()
     entries = (Fence(group=GroupId(2)), Commit(step=3, attempt=3), Fence(group=GroupId(1), incarnation=0))
     for index, entry in zip(itertools.count(HEAD), entries, strict=False):
         store.put(keys.entry(index), encode_entry(entry))
-    assert board.lost() == {voters[1], voters[2]}
+    assert board.read_fenced() == {voters[1], voters[2]}
     store.put(keys.entry(HEAD + 3), encode_entry(Fence(group=GroupId(3), incarnation=2)))
-    assert board.lost() == set(voters[1:])
+    assert board.read_fenced() == set(voters[1:])

@@ -298,7 +298,7 @@ def test_a_donor_that_has_nothing_yet_is_asked_again(make_repairs: Any, capsys: 
     client.fetch = refuse_at_first
     run_until_idle(repairs, donors)
     assert repairs.whole() == {0: True}
-    assert capsys.readouterr().out.count("slice 0, from group 1: not yet") == 2
+    assert capsys.readouterr().out.count("state partition 0, from group 1: not yet") == 2
 
 
 def test_what_ends_the_thread_that_copies_ends_the_rank(make_repairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

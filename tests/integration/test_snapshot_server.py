@@ -1,4 +1,4 @@
-"""A keeper in a process of its own, and ranks that talk to it; faults strike where they hurt most."""
+"""A snapshot server in its own process, with ranks as clients and faults at the worst moments."""
 
 import hashlib
 import mmap
@@ -24,11 +24,11 @@ from spare_megatron.process.piece_wire import Address, NotOffered
 from spare_megatron.process.snapshot_wire import CopyWanted, Part, SnapshotServerAddress
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import PartitionId
-from spare_megatron.state.snapshot import snapshot_server as keeper_module
+from spare_megatron.state.snapshot import snapshot_server as snapshot_server_module
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 from spare_megatron.state.transfer.piece_client import PieceClient
-from tests.integration.kept_snapshots import memory_files
+from tests.integration.snapshot_memory import memory_files
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,37 +38,37 @@ START_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """As much of a node as its keeper needs."""
+    """The part of a NodeSpec that a snapshot server needs."""
 
     run_dir: Path
     node: int = 0
 
 
 @contextmanager
-def running_keeper(run_dir: Path) -> Iterator[NodeSnapshotServer]:
-    """A keeper that answers."""
+def running_server(run_dir: Path) -> Iterator[NodeSnapshotServer]:
+    """A snapshot server that answers."""
     snapshot_server = NodeSnapshotServer(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
     try:
-        await_keeper(snapshot_server)
+        await_server(snapshot_server)
         yield snapshot_server
     finally:
-        snapshot_server.end()
+        snapshot_server.stop()
     assert multiprocessing.active_children() == []
 
 
 @pytest.fixture
 def snapshot_server(tmp_path: Path) -> Iterator[NodeSnapshotServer]:
-    with running_keeper(tmp_path) as snapshot_server:
+    with running_server(tmp_path) as snapshot_server:
         yield snapshot_server
 
 
-def await_keeper(snapshot_server: NodeSnapshotServer) -> None:
+def await_server(snapshot_server: NodeSnapshotServer) -> None:
     """Its first life, or the next, has come up. Looked after again and again, as by a supervisor: threads of the last
     one may not have ended yet.
     """
     end_s = time.monotonic() + START_S
     while True:
-        snapshot_server.look()
+        snapshot_server.ensure_running()
         try:
             SnapshotClient(snapshot_server.address, 99).pass_over(1, 0)
             return
@@ -96,22 +96,22 @@ def sha256(content: bytes) -> str:
 
 def fetched(client: SnapshotClient, position: int, attempt: int, num_bytes: int) -> bytes:
     """What others get of it over the network."""
-    pieces = PieceClient(Address.parse(client.held(HOST).server), START_S)
+    pieces = PieceClient(Address.parse(client.list_intact(HOST).server), START_S)
     try:
         return bytes(pieces.fetch(str(position), attempt, Piece(0, num_bytes)))
     finally:
         pieces.close()
 
 
-def keeper_pid() -> int:
+def server_pid() -> int:
     (child,) = multiprocessing.active_children()
     assert child.pid is not None
     return child.pid
 
 
 def num_kept() -> int:
-    """Lots of memory for snapshots that the keeper has."""
-    return len({file.stat().st_ino for file in memory_files(keeper_pid())})
+    """Lots of memory for snapshots that the server has."""
+    return len({file.stat().st_ino for file in memory_files(server_pid())})
 
 
 def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(snapshot_server: NodeSnapshotServer) -> None:
@@ -121,13 +121,13 @@ def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(snapshot_serve
     for attempt, content in contents.items():
         assert copy(client, attempt, attempt - 1, content) == sha256(content)
         kept = [one for one in (attempt - 1, attempt) if one in contents]
-        assert client.held(HOST).held == tuple(Held(one, 3, sha256(contents[one])) for one in kept)
+        assert client.list_intact(HOST).held == tuple(Held(one, 3, sha256(contents[one])) for one in kept)
         assert num_kept() == len(kept)
     assert fetched(client, 3, 5, 5000) == contents[5]
     assert client.memory(5, None)[:] == contents[5]
     with pytest.raises(SnapshotServerGone, match="does not hold attempt 4 of rank 3"):
         client.memory(4, None)
-    assert SnapshotClient(snapshot_server.address, 2).held(HOST).held == ()
+    assert SnapshotClient(snapshot_server.address, 2).list_intact(HOST).held == ()
     with pytest.raises(NotOffered):
         fetched(client, 3, 4, 5000)
 
@@ -137,17 +137,17 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(snapshot_server
     for attempt in (1, 2):
         copy(client, attempt, attempt - 1, bytes(9000))
     client.pass_over(2, 1)  # of a group beside this one, and late
-    assert [one.attempt for one in client.held(HOST).held] == [1, 2]
+    assert [one.attempt for one in client.list_intact(HOST).held] == [1, 2]
     client.pass_over(3, 2)
-    assert [one.attempt for one in client.held(HOST).held] == [2]
+    assert [one.attempt for one in client.list_intact(HOST).held] == [2]
     assert num_kept() == 2, "a lot of memory for the next one, which may be taken here"
     client.pass_over(4, 3)
-    assert client.held(HOST).held == ()
+    assert client.list_intact(HOST).held == ()
     assert num_kept() == 0
 
 
-def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(snapshot_server: NodeSnapshotServer) -> None:
-    """Two groups on the node: the first keeps slice 0 and all but slices, the second slice 1 and, later, slice 0."""
+def test_partitions_are_kept_beside_the_rest_and_go_when_others_keep_them(snapshot_server: NodeSnapshotServer) -> None:
+    """Two groups on the node: the first stores partition 0 and all other state, the second partition 1, later 0."""
     zero, one = PartitionId(0), PartitionId(1)
     groups = [SnapshotClient(snapshot_server.address, 2) for _ in range(2)]
     kept: list[dict[PartitionId | None, bytes]] = [
@@ -159,20 +159,20 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(snapshot_s
             sizes = {number: len(content) for number, content in contents.items()}
             digests = client.copy(attempt, attempt - 1, sizes, fill(contents.values()))
             assert digests == [sha256(content) for content in contents.values()]
-    told = groups[0].held(HOST)
-    assert told == groups[1].held(HOST)
-    assert told.held == tuple(Held(attempt, 2, sha256(kept[0][None])) for attempt in (2, 3))
+    listed = groups[0].list_intact(HOST)
+    assert listed == groups[1].list_intact(HOST)
+    assert listed.held == tuple(Held(attempt, 2, sha256(kept[0][None])) for attempt in (2, 3))
     both = {**kept[0], **kept[1]}
-    assert set(told.slices) == {
+    assert set(listed.slices) == {
         HeldPartition(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
     }
     assert groups[1].memory(3, zero)[:] == kept[0][zero]
-    assert SnapshotClient(snapshot_server.address, 1).held(HOST).slices == ()
+    assert SnapshotClient(snapshot_server.address, 1).list_intact(HOST).slices == ()
     assert num_kept() == 3 * 2
     for attempt in (4, 5, 6):
         groups[0].pass_over(attempt, attempt - 1)
         groups[1].copy(attempt, attempt - 1, {zero: 50}, fill([bytes(50)]))
-    assert {(held.attempt, held.partition) for held in groups[0].held(HOST).slices} == {(5, zero), (6, zero)}
+    assert {(held.attempt, held.slice) for held in groups[0].list_intact(HOST).slices} == {(5, zero), (6, zero)}
     assert num_kept() == 2
 
 
@@ -206,19 +206,19 @@ def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(snapsh
     assert ours.recv() == "half"
     rank.kill()
     rank.join()
-    assert client.held(HOST).held == (Held(1, 0, sha256(content)),)
+    assert client.list_intact(HOST).held == (Held(1, 0, sha256(content)),)
     assert fetched(client, 0, 1, 4000) == content
     later = os.urandom(4000)
     assert copy(client, 3, 1, later) == sha256(later)
-    assert [one.attempt for one in client.held(HOST).held] == [1, 3]
+    assert [one.attempt for one in client.list_intact(HOST).held] == [1, 3]
 
 
-def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(
+def test_a_killed_server_loses_its_snapshots_and_the_next_has_its_address(
     snapshot_server: NodeSnapshotServer,
 ) -> None:
     client, content = SnapshotClient(snapshot_server.address, 0), os.urandom(4000)
     copy(client, 1, -1, content)
-    pid = keeper_pid()
+    pid = server_pid()
 
     def strike(memories: Sequence[mmap.mmap]) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -228,10 +228,10 @@ def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     with pytest.raises(SnapshotServerGone):
-        client.held(HOST)
-    await_keeper(snapshot_server)
-    assert keeper_pid() != pid
-    assert client.held(HOST).held == ()
+        client.list_intact(HOST)
+    await_server(snapshot_server)
+    assert server_pid() != pid
+    assert client.list_intact(HOST).held == ()
     assert copy(client, 3, 1, content) == sha256(content)
 
 
@@ -241,24 +241,24 @@ def flip_bit(kept: list[mmap.mmap], content: bytes, memories: Sequence[mmap.mmap
     kept.append(memory)
 
 
-def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(snapshot_server: NodeSnapshotServer) -> None:
-    """The rank's mapping is the keeper's memory."""
+def test_a_flipped_bit_in_the_server_s_memory_is_found_by_the_checksum(snapshot_server: NodeSnapshotServer) -> None:
+    """The rank's mapping is the server's memory."""
     client, content = SnapshotClient(snapshot_server.address, 0), os.urandom(4000)
     kept: list[mmap.mmap] = []
     for attempt in (1, 2):
         client.copy(attempt, attempt - 1, {None: 4000}, partial(flip_bit, kept, content))
     kept[1][1234] = kept[1][1234] ^ 16
-    told = client.held(HOST)
-    assert told.held == (Held(1, 0, sha256(content)),)
-    assert told.damaged == (2,)
-    assert client.held(HOST).damaged == ()
+    listed = client.list_intact(HOST)
+    assert listed.held == (Held(1, 0, sha256(content)),)
+    assert listed.damaged == (2,)
+    assert client.list_intact(HOST).damaged == ()
     assert num_kept() == 1
 
 
 def test_more_memory_than_there_is_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keeper is forked, and believes in what this process does."""
-    monkeypatch.setattr(keeper_module, "available_bytes", lambda: 4000)
-    with running_keeper(tmp_path) as snapshot_server:
+    """The server is forked, so it sees the patched function."""
+    monkeypatch.setattr(snapshot_server_module, "available_bytes", lambda: 4000)
+    with running_server(tmp_path) as snapshot_server:
         client = SnapshotClient(snapshot_server.address, 0)
         with pytest.raises(SnapshotServerGone, match=r"no 5000 bytes.*75% of the 4000"):
             copy(client, 1, -1, bytes(5000))
@@ -266,11 +266,11 @@ def test_more_memory_than_there_is_is_refused_with_the_reason(tmp_path: Path, mo
 
 
 def test_what_is_left_of_the_machine_s_memory_is_known() -> None:
-    assert 0 < keeper_module.available_bytes() < psutil.virtual_memory().total
+    assert 0 < snapshot_server_module.available_bytes() < psutil.virtual_memory().total
 
 
 def test_strangers_are_not_answered(snapshot_server: NodeSnapshotServer) -> None:
     stranger = SnapshotClient(SnapshotServerAddress(name=snapshot_server.address.name, key=b"guessed"), 0)
     with pytest.raises(SnapshotServerGone):
-        stranger.held(HOST)
-    await_keeper(snapshot_server)
+        stranger.list_intact(HOST)
+    await_server(snapshot_server)

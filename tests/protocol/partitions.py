@@ -70,9 +70,9 @@ class PartitionStates:
         """These have been compared, as the log has it."""
         self._unproven -= {copy.partition for copy in copies if copy.member == self._member}
 
-    def corrupt(self, random: Random, num_slices: int, name: str) -> bool:
+    def corrupt(self, random: Random, num_partitions: int, name: str) -> bool:
         """A piece of a copy changes to what nobody else has. Not if it falls on a slice that is not here."""
-        index = random.randrange(num_slices)
+        index = random.randrange(num_partitions)
         if self.whole(index) is None:
             return False
         self._pieces[index][random.randrange(NUM_PIECES)] = f"{WRONG} in {name}"
@@ -155,7 +155,7 @@ class PartitionObserver:
         return self._was_wiped_out or self.is_wiped_out
 
     @property
-    def num_slices(self) -> int:
+    def num_partitions(self) -> int:
         return len(self._hosts)
 
     @property

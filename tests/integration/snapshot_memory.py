@@ -1,4 +1,4 @@
-"""The memory of a keeper's process, seen from outside."""
+"""The memory of a snapshot server's process, seen from outside."""
 
 import contextlib
 import os

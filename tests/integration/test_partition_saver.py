@@ -13,7 +13,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed
 from spare_megatron.store import keys
 from tests.unit.memory_store import MemoryStore
-from tests.unit.test_slice_saves import HEAD, save_of
+from tests.unit.test_partition_saves import HEAD, save_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,14 +60,14 @@ def fence(store: MemoryStore, index: int, member: Member) -> None:
 
 def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> None:
     store = MemoryStore()
-    board_of(store).begin()
+    board_of(store).announce_folder()
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters]
     first, *others = run_all(savers)
     assert first.result(TIMEOUT_S)
     assert sorted(number for share in savers[0].shares for number in share.partitions) == [0, 1, 2, 3]
     assert {name for share in savers[0].shares for name in share.files} == {"__0_0.distcp"}
     assert not any(other.done() for other in others)  # who saves may yet be lost
-    board_of(store).end()
+    board_of(store).announce_end()
     assert [other.result(TIMEOUT_S) for other in others] == [False] * 3
 
 
@@ -77,7 +77,7 @@ def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folde
     futures = run_all(savers)
     fence(store, 0, lost)
     assert list(tmp_path.iterdir()) == []
-    board_of(store).begin()
+    board_of(store).announce_folder()
     assert futures[0].result(TIMEOUT_S)
     written = {number: share.member for share in savers[0].shares for number in share.partitions}
     assert sorted(written) == [0, 1, 2, 3]
@@ -98,6 +98,6 @@ def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> Non
 
 def test_who_waits_for_a_group_that_says_nothing_gives_up_in_time(tmp_path: Path) -> None:
     store = MemoryStore()
-    board_of(store).begin()
+    board_of(store).announce_folder()
     with pytest.raises(SaveFailed, match=r"longer than checkpoint.timeout_s=0.5"):
         saver_of(SAVER, store, tmp_path, timeout_s=0.5).run()

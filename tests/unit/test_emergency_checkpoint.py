@@ -20,9 +20,9 @@ from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, m
 from spare_megatron.state.checkpoint.emergency_checkpoint import (
     SavedRank,
     describe,
+    emergency_checkpoint_path,
     file_of,
     files_for,
-    last_state_path,
 )
 from spare_megatron.state.checkpoint.loading import resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, verify
@@ -92,7 +92,7 @@ def saved(tmp_path: Path, *groups: int, entries: Sequence[Commit | Restart] = CO
     folder = tmp_path / "checkpoints"
     save(folder, 5)
     run_dir = write_journal(tmp_path, entries)
-    path = last_state_path(CONFIG.checkpoint, run_dir, STEP)
+    path = emergency_checkpoint_path(CONFIG, run_dir, STEP)
     for group in groups:
         for rank in range(NUM_RANKS):
             save_rank(path, run_dir, group, rank, **what)
@@ -176,7 +176,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_groups_that_have_every_slice_together_make_one(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, config=STACKED, slices={"0": "a", "1": "b"})
-    assert refused(path).endswith("no group has saved slices [2] of the optimizer state")
+    assert refused(path).endswith("no group has saved partitions [2] of the optimizer state")
     for rank in range(NUM_RANKS):
         save_rank(path, tmp_path, 2, rank, config=STACKED, slices={"1": "b", "2": "c"})
     manifest = verify(path).manifest
@@ -185,7 +185,7 @@ def test_groups_that_have_every_slice_together_make_one(tmp_path: Path) -> None:
         f"group-{group:04d}-rank-0.state" for group in (1, 2)
     ]
     save_rank(path, tmp_path, 2, 1, config=STACKED, slices={"1": "another", "2": "c"})
-    assert refused(path).endswith("groups [1, 2] have saved different state of slice 1 of rank 1")
+    assert refused(path).endswith("groups [1, 2] have saved different state of partition 1 of rank 1")
 
 
 def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:
@@ -208,6 +208,6 @@ def test_it_is_written_to_the_folder_that_the_run_has_locked(tmp_path: Path) -> 
     folder = tmp_path / "shared"
     config = load_config("", interval_steps=5, folder=str(folder))
     own = checkpoint_path(tmp_path / "run" / "checkpoints", STEP).with_suffix(".state")
-    assert last_state_path(config.checkpoint, tmp_path / "run", STEP) == own, "its storage is gone"
+    assert emergency_checkpoint_path(config, tmp_path / "run", STEP) == own, "its storage is gone"
     with locked(folder):
-        assert last_state_path(config.checkpoint, tmp_path / "run", STEP) == folder / own.name
+        assert emergency_checkpoint_path(config, tmp_path / "run", STEP) == folder / own.name

@@ -65,7 +65,7 @@ def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time
             version=version,
             text=live_content(history),
             is_final=run_state.end is not None,
-            newest_at_s=None if history.began_s is None else run_state.told_s,
+            newest_at_s=None if history.began_s is None else run_state.newest_at_s,
         )
 
     page = live_page(run_dir.resolve().name, config_of(run_dir))

@@ -157,7 +157,8 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         losses=[_loss(record, at_s - run_state.began_s) for at_s, record in run_state.losses],
         recoveries=run_state.recoveries.found(),
         began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,
-        lasted_s=(run_state.told_s if run_state.end is not None else max(now_s, run_state.told_s)) - run_state.began_s,
+        lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
+        - run_state.began_s,
         checkpoints=[
             (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
         ],

@@ -150,7 +150,7 @@ def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[Event]:
     losses = Losses()
     for line in journal.lines:
         if isinstance(line.record, LossRecord):
-            losses.take(line.record, line.at_s)
+            losses.add(line.record, line.at_s)
     for found_s, record in losses.found:
         if 0 <= _micro(found_s - origin_s) <= end_us:
             yield {

@@ -33,7 +33,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         peak_tflops=989.0,
     )
     run_state = RunState()
-    run_state.take(Line(source="driver", at_s=0.0, record=run))
+    run_state.add_line(Line(source="driver", at_s=0.0, record=run))
     rng = np.random.default_rng(1)
     loss = rng.normal(size=num_steps)
     loss[num_steps // 3] = HIGHEST_LOSS

@@ -34,13 +34,13 @@ def history_with_a_slow_rank(num_steps: int, ratio: float, seed: int) -> History
         faults=[],
     )
     run_state = RunState()
-    run_state.take(Line(source="driver", at_s=0.0, record=run))
+    run_state.add_line(Line(source="driver", at_s=0.0, record=run))
     for step in range(num_steps):
         pace_s = np.array([0.5, 0.7]) * rng.uniform(0.8, 1.3) * rng.normal(1.0, 0.05, (NUM_GROUPS, NUM_RANKS))
         pace_s[SLOW_GROUP, SLOW_RANK] *= ratio
         pace_s[rng.random(pace_s.shape) < 0.02] *= 20.0
         for record in records_of(step, pace_s):
-            run_state.take(Line(source="group", at_s=float(step + 1), record=record))
+            run_state.add_line(Line(source="group", at_s=float(step + 1), record=record))
     return history_of(run_state, "valid", now_s=float(num_steps + 1))
 
 

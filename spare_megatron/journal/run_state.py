@@ -228,7 +228,7 @@ class RunState:
                     self._ahead.setdefault(record.index, (record.entry, at_s))
                     self._fold()
                 if record.entry.get("admit"):
-                    self.recoveries.take(line)
+                    self.recoveries.add_line(line)
             case UpdateRecord():
                 self.steps.add_update(record)
                 if self.newest is None or record.attempt > self.newest.attempt:
@@ -237,13 +237,13 @@ class RunState:
             case ContributionRecord():
                 self._contributed(record, at_s)
             case LossRecord():
-                self.recoveries.take(line)
+                self.recoveries.add_line(line)
                 self._on_loss(record, at_s)
             case FaultRecord():
                 self._hit_after.add(step_before(record))
-                self.recoveries.take(line)
+                self.recoveries.add_line(line)
             case RecoveryRecord():
-                self.recoveries.take(line)
+                self.recoveries.add_line(line)
             case CadenceRecord():
                 self._cadence = at_s, record
             case CheckpointRecord():

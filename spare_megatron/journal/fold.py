@@ -141,7 +141,7 @@ class Folding:
     def num_restarts(self) -> int:
         return len(self.restarted_at)
 
-    def take(self, index: int, entry: Mapping[str, Any]) -> None:
+    def apply(self, index: int, entry: Mapping[str, Any]) -> None:
         match entry["entry"]:
             case "fence":
                 self._fence(index, entry["group"], entry.get("incarnation", 0))
@@ -161,7 +161,7 @@ class Folding:
             case "finish" | "giveup" | "halt":
                 self.is_over = True
 
-    def known(self, num_entries: int) -> Known:
+    def known_after(self, num_entries: int) -> Known:
         """The state as `Known`; call only while no entry has been missing."""
         position = (math.inf, math.inf) if self.is_over else (self.num_restarts, self.step)
         attempt = math.inf if self.is_over else self.attempt
@@ -267,11 +267,11 @@ class Folding:
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     """Folds the entries in index order; indices may be missing."""
     folding = Folding(run)
-    known = folding.known(0)
+    known = folding.known_after(0)
     for number, index in enumerate(sorted(entries), 1):
-        folding.take(index, entries[index])
+        folding.apply(index, entries[index])
         if index < number:
-            known = folding.known(number)
+            known = folding.known_after(number)
     commits = tuple(
         replace(commit, is_undone=True) if commit.index in folding.undone else commit for commit in folding.commits
     )

@@ -302,7 +302,7 @@ class RunState:
         while (found := self._ahead.pop(self._head, None)) is not None:
             entry, at_s = found
             members = self.folding.members
-            self.folding.take(self._head, entry)
+            self.folding.apply(self._head, entry)
             self._stretches.take(self._head, entry, members)
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s

@@ -223,7 +223,7 @@ class RunState:
         self.newest_at_s = max(self.newest_at_s, at_s)
         match record:
             case EntryRecord():
-                self.entry_times.take(record.index, record.group, at_s)
+                self.entry_times.add_read(record.index, record.group, at_s)
                 if record.index >= self._head:
                     self._ahead.setdefault(record.index, (record.entry, at_s))
                     self._fold()
@@ -303,7 +303,7 @@ class RunState:
             entry, at_s = found
             members = self.folding.members
             self.folding.apply(self._head, entry)
-            self._stretches.take(self._head, entry, members)
+            self._stretches.add_entry(self._head, entry, members)
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
             if entry["entry"] == "fence":

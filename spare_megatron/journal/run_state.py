@@ -96,7 +96,7 @@ class StepTable:
             self.learning_rate[record.attempt] = record.learning_rate
         self.step_s[record.attempt, record.group] = record.step_s
         load = float(self.load[record.attempt, record.group])
-        self.paces.take(record.attempt, record.group, record.compute_s, load)
+        self.paces.add(record.attempt, record.group, record.compute_s, load)
 
     def add_contribution(self, record: ContributionRecord, load: int) -> None:
         """Records that a group has contributed `load` microbatches to an attempt."""

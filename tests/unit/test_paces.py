@@ -142,7 +142,7 @@ def test_of_a_long_run_attempts_at_equal_distances_are_kept() -> None:
     paces = RankPaces(2, 1)
     num_attempts = 5 * MOST_SAMPLES
     for attempt in range(num_attempts):
-        paces.take(attempt, 1, [2.0 * attempt], 2.0)
+        paces.add(attempt, 1, [2.0 * attempt], 2.0)
     kept, pace_s = paces.of(np.arange(num_attempts))
     assert paces.every == 8
     assert kept.tolist() == list(range(0, num_attempts, 8))
@@ -152,9 +152,9 @@ def test_of_a_long_run_attempts_at_equal_distances_are_kept() -> None:
 
 def test_a_group_that_computed_nothing_and_a_journal_without_times_say_nothing() -> None:
     paces = RankPaces(2, 2)
-    paces.take(0, 0, [], 3.0)
-    paces.take(0, 1, [1.0, 1.0], 0.0)
-    paces.take(0, 1, [1.0, 1.0], float("nan"))
+    paces.add(0, 0, [], 3.0)
+    paces.add(0, 1, [1.0, 1.0], 0.0)
+    paces.add(0, 1, [1.0, 1.0], float("nan"))
     assert paces.of(np.arange(3))[0].tolist() == []
 
 

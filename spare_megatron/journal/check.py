@@ -74,8 +74,8 @@ class Verdict:
 class Tally(Protocol):
     """Counts on the way, so that nothing is read twice."""
 
-    def take(self, part: Attempts | Steps) -> None:
-        """Takes a part before the rules read it."""
+    def add_part(self, part: Attempts | Steps) -> None:
+        """Adds a part before the rules read it."""
 
 
 _Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
@@ -110,7 +110,7 @@ def _apply(
     found: list[list[Finding]] = [[] for _ in rules]
     for part in parts:
         if tally is not None:
-            tally.take(part)
+            tally.add_part(part)
         for rule, findings in zip(rules, found, strict=True):
             findings += rule(part, run, fold)
     for findings in found:

@@ -97,10 +97,10 @@ def sum_up(evidence: JournalView) -> Summary:
         full_redundancy_s=full_redundancy_s(rare),
         steps_left=sum(left),
     )
-    return told_by(summary, ends[0]) if ends else summary
+    return with_end(summary, ends[0]) if ends else summary
 
 
-def told_by(summary: Summary, end: EndRecord) -> Summary:
+def with_end(summary: Summary, end: EndRecord) -> Summary:
     """Adds the outcome, and steps of a finished run that the driver counted and the journal lacks."""
     num_missing = 0
     if end.outcome == "finished" and end.steps_committed is not None:
@@ -134,21 +134,21 @@ class _Counts:
         self.num_recomputed = 0
         self._brought: dict[tuple[int, int], tuple[int, int]] = {}  # (group, incarnation) -> step, most microbatches
 
-    def take(self, part: Attempts | Steps) -> None:
+    def add_part(self, part: Attempts | Steps) -> None:
         if isinstance(part, Steps):
-            told = [*([self.params] if self.params else ()), *part.params]
-            self.params = max(told, key=lambda record: (record.num_restarts, record.step), default=None)
+            records = [*([self.params] if self.params else ()), *part.params]
+            self.params = max(records, key=lambda record: (record.num_restarts, record.step), default=None)
             return
         updates = [*([self.update] if self.update else ()), *(record for _, record in part.updates)]
         self.update = max(updates, key=lambda record: record.attempt, default=None)
         self.rejoined |= {(record.group, record.incarnation) for _, record in part.votes if record.incarnation}
         for _, record in part.contributions:
-            life, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
-            step, most = self._brought.get(life, (None, 0))
+            member, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
+            step, most = self._brought.get(member, (None, 0))
             if step == record.step:
                 self.num_recomputed += max(num_microbatches - most, 0)
                 num_microbatches = max(num_microbatches, most)
-            self._brought[life] = record.step, num_microbatches
+            self._brought[member] = record.step, num_microbatches
 
 
 PROOF_S = 60.0
@@ -168,9 +168,9 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
     try:
         summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + PROOF_S))
     except TimeoutError:
-        summary = _told(run_dir)
+        summary = _unproven_summary(run_dir)
     if summary.outcome == UNKNOWN and end is not None:
-        summary = told_by(summary, end)
+        summary = with_end(summary, end)
     try:
         with whole_file("--run-dir", run_dir / "summary.json") as file:
             file.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
@@ -180,7 +180,7 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
     return summary
 
 
-def _told(run_dir: Path) -> Summary:
+def _unproven_summary(run_dir: Path) -> Summary:
     """Summary by the first line of the journal and the last lines of some files; counts nothing else."""
     files = list((run_dir / "journal").glob("*.jsonl"))
     num_bytes = sum(path.stat().st_size for path in files)
@@ -204,7 +204,7 @@ def _told(run_dir: Path) -> Summary:
         steps_committed=num_steps - run.first_step,
         steps_left=run.num_steps - num_steps,
     )
-    return told_by(summary, ends[0]) if ends else summary
+    return with_end(summary, ends[0]) if ends else summary
 
 
 def _last_records(path: Path) -> Iterator[Record]:

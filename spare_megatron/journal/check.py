@@ -13,7 +13,7 @@ from spare_megatron.journal.check_state import (
     check_last_params,
     check_params,
     check_restored,
-    check_slices,
+    check_partitions,
     has_lost_state,
 )
 from spare_megatron.journal.check_steps import (
@@ -97,7 +97,7 @@ def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
     findings = [*check_code(evidence, run, fold), *check_terms(evidence, run, fold)]
     findings += [*_check_log(evidence, fold), *_check_fold(run, fold), *check_told(evidence, run, fold)]
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
-    findings += check_slices(evidence, run, fold)
+    findings += check_partitions(evidence, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)
     findings += [*_check_faults(evidence, run, fold), *_check_end(evidence, run, fold)]
     return _verdict(evidence, findings, len(fold.kept), run.format)

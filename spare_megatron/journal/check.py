@@ -12,8 +12,8 @@ from spare_megatron.journal.check_state import (
     check_compared,
     check_last_params,
     check_params,
-    check_restored,
     check_partitions,
+    check_restored,
     has_lost_state,
 )
 from spare_megatron.journal.check_steps import (
@@ -26,7 +26,7 @@ from spare_megatron.journal.check_steps import (
     check_voters,
     check_votes,
 )
-from spare_megatron.journal.check_terms import check_code, check_terms, check_told
+from spare_megatron.journal.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding
@@ -95,7 +95,7 @@ def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
     run = runs[0]
     fold = fold_evidence(evidence, run)
     findings = [*check_code(evidence, run, fold), *check_terms(evidence, run, fold)]
-    findings += [*_check_log(evidence, fold), *_check_fold(run, fold), *check_told(evidence, run, fold)]
+    findings += [*_check_log(evidence, fold), *_check_fold(run, fold), *check_reports(evidence, run, fold)]
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
     findings += check_partitions(evidence, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)

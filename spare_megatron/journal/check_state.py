@@ -36,7 +36,7 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
         excused = _excused_groups(fold, key, by_group, part.brought.get(key[1], set()))
         severity = fold.severity(is_known=key < fold.known.position)  # else a missing entry may have fenced a group
         for group in sorted(changed[key] - excused):
-            reason = f"after {key[1]} steps group {group} holds other parameters than it did"
+            reason = f"after {key[1]} steps group {group} has two digests of its parameters"
             yield Finding(severity=severity, reason=reason, place=key)
         for reason in _compare(key[1], [record for group, record in by_group.items() if group not in excused]):
             yield Finding(severity=severity, reason=reason, place=key)
@@ -68,7 +68,7 @@ def _compare(step: int, records: Collection[ParamsRecord]) -> Iterator[str]:
         for number, sha256 in record.slices.items():
             states[number].add(sha256)
     for number in sorted((number for number in states if len(states[number]) > 1), key=int):
-        yield f"after {step} steps the hosts of slice {number} hold different state"
+        yield f"after {step} steps the hosts of state partition {number} hold different state"
 
 
 def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -116,7 +116,7 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
         if known and not digests.get((number, step), set()) <= known:
             yield Finding(
                 severity=fold.severity(is_known=(number, step) < fold.known.position),
-                reason=f"restart {number} took over other parameters than the groups held after {step} steps before it",
+                reason=f"restart {number} loaded parameters that differ from those the groups held after {step} steps",
                 place=(number,),
             )
 
@@ -146,14 +146,14 @@ def check_partitions(evidence: JournalView, run: RunRecord, fold: Fold) -> Itera
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
     if len(ends) == 1 and ends[0].outcome == "finished" and partitions.finished_at is None:
-        reason = "the run finished, and no entry says that all parameters were whole"
+        reason = "the run finished, and no log entry states that all parameters are complete"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     if partitions.finished_at is None:
         return
     stretch = Stretch(key="attempt", first=partitions.finished_at, end=partitions.finished_at + 1)
     for _, record in evidence.select((VoteRecord,), stretch)[VoteRecord]:
         if not record.is_complete:
-            reason = f"the run finished though group {record.group} lacked parameters"
+            reason = f"the run finished although group {record.group} lacked parameters"
             yield Finding(severity="invalid", reason=reason)
 
 
@@ -200,20 +200,22 @@ def _release(partitions: _PartitionHosts, step: int, released: Sequence[Any], nu
     """Runs before `_commit`: the copies that replace released ones joined, and were compared, earlier."""
     for index, (group, incarnation) in released:
         member, row = Member(GroupId(group), incarnation), partitions.hosts[index]
+        what = f"step {step}: group {group} releases state partition {index}"
         if member not in row:
-            partitions.errors.append(f"step {step}: group {group} lets go of slice {index}, of which it is no host")
+            partitions.errors.append(f"{what}, which it does not host")
         elif len(row) <= num_wanted:
-            partitions.errors.append(f"step {step}: group {group} lets go of slice {index}, which has {len(row)} hosts")
+            partitions.errors.append(f"{what}, which has {len(row)} hosts")
         row.discard(member)
 
 
 def _commit(partitions: _PartitionHosts, step: int, restored: Sequence[Any], present: set[Member]) -> None:
     for index in partitions.wiped_out():
-        partitions.errors.append(f"step {step}: committed though slice {index} had no host")
+        partitions.errors.append(f"step {step}: committed although state partition {index} had no host")
     for index, (group, incarnation) in restored:
         member = Member(GroupId(group), incarnation)
+        what = f"step {step}: group {group} copied state partition {index}"
         if member not in present:
-            partitions.errors.append(f"step {step}: group {group} has copied slice {index}, and takes no part")
+            partitions.errors.append(f"{what}, but takes no part")
         elif member in partitions.hosts[index]:
-            partitions.errors.append(f"step {step}: group {group} has copied slice {index}, of which it is a host")
+            partitions.errors.append(f"{what}, which it hosts already")
         partitions.hosts[index].add(member)

@@ -248,7 +248,7 @@ class Folding:
         if snapshot is not None:
             if (entry["step"], snapshot) not in {(commit.step + 1, commit.attempt) for commit in kept}:
                 what = f"a snapshot after {entry['step']} steps"
-                self.errors.append(f"a restart takes over {what}, which attempt {snapshot} did not commit")
+                self.errors.append(f"a restart loads {what}, which attempt {snapshot} did not commit")
         elif entry["step"] not in saved:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}

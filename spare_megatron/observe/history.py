@@ -146,7 +146,7 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         ValueError: The journal lacks the run's record, with which every journal begins.
     """
     if run_state.run is None:
-        raise ValueError("the journal has no run record: there is nothing to tell")
+        raise ValueError("the journal has no run record: there is nothing to show")
     return History(
         run=run_state.run,
         verdict=verdict,

@@ -29,8 +29,7 @@ from spare_megatron.journal.check_steps import (
 from spare_megatron.journal.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold, fold_log
+from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Finding, Fold
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
 from spare_megatron.journal.records import EndRecord, ParamsRecord, RunRecord, VoteRecord
 from spare_megatron.stacking.layout import GroupId, Member

@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from spare_megatron.journal.finding import Finding, Severity
-from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
+from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Severity
 from spare_megatron.journal.journal_view import Attempts
 from spare_megatron.journal.records import ContributionRecord, RunRecord, UpdateRecord, VoteRecord, digest_of_work
 

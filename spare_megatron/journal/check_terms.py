@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Finding, Fold
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import (
     FaultRecord,

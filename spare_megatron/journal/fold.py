@@ -4,12 +4,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
-from spare_megatron.journal.finding import Severity
 from spare_megatron.journal.records import RunRecord
 
 Members = frozenset[int]
+Severity = Literal["invalid", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason why a journal is not valid.
+
+    Attributes:
+        severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
+        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
+    """
+
+    severity: Severity
+    reason: str
+    place: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,7 @@ import pytest
 
 from spare_megatron.journal.check_state import check_restored
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold, fold_log
+from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import JournalInMemory, steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord, RunRecord

@@ -10,11 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from spare_megatron.journal.events import Event, describe_storage
-from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.quantities import format_duration, format_large
 from spare_megatron.journal.records import RunRecord, UpdateRecord
 from spare_megatron.journal.run_state import GroupState, RunState, SavePlan
-from spare_megatron.journal.speed import flops_utilization, tokens_per_second
 
 _LETTERS: dict[GroupState, tuple[str, str]] = {
     "alive": ("A", "green"),

@@ -11,10 +11,9 @@ from statistics import median
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.journal.goodput import cause_of
+from spare_megatron.journal.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RunRecord
-from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, TensorBoardSink, Value, WandbSink
 from spare_megatron.process.processes import report_held
 from spare_megatron.process.reports import (

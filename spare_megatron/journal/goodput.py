@@ -1,11 +1,11 @@
-"""Divides the wall time of a run into useful steps and losses by cause."""
+"""Goodput, which divides the wall time into useful steps and losses by cause, and throughput of the steps."""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from spare_megatron.journal.fold import Fold, Members
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RedundancyRecord, RunRecord
 
 Times = npt.NDArray[np.float64]
+T = TypeVar("T", float, npt.NDArray[np.float64])
+"""One step, or an array with one element per step."""
 
 
 _MOST_READERS = 64
@@ -243,3 +245,19 @@ def full_redundancy_s(journal: Journal) -> tuple[float, ...]:
             spans.append(at_s - since_s)
             since_s = None
     return tuple(spans)
+
+
+def tokens_per_second(run: RunRecord, step_s: T) -> T | None:
+    """Tokens of the global batch per second; None if their number is unknown."""
+    return run.tokens_per_step / step_s if run.tokens_per_step else None
+
+
+def tflops_per_rank(run: RunRecord, step_s: T, num_ranks: T) -> T | None:
+    """Model TFLOPS of each rank that took part, redundant computation excluded; None if unknown."""
+    return run.flops_per_step / step_s / num_ranks / 1e12 if run.flops_per_step else None
+
+
+def flops_utilization(run: RunRecord, step_s: T, num_ranks: T) -> T | None:
+    """Model FLOPs utilization (MFU) of the ranks that took part; None if FLOPs or peak are unknown."""
+    tflops = tflops_per_rank(run, step_s, num_ranks)
+    return None if tflops is None or run.peak_tflops is None else tflops / run.peak_tflops

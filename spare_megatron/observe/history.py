@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal.fold import Committed
-from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.paces import over_others
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.journal.speed import flops_utilization, tokens_per_second
 
 Presence = Literal["training", "lost", "away"]
 Floats = npt.NDArray[np.float64]

@@ -31,7 +31,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class PageContent:
     """What a page shows.
 
     Attributes:
@@ -56,15 +56,15 @@ class Updated:
     """
 
     def __init__(
-        self, make: Callable[[Content | None], Content], clock_s: Callable[[], float] = time.monotonic
+        self, make: Callable[[PageContent | None], PageContent], clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._make = make
         self.clock_s = clock_s
         self._lock = threading.Lock()
-        self._content: Content | None = None
+        self._content: PageContent | None = None
         self._next_at_s = 0.0
 
-    def now(self) -> Content:
+    def now(self) -> PageContent:
         with self._lock:
             began_s = self.clock_s()
             if self._content is None or (began_s >= self._next_at_s and not self._content.is_final):

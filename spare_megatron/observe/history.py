@@ -78,7 +78,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class GroupLoss:
     """A group found lost.
 
     Attributes:
@@ -116,7 +116,7 @@ class History:
     goodput: Goodput | None
     steps: Steps
     paces: Paces
-    losses: Sequence[Loss]
+    losses: Sequence[GroupLoss]
     recoveries: Sequence[Recovery]
     began_s: float | None
     lasted_s: float
@@ -202,8 +202,8 @@ def _steps(run_state: RunState) -> Steps:
     )
 
 
-def _loss(record: LossRecord, found_s: float) -> Loss:
-    return Loss(
+def _loss(record: LossRecord, found_s: float) -> GroupLoss:
+    return GroupLoss(
         found_s=found_s,
         group=record.group,
         rank=record.rank,

@@ -7,7 +7,7 @@ import numpy as np
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, RunRecord
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.observe.history import History, Loss, Steps, history_of
+from spare_megatron.observe.history import GroupLoss, History, Steps, history_of
 
 HIGHEST_LOSS = 99.0
 
@@ -52,7 +52,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
     )
     losses = [
-        Loss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
+        GroupLoss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
         for index in range(0, num_steps, 10)
     ]
     saved = [

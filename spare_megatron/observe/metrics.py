@@ -28,7 +28,7 @@ processes wake up for it."""
 _MOST_WAITING = 4096
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Takes the metrics of steps."""
 
     def write(self, values: Mapping[str, Value]) -> None:
@@ -47,7 +47,7 @@ class DetachedSink:
         on_failure: Called with the reason when the sink fails, in the thread, and from `close` for what the sink lacks.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], on_failure: Callable[[str], None]) -> None:
+    def __init__(self, name: str, open_sink: Callable[[], MetricsSink], on_failure: Callable[[str], None]) -> None:
         self._name = name
         self._open_sink = open_sink
         self._on_failure = on_failure

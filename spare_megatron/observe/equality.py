@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spare_megatron.observe.history import History, Steps
+from spare_megatron.observe.history import CommittedSteps, History
 
 Digests = Mapping[int, frozenset[str]]
 
@@ -92,7 +92,7 @@ def compare(first: History, second: History) -> Equality | None:
     )
 
 
-def _compare_steps(first: Steps, second: Steps) -> tuple[int, Difference | None]:
+def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, Difference | None]:
     """The number of steps that both journals hold, and the first difference in them."""
     left, right = (np.flatnonzero(~steps.is_undone & ~np.isnan(steps.loss)) for steps in (first, second))
     common, in_left, in_right = np.intersect1d(first.step[left], second.step[right], return_indices=True)

@@ -20,7 +20,7 @@ Table = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class CommittedSteps:
     """The committed steps in the order of the log; all arrays have one element per step.
 
     Attributes:
@@ -114,7 +114,7 @@ class History:
     verdict: str
     figures: dict[str, object]
     goodput: Goodput | None
-    steps: Steps
+    steps: CommittedSteps
     paces: Paces
     losses: Sequence[GroupLoss]
     recoveries: Sequence[Recovery]
@@ -180,12 +180,12 @@ def _paces(run_state: RunState) -> Paces:
     return Paces(commit=kept, ratio=over_others(pace_s))
 
 
-def _steps(run_state: RunState) -> Steps:
+def _steps(run_state: RunState) -> CommittedSteps:
     assert run_state.folding is not None, "a run has a log"
     told, undone = run_state.steps, run_state.folding.undone
     commits = _told_commits(run_state)
     attempts = np.array([commit.attempt for commit in commits], np.intp)
-    return Steps(
+    return CommittedSteps(
         step=np.array([commit.step for commit in commits], np.int64),
         ended_s=run_state.entry_times(np.array([commit.index for commit in commits], np.intp)) - run_state.began_s,
         loss=told.loss[attempts],

@@ -7,7 +7,7 @@ import numpy as np
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, RunRecord
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.observe.history import GroupLoss, History, Steps, history_of
+from spare_megatron.observe.history import CommittedSteps, GroupLoss, History, history_of
 
 HIGHEST_LOSS = 99.0
 
@@ -39,7 +39,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
     loss[num_steps // 3] = HIGHEST_LOSS
     everybody, hit = frozenset(range(num_groups)), frozenset({0})
     lost = [hit if index % 10 == 0 else frozenset() for index in range(num_steps)]
-    steps = Steps(
+    steps = CommittedSteps(
         step=np.arange(num_steps),
         ended_s=np.cumsum(rng.random(num_steps)),
         loss=loss,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
-from spare_megatron.config.node_facts import Clock, NodeFacts, NodeReport, Rate
+from spare_megatron.config.node_facts import ClockOffset, NodeFacts, NodeReport, Rate
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
 from spare_megatron.process.node_connection import Listener, connect
@@ -155,7 +155,7 @@ class _Examination:
         }
         return self._nodes.ask(orders, _LOOK_S)
 
-    def _clock(self, node: int) -> Clock | None:
+    def _clock(self, node: int) -> ClockOffset | None:
         """The quickest of several readings of the node's clock, because it has the smallest error."""
         readings = []
         for _ in range(_NUM_TIMES):
@@ -164,7 +164,7 @@ class _Examination:
             after_s = time.time()
             if node in answer:
                 ahead_s = answer[node] - (before_s + after_s) / 2
-                readings.append(Clock(ahead_s=ahead_s, error_s=(after_s - before_s) / 2))
+                readings.append(ClockOffset(ahead_s=ahead_s, error_s=(after_s - before_s) / 2))
         return min(readings, key=lambda clock: clock.error_s, default=None)
 
     def _write(self, nodes: Sequence[int]) -> dict[int, Rate]:

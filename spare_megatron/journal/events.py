@@ -20,7 +20,7 @@ from spare_megatron.journal.records import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class EventLine:
     """An event text and its time in seconds since the epoch."""
 
     at_s: float

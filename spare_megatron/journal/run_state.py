@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.journal.events import Event, text_of_end, text_of_entry, text_of_loss, texts_of_record
+from spare_megatron.journal.events import EventLine, text_of_end, text_of_entry, text_of_loss, texts_of_record
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
@@ -193,7 +193,7 @@ class RunState:
         self._cadence: tuple[float, CadenceRecord] | None = None
         self._saved_at_s = 0.0
         self.num_events = 0
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
         self._halted_by = ""
         self.newest: UpdateRecord | None = None
@@ -272,7 +272,7 @@ class RunState:
             self._note(text_of_loss(record, is_known=is_known), at_s)
 
     def _note(self, text: str, at_s: float) -> None:
-        self._events.append(Event(at_s=at_s, text=text))
+        self._events.append(EventLine(at_s=at_s, text=text))
         self.num_events += 1
 
     def add_sources(self, sources: Collection[str]) -> None:
@@ -438,11 +438,11 @@ class RunState:
             since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
         return max(0.0, since_s + interval_s - now_s) if interval_s else None
 
-    def events(self, most: int) -> Sequence[Event]:
+    def events(self, most: int) -> Sequence[EventLine]:
         """The last `most` events, in time order."""
         return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
 
-    def events_since(self, num_events: int) -> Sequence[Event]:
+    def events_since(self, num_events: int) -> Sequence[EventLine]:
         """Events after the first `num_events`, as far as they are kept, in time order."""
         new = self.num_events - num_events
         return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()

@@ -13,9 +13,9 @@ from spare_megatron.journal.events import EventLine, describe_storage
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.quantities import format_duration, format_large
 from spare_megatron.journal.records import RunRecord, UpdateRecord
-from spare_megatron.journal.run_state import GroupState, RunState, SavePlan
+from spare_megatron.journal.run_state import GroupStatus, RunState, SavePlan
 
-_LETTERS: dict[GroupState, tuple[str, str]] = {
+_LETTERS: dict[GroupStatus, tuple[str, str]] = {
     "alive": ("A", "green"),
     "slow": ("S", "bold yellow"),
     "rejoining": ("R", "bold cyan"),
@@ -159,7 +159,7 @@ def _describe_goodput(goodput: Goodput) -> str:
     return f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}" + (f"; lost: {told}" if told else "")
 
 
-def _grid(states: Sequence[GroupState]) -> Text:
+def _grid(states: Sequence[GroupStatus]) -> Text:
     """One letter per group in blocks of ten, with a legend."""
     grid = Text("groups ")
     for group, state in enumerate(states):

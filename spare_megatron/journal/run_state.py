@@ -122,7 +122,7 @@ def _grown(array: npt.NDArray[T], shape: tuple[int, ...]) -> npt.NDArray[T]:
     return grown
 
 
-GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
+GroupStatus = Literal["alive", "slow", "rejoining", "lost", "given up"]
 
 
 PARAMS = "params"
@@ -379,13 +379,13 @@ class RunState:
             if all(step <= kept for kept in restarted_at[num_restarts:])
         }
 
-    def groups(self) -> list[GroupState]:
+    def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:
             return []
         slow = self._slow_groups()
         return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
 
-    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupState:
+    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
         loss = self._losses.find(group, self._last_lost.get(group, 0))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"

@@ -71,7 +71,7 @@ class ClockOffset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
+class NodeMeasurements:
     """Facts of one node and measurements between it and others.
 
     Attributes:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
-from spare_megatron.config.node_facts import ClockOffset, NodeFacts, NodeReport, Rate
+from spare_megatron.config.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
 from spare_megatron.process.node_connection import Listener, connect
@@ -85,7 +85,7 @@ def examine(
     host: str,
     start: Start | None,
     wait_s: float,
-) -> list[NodeReport]:
+) -> list[NodeMeasurements]:
     """Examines all nodes.
 
     Args:
@@ -119,7 +119,7 @@ class _Examination:
         self._token = token
         self._nodes = nodes
 
-    def run(self) -> list[NodeReport]:
+    def run(self) -> list[NodeMeasurements]:
         looked = self._look()
         clocks = {node: self._clock(node) for node in looked}
         writes = self._write([node for node, seen in looked.items() if seen.facts.sees_folder])
@@ -128,10 +128,10 @@ class _Examination:
         for node, name in enumerate(self._names):
             failure = self._nodes.failures.get(node, "")
             if failure:
-                reports.append(NodeReport(name=name, failure=failure))
+                reports.append(NodeMeasurements(name=name, failure=failure))
                 continue
             reports.append(
-                NodeReport(
+                NodeMeasurements(
                     name=name,
                     facts=looked[node].facts,
                     clock=clocks[node],

@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.config.diagnosis import NodeFinding, diagnose, nodes_per_group, own_etcd_ports
 from spare_megatron.config.implications import implications
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.node_facts import ClockOffset, Gpu, NodeFacts, NodeReport, Rate
+from spare_megatron.config.node_facts import ClockOffset, Gpu, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import STEP_BYTES, StoreSpace
 
@@ -48,9 +48,9 @@ FACTS = NodeFacts(
 LINK = Rate(bytes_per_s=1e9)
 
 
-def nodes(**changed: NodeReport) -> list[NodeReport]:
+def nodes(**changed: NodeMeasurements) -> list[NodeMeasurements]:
     """Healthy ones, apart from those that are named."""
-    healthy = NodeReport(
+    healthy = NodeMeasurements(
         name="",
         facts=FACTS,
         clock=ClockOffset(ahead_s=0.0, error_s=0.001),
@@ -244,7 +244,7 @@ def test_two_links_have_no_usual_speed() -> None:
 
 
 def test_findings_come_in_the_order_of_the_nodes() -> None:
-    gone = NodeReport(name="n9", failure="no answer")
+    gone = NodeMeasurements(name="n9", failure="no answer")
     few = replace(nodes()[4], facts=replace(FACTS, gpus=(GPU,)), link=Rate(failure="refused"))
     found = diagnose(CONFIG, "/ck", nodes(n9=gone, n4=few))
     assert [finding.node for finding in found] == ["n4", "n4", "n4", "n9"]

@@ -283,7 +283,7 @@ class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 
 
-Order = GoOn | EndEarly
+DriverOrder = GoOn | EndEarly
 
 NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 

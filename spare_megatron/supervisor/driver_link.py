@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Thread
 
 from spare_megatron.process.processes import say
-from spare_megatron.process.reports import NodeReport, Order
+from spare_megatron.process.reports import DriverOrder, NodeReport
 
 _MOST_UNREAD = 20_000
 """Most reports, some hundred bytes each, that may wait for a driver. One that is suspended reads none."""
@@ -66,7 +66,7 @@ class DriverLink:
             self._sender = Thread(target=self._send, args=(self._connection,), name="driver-link", daemon=True)
             self._sender.start()
 
-    def hear(self) -> Order | None:
+    def hear(self) -> DriverOrder | None:
         """Receives an order. Returns None if there is none because the driver is gone.
 
         Raises:
@@ -79,7 +79,7 @@ class DriverLink:
         except (EOFError, OSError) as error:
             self._lose(error)
             return None
-        if not isinstance(order, Order):
+        if not isinstance(order, DriverOrder):
             raise Stopped
         return order
 
@@ -111,7 +111,7 @@ class DriverLink:
         error: Exception = TimeoutError(f"it has not taken the last word within {_LAST_WORD_S:g} s")
         try:
             while connection.poll(max(0.0, end_s - time.monotonic())):
-                if not isinstance(connection.recv(), Order):
+                if not isinstance(connection.recv(), DriverOrder):
                     return
         except (EOFError, OSError) as failure:
             error = self._failure or failure

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import NodeFinding
     from spare_megatron.config.node_facts import NodeMeasurements, Rate
     from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.driver.examination import Start
+    from spare_megatron.driver.examination import StartNode
 
 
 def doctor(
@@ -78,7 +78,7 @@ def _examine(
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config, folder).absolute()
-    start: Start | None = None
+    start: StartNode | None = None
     if config.cluster.launcher == "srun":
         from spare_megatron.driver.slurm.allocation import address_of, nodes_for_run, this_job
         from spare_megatron.driver.slurm.racks import find_racks

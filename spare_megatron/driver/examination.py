@@ -32,7 +32,7 @@ _MOST_ROUNDS = 64
 """Limit of consecutive write tests, about a second each."""
 _END_S = 5.0
 
-Start = Callable[[int, Path], subprocess.Popen[bytes]]
+StartNode = Callable[[int, Path], subprocess.Popen[bytes]]
 """Starts the process of a node, with its output in the file."""
 
 
@@ -83,7 +83,7 @@ def examine(
     folder: Path,
     checkpoints: Path,
     host: str,
-    start: Start | None,
+    start: StartNode | None,
     wait_s: float,
 ) -> list[NodeMeasurements]:
     """Examines all nodes.
@@ -233,7 +233,7 @@ class _Nodes:
 
 @contextlib.contextmanager
 def _gathered(
-    nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: Start | None, wait_s: float
+    nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: StartNode | None, wait_s: float
 ) -> Iterator[None]:
     """Connects the nodes and notes why some are missing. Their processes end with the block."""
     if not awaited:

@@ -7,7 +7,7 @@ import numpy as np
 
 from spare_megatron.observe.history import CommittedSteps, History
 
-Digests = Mapping[int, frozenset[str]]
+ParamsDigests = Mapping[int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, 
     return len(common), min(found, key=lambda item: item.step, default=None)
 
 
-def _compare_params(first: Digests, second: Digests) -> tuple[int | None, tuple[str, ...]]:
+def _compare_params(first: ParamsDigests, second: ParamsDigests) -> tuple[int | None, tuple[str, ...]]:
     """The steps after which parameters first differ, or were last compared, and the digests in both runs.
 
     Skips steps after which the groups of one run had different parameters: one of them was wrong.

@@ -30,9 +30,9 @@ from spare_megatron.journal.check_terms import check_code, check_reports, check_
 from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Finding, Fold, fold_log
-from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps, attempts_of, steps_of
+from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import Placement, make_placement
 
@@ -78,11 +78,6 @@ class Tally(Protocol):
 
 
 _Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
-
-
-def check_journal(journal: Journal) -> Verdict:
-    """Checks a journal in memory."""
-    return check(JournalInMemory(journal))
 
 
 def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
@@ -138,16 +133,23 @@ def _check_lines(evidence: JournalView, journal_format: int) -> Iterator[Finding
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:
     """Same as `fold_evidence`, for a journal in memory."""
-    return fold_evidence(JournalInMemory(journal), run)
+    entries: dict[int, dict[str, Any]] = {}
+    for record in journal.of(EntryRecord):
+        entries.setdefault(record.index, record.entry)
+    return _fold(entries, journal.of(LossRecord), run)
 
 
 def fold_evidence(evidence: JournalView, run: RunRecord) -> Fold:
     """Folds the log as the groups read it, and the fences that supervisors report after its end."""
-    entries = dict(evidence.entries)
+    losses = [line.record for line in evidence.rare if isinstance(line.record, LossRecord)]
+    return _fold(dict(evidence.entries), losses, run)
+
+
+def _fold(entries: dict[int, dict[str, Any]], losses: Sequence[LossRecord], run: RunRecord) -> Fold:
     last_read = max(entries, default=-1)
-    for line in evidence.rare:
+    for loss in losses:
         # Groups that have finished read no later entries; supervisors record their fences.
-        if isinstance(loss := line.record, LossRecord) and loss.entry_index > last_read:
+        if loss.entry_index > last_read:
             fence = {"entry": "fence", "group": loss.group, "incarnation": loss.incarnation}
             entries.setdefault(loss.entry_index, fence)
     return fold_log(entries, run)

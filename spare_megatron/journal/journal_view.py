@@ -10,10 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
@@ -110,37 +108,6 @@ class JournalView(Protocol):
 
     def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
         """Records of frequent kinds in a stretch, each kind in time order."""
-
-
-class JournalInMemory:
-    """A `JournalView` of a journal in memory, as a single part."""
-
-    num_stretches = 1
-    origin_code: str | None = None
-    settings: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self.damage = journal.damage
-        self.rare = [line for line in journal.lines if is_rare(line.record)]
-        self.entries: dict[int, dict[str, Any]] = {}
-        for record in journal.of(EntryRecord):
-            self.entries.setdefault(record.index, record.entry)
-
-    def disputed(self) -> list[Placed]:
-        return [
-            ((line.at_s, 0, number), line.record)
-            for number, line in enumerate(self._journal.lines)
-            if isinstance(line.record, EntryRecord) and line.record.entry != self.entries[line.record.index]
-        ]
-
-    def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
-        found: dict[type[Record], list[Placed]] = {kind: [] for kind in kinds}
-        for number, line in enumerate(self._journal.lines):
-            kind = type(line.record)
-            if kind in found and getattr(line.record, stretch.key) in stretch:
-                found[kind].append(((line.at_s, 0, number), line.record))
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps
+from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
@@ -63,11 +63,6 @@ class Summary:
     full_redundancy_s: tuple[float, ...] = ()
     """Seconds from each loss of copies until all state partitions had all of their hosts again."""
     steps_left: int = 0
-
-
-def summarize(journal: Journal) -> Summary:
-    """Same as `sum_up`, for a journal in memory."""
-    return sum_up(JournalInMemory(journal))
 
 
 def sum_up(evidence: JournalView) -> Summary:

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.journal.check import check, check_journal
+from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import RestartRecord, digest_of_terms
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, tiny_config
+from tests.unit.journal_in_memory import check_journal
 
 pytestmark = pytest.mark.timeout(120)
 

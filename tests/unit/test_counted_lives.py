@@ -6,7 +6,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, RunRecord
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.journal.summary import summarize
+from tests.unit.journal_in_memory import summarize
 
 RUN = RunRecord(
     name="lives",

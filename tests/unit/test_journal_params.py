@@ -6,9 +6,10 @@ from typing import Any
 from spare_megatron.journal.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.journal_view import JournalInMemory, steps_of
+from spare_megatron.journal.journal_view import steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record, RunRecord
+from tests.unit.journal_in_memory import JournalInMemory
 
 RUN = RunRecord(
     name="by hand",

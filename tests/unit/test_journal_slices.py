@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EndRecord, EntryRecord, RunRecord, VoteRecord
@@ -15,6 +15,7 @@ from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
+from tests.unit.journal_in_memory import check_journal
 
 SCENARIO = Scenario(
     name="slices",

@@ -41,7 +41,6 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.run_state import RunState, SavePlan
-from spare_megatron.journal.summary import summarize
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
@@ -56,6 +55,7 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
+from tests.unit.journal_in_memory import summarize
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "

@@ -182,23 +182,23 @@ def _paces(run_state: RunState) -> Paces:
 
 def _steps(run_state: RunState) -> CommittedSteps:
     assert run_state.folding is not None, "a run has a log"
-    told, undone = run_state.steps, run_state.folding.undone
+    table, undone = run_state.steps, run_state.folding.undone
     commits = _told_commits(run_state)
     attempts = np.array([commit.attempt for commit in commits], np.intp)
     return CommittedSteps(
         step=np.array([commit.step for commit in commits], np.int64),
         ended_s=run_state.entry_times(np.array([commit.index for commit in commits], np.intp)) - run_state.began_s,
-        loss=told.loss[attempts],
-        grad_norm=told.grad_norm[attempts],
-        learning_rate=told.learning_rate[attempts],
+        loss=table.loss[attempts],
+        grad_norm=table.grad_norm[attempts],
+        learning_rate=table.learning_rate[attempts],
         is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
         members=[commit.members for commit in commits],
         lost=[
             frozenset() if commit.began_with is commit.members else commit.began_with - commit.members
             for commit in commits
         ],
-        step_s=told.step_s[attempts],
-        load=told.load[attempts],
+        step_s=table.step_s[attempts],
+        load=table.load[attempts],
     )
 
 

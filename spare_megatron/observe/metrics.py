@@ -120,12 +120,12 @@ class TensorBoardSink:
         self._writer = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_INTERVAL_S)
 
     def write(self, values: Mapping[str, Value]) -> None:
-        told = [
+        written = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
             if name != "step" and not isinstance(value, str)
         ]
-        summary = self._summary(value=told)
+        summary = self._summary(value=written)
         self._writer.add_event(self._event(wall_time=time.time(), step=int(values["step"]), summary=summary))
 
     def close(self) -> None:

@@ -123,14 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_content(self, have: str) -> None:
         content = self.server.content.now()
-        told = {"X-Version": str(content.version), "X-Ended": "yes" if content.is_final else "no"}
+        headers = {"X-Version": str(content.version), "X-Ended": "yes" if content.is_final else "no"}
         if content.newest_at_s is not None:
-            told["X-Age"] = f"{max(0.0, self.server.now_s() - content.newest_at_s):.3f}"
+            headers["X-Age"] = f"{max(0.0, self.server.now_s() - content.newest_at_s):.3f}"
         if have == str(content.version):
-            self._answer(HTTPStatus.NO_CONTENT, headers=told)
+            self._answer(HTTPStatus.NO_CONTENT, headers=headers)
         else:
-            told["Content-Type"] = "application/json"
-            self._answer(HTTPStatus.OK, content.text.encode(), told)
+            headers["Content-Type"] = "application/json"
+            self._answer(HTTPStatus.OK, content.text.encode(), headers)
 
     def _answer(self, status: HTTPStatus, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -32,7 +32,7 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     for key, by_group in recorded.items():
         if not changed[key] and not any(_compare(key[1], by_group.values())):
             continue
-        excused = _excused_groups(fold, key, by_group, part.brought.get(key[1], set()))
+        excused = _excused_groups(fold, key, by_group, part.contributed.get(key[1], set()))
         severity = fold.severity(is_known=key < fold.known.position)  # else a missing entry may have fenced a group
         for group in sorted(changed[key] - excused):
             reason = f"after {key[1]} steps group {group} has two digests of its parameters"
@@ -41,10 +41,12 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
             yield Finding(severity=severity, reason=reason, place=key)
 
 
-def _excused_groups(fold: Fold, key: _Key, groups: Iterable[int], brought: Iterable[tuple[int, int]]) -> frozenset[int]:
+def _excused_groups(
+    fold: Fold, key: _Key, groups: Iterable[int], contributions: Iterable[tuple[int, int]]
+) -> frozenset[int]:
     """Groups that may hold any state at position `key`, because they had no part in what followed.
 
-    `groups` recorded a digest there; `brought` has the (group, attempt) of each contribution to the next step.
+    `groups` recorded a digest there; `contributions` has the (group, attempt) of each contribution to the next step.
     """
     step, excused = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
@@ -52,7 +54,7 @@ def _excused_groups(fold: Fold, key: _Key, groups: Iterable[int], brought: Itera
         first = -1
         if key in fold.computed_anew:
             first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
-        contributed = {group for group, attempt in brought if attempt >= first}
+        contributed = {group for group, attempt in contributions if attempt >= first}
         excused |= lost - contributed
     elif key in fold.computed_anew:
         excused |= lost - fold.members
@@ -133,7 +135,7 @@ class _PartitionHosts:
         return [index for index, row in enumerate(self.hosts) if not row]
 
 
-def check_partitions(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """No step is committed while a state partition has no host; copies go to members; releases leave enough hosts.
 
     A finished run has a finish entry, and no group lacked parameters in its attempt.
@@ -143,14 +145,14 @@ def check_partitions(evidence: JournalView, run: RunRecord, fold: Fold) -> Itera
     partitions = _fold_partitions(run, fold)
     for error in partitions.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
-    ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
+    ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
     if len(ends) == 1 and ends[0].outcome == "finished" and partitions.finished_at is None:
         reason = "the run finished, and no log entry states that all parameters are complete"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     if partitions.finished_at is None:
         return
     stretch = Stretch(key="attempt", first=partitions.finished_at, end=partitions.finished_at + 1)
-    for _, record in evidence.select((VoteRecord,), stretch)[VoteRecord]:
+    for _, record in view.select((VoteRecord,), stretch)[VoteRecord]:
         if not record.is_complete:
             reason = f"the run finished although group {record.group} lacked parameters"
             yield Finding(severity="invalid", reason=reason)

@@ -18,11 +18,11 @@ from spare_megatron.journal.records import (
 )
 
 
-def check_terms(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_terms(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run record, the settings beside the journal and each incarnation's terms record agree."""
-    records = [line.record for line in evidence.rare if isinstance(line.record, TermsRecord)]
+    records = [line.record for line in view.rare if isinstance(line.record, TermsRecord)]
     terms = asdict(run)
-    for name, value in sorted(evidence.settings.items()):
+    for name, value in sorted(view.settings.items()):
         if terms[name] != value and run.terms:
             reason = f"the run record has {name}={terms[name]!r}, and config.toml {value!r}"
             yield Finding(severity="invalid", reason=reason)
@@ -51,11 +51,11 @@ def _incarnations_in_sums(fold: Fold) -> list[tuple[int, int]]:
     )
 
 
-def check_reports(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Losses, recoveries, restarts and injected faults agree with the log and the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
     restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]
-    for line in evidence.rare:
+    for line in view.rare:
         match line.record:
             case LossRecord() as loss:
                 yield from _check_loss(loss, fold)
@@ -99,12 +99,12 @@ def _is_of(restart: RestartRecord, entry: dict[str, object]) -> bool:
 _NUM_DIGITS = 12
 
 
-def check_code(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_code(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """All ranks ran the code of the run record; each rank of a group in a committed sum recorded its code."""
-    if evidence.origin_code not in (None, run.code):
-        reason = f"origin.json names {_code(evidence.origin_code)}, the run record {_code(run.code)}"
+    if view.origin_code not in (None, run.code):
+        reason = f"origin.json names {_code(view.origin_code)}, the run record {_code(run.code)}"
         yield Finding(severity="invalid", reason=reason)
-    ranks = [line.record for line in evidence.rare if isinstance(line.record, RankRecord)]
+    ranks = [line.record for line in view.rare if isinstance(line.record, RankRecord)]
     others: dict[str, list[RankRecord]] = defaultdict(list)
     for record in ranks:
         if record.code != run.code:

@@ -200,7 +200,8 @@ class RunState:
         self._started: dict[int, int] = {}  # highest incarnation of each group that has started
         self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
         self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
-        self._brought: dict[int, tuple[int, int, int, int]] = {}  # incarnation, step, first and most microbatches
+        # Incarnation, step, first and most microbatches
+        self._last_contribution: dict[int, tuple[int, int, int, int]] = {}
         self._updated_at_s: dict[int, float] = {}
         self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
 
@@ -320,7 +321,7 @@ class RunState:
         group, incarnation = record.group, record.incarnation
         load = sum(map(len, record.microbatches.values()))
         self.steps.add_contribution(record, load)
-        before = self._brought.get(group)
+        before = self._last_contribution.get(group)
         if before is not None and before[:2] == (incarnation, record.step):
             first, most = before[2], max(before[3], load)
             self.num_recomputed += most - before[3]
@@ -332,7 +333,7 @@ class RunState:
             if incarnation and (before is None or before[0] != incarnation):
                 self.num_rejoined += 1
                 self._paces.pop(group, None)
-        self._brought[group] = (incarnation, record.step, first, most)
+        self._last_contribution[group] = (incarnation, record.step, first, most)
 
     # ----------------------------------------------------------------------------------------------------- results
 

@@ -65,13 +65,13 @@ class Summary:
     steps_left: int = 0
 
 
-def sum_up(evidence: JournalView) -> Summary:
+def sum_up(view: JournalView) -> Summary:
     """Figures of an ended run."""
     counts = _Counts()
-    verdict = check(evidence, counts)
-    rare = Journal(lines=tuple(evidence.rare))
+    verdict = check(view, counts)
+    rare = Journal(lines=tuple(view.rare))
     left = [run.num_steps - run.first_step - verdict.steps_committed for run in rare.of(RunRecord)]
-    ends, entries = rare.of(EndRecord), evidence.entries.values()
+    ends, entries = rare.of(EndRecord), view.entries.values()
     fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
     summary = Summary(
         verdict=verdict.verdict,
@@ -127,7 +127,8 @@ class _Counts:
         self.params: ParamsRecord | None = None
         self.rejoined: set[tuple[int, int]] = set()
         self.num_recomputed = 0
-        self._brought: dict[tuple[int, int], tuple[int, int]] = {}  # (group, incarnation) -> step, most microbatches
+        # (group, incarnation) -> step, most microbatches
+        self._last_contribution: dict[tuple[int, int], tuple[int, int]] = {}
 
     def add_part(self, part: Attempts | Steps) -> None:
         if isinstance(part, Steps):
@@ -139,11 +140,11 @@ class _Counts:
         self.rejoined |= {(record.group, record.incarnation) for _, record in part.votes if record.incarnation}
         for _, record in part.contributions:
             member, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
-            step, most = self._brought.get(member, (None, 0))
+            step, most = self._last_contribution.get(member, (None, 0))
             if step == record.step:
                 self.num_recomputed += max(num_microbatches - most, 0)
                 num_microbatches = max(num_microbatches, most)
-            self._brought[member] = record.step, num_microbatches
+            self._last_contribution[member] = record.step, num_microbatches
 
 
 PROOF_S = 60.0

@@ -210,9 +210,7 @@ def _known(
 ) -> dict[str, tuple[History, Floats]]:
     """The runs that have these values, with them. A run whose values are all 0 or absent is left out."""
     found = {name: (history, values(history)) for name, history in histories.items()}
-    return {
-        name: (history, array) for name, (history, array) in found.items() if array is not None and np.nansum(array**2)
-    }
+    return {name: (history, data) for name, (history, data) in found.items() if data is not None and np.nansum(data**2)}
 
 
 def _paces_of(history: History) -> Iterator[Plot]:

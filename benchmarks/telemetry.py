@@ -40,7 +40,7 @@ from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.observe import metrics as metric_sinks
-from spare_megatron.observe.metrics import DetachedSink, Sink, Value
+from spare_megatron.observe.metrics import DetachedSink, MetricsSink, Value
 from spare_megatron.process import span_ring
 from spare_megatron.process.reports import MetricsLost, StepCommitted
 from spare_megatron.process.specs import RankSpec
@@ -62,7 +62,7 @@ def is_on(step: int) -> bool:
 class _Gated:
     """A sink that is told of a step where the next one is with telemetry; in lots, if it has a thread of its own."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: MetricsSink) -> None:
         self._sink = sink
         self._lot: list[Mapping[str, Value]] = []
 
@@ -119,7 +119,7 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
     """Steps with telemetry over those without, round by round; one sink more hangs, if asked for."""
     left_behind: list[str] = []
 
-    def open_all(*arguments: Any) -> list[Sink]:
+    def open_all(*arguments: Any) -> list[MetricsSink]:
         sinks = open_sinks(*arguments)
         if hangs:
             sinks.append(_LeftBehind("hanging", _Hanging, left_behind.append))
@@ -194,7 +194,7 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     }
 
 
-def _await_all(sinks: list[Sink]) -> None:
+def _await_all(sinks: list[MetricsSink]) -> None:
     while any(isinstance(sink, DetachedSink) and sink._waiting.qsize() for sink in sinks):
         time.sleep(0.001)
 

@@ -21,11 +21,11 @@ def check(
     Exit codes: 0 valid, 1 invalid, 3 unknown (the journal lacks what the proof needs).
     """
     from spare_megatron.config.run_terms import terms_in
-    from spare_megatron.journal.check import check as check_evidence
+    from spare_megatron.journal.check import check as check_view
     from spare_megatron.journal.journal_index import JournalIndex
 
     with explained_errors("check"):
-        verdict = check_evidence(JournalIndex(run_dir, settings=terms_in(run_dir)))
+        verdict = check_view(JournalIndex(run_dir, settings=terms_in(run_dir)))
     if as_json:
         typer.echo(json.dumps(asdict(verdict)))
     else:

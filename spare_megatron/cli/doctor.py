@@ -22,9 +22,9 @@ from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import NodeFinding
-    from spare_megatron.config.node_facts import NodeReport, Rate
+    from spare_megatron.config.node_facts import NodeMeasurements, Rate
     from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.driver.examination import Start
+    from spare_megatron.driver.examination import StartNode
 
 
 def doctor(
@@ -68,7 +68,9 @@ def doctor(
     raise typer.Exit(1 if problems else 0)
 
 
-def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[list[NodeReport], list[NodeFinding]]":
+def _examine(
+    config: "RunConfig", folder: Path | None, wait_s: float
+) -> "tuple[list[NodeMeasurements], list[NodeFinding]]":
     from spare_megatron.config.diagnosis import diagnose
     from spare_megatron.driver.examination import examine
     from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
@@ -76,7 +78,7 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config.checkpoint, folder).absolute()
-    start: Start | None = None
+    start: StartNode | None = None
     if config.cluster.launcher == "srun":
         from spare_megatron.driver.slurm.allocation import address_of, nodes_for_run, this_job
         from spare_megatron.driver.slurm.racks import find_racks
@@ -112,7 +114,7 @@ def _start_step(
         return subprocess.Popen(step, start_new_session=True, stdout=file, stderr=file)
 
 
-def _as_json(reports: "Sequence[NodeReport]", findings: "Sequence[NodeFinding]") -> dict[str, Any]:
+def _as_json(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> dict[str, Any]:
     problems, doubts = (
         [
             {"node": finding.node, "check": finding.check, "text": finding.text}
@@ -124,7 +126,7 @@ def _as_json(reports: "Sequence[NodeReport]", findings: "Sequence[NodeFinding]")
     return {"problems": problems, "warnings": doubts, "nodes": [asdict(report) for report in reports]}
 
 
-def _show(reports: "Sequence[NodeReport]", findings: "Sequence[NodeFinding]") -> None:
+def _show(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> None:
     """The nodes in a table, then what is to be done."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("node", "host", "GPUs", "free", "writes", "sends", "clock"):
@@ -140,7 +142,7 @@ def _show(reports: "Sequence[NodeReport]", findings: "Sequence[NodeFinding]") ->
     typer.echo(", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts))
 
 
-def _row(report: "NodeReport") -> tuple[str, ...]:
+def _row(report: "NodeMeasurements") -> tuple[str, ...]:
     facts = report.facts
     if facts is None:
         return (report.name, "not seen")

@@ -9,14 +9,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.journal.events import Event, describe_storage
-from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.events import EventLine, describe_storage
+from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.quantities import format_duration, format_large
 from spare_megatron.journal.records import RunRecord, UpdateRecord
-from spare_megatron.journal.run_state import GroupState, RunState, SavePlan
-from spare_megatron.journal.speed import flops_utilization, tokens_per_second
+from spare_megatron.journal.run_state import GroupStatus, RunState, SavePlan
 
-_LETTERS: dict[GroupState, tuple[str, str]] = {
+_LETTERS: dict[GroupStatus, tuple[str, str]] = {
     "alive": ("A", "green"),
     "slow": ("S", "bold yellow"),
     "rejoining": ("R", "bold cyan"),
@@ -92,14 +91,14 @@ class NewLines:
         time = f"{datetime.datetime.fromtimestamp(at_s):{'%Y-%m-%d %H:%M:%S' if self._has_steps else '%H:%M:%S'}}"
         return "\n".join(f"{time} {line}" for line in text.split("\n"))
 
-    def _step(self, run_state: RunState, now_s: float) -> Iterator[Event]:
+    def _step(self, run_state: RunState, now_s: float) -> Iterator[EventLine]:
         folding, update = run_state.folding, run_state.newest
         if not self._has_steps or folding is None or update is None:
             return
         newest = update.attempt, folding.num_restarts
         if newest != self._told and now_s >= self._next_at_s:
             self._told, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
-            yield Event(at_s=run_state.committed_at_s, text=step_line(run_state, now_s))
+            yield EventLine(at_s=run_state.committed_at_s, text=step_line(run_state, now_s))
 
 
 def step_line(run_state: RunState, now_s: float) -> str:
@@ -160,7 +159,7 @@ def _describe_goodput(goodput: Goodput) -> str:
     return f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}" + (f"; lost: {told}" if told else "")
 
 
-def _grid(states: Sequence[GroupState]) -> Text:
+def _grid(states: Sequence[GroupStatus]) -> Text:
     """One letter per group in blocks of ten, with a legend."""
     grid = Text("groups ")
     for group, state in enumerate(states):

@@ -46,26 +46,26 @@ def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time
     from spare_megatron.journal.follow import Follower
     from spare_megatron.observe.history import history_of
     from spare_megatron.observe.page import live_content, live_page
-    from spare_megatron.observe.server import Content, ReportServer, Updated
+    from spare_megatron.observe.server import PageContent, ReportServer, Updated
 
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
     follower = Follower(run_dir)
 
-    def make(before: Content | None) -> Content:
+    def make(before: PageContent | None) -> PageContent:
         run_state = follower.poll()
         version = run_state.num_lines
         if before is not None and before.version == version:
             return before
         if run_state.run is None:
-            return Content(version=version, text=NOTHING_YET, is_final=False)
+            return PageContent(version=version, text=NOTHING_YET, is_final=False)
         verdict = "the run goes on" if run_state.end is None else verdict_of(run_dir, run_state)
         history = history_of(run_state, verdict, now_s())
-        return Content(
+        return PageContent(
             version=version,
             text=live_content(history),
             is_final=run_state.end is not None,
-            newest_at_s=None if history.began_s is None else run_state.told_s,
+            newest_at_s=None if history.began_s is None else run_state.newest_at_s,
         )
 
     page = live_page(run_dir.resolve().name, config_of(run_dir))

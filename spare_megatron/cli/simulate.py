@@ -31,7 +31,7 @@ ALL_POLICIES = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SimulateRequest:
     """What the user asked: the options as they were written, None where absent."""
 
     preset: str
@@ -117,7 +117,7 @@ def simulate(
     """
     own: dict[str, str | int | None] = {"granularity": granularity, "redundancy": redundancy, "num_steps": steps}
     own["microbatches_per_shard"] = microbatches
-    request = Request(
+    request = SimulateRequest(
         preset=preset,
         settings=own,
         durations={
@@ -141,7 +141,7 @@ def simulate(
         _simulate(request)
 
 
-def _simulate(request: Request) -> None:
+def _simulate(request: SimulateRequest) -> None:
     from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
     from spare_megatron.simulator.sweep import Case, cases_of, given_up, summarize
 
@@ -179,7 +179,7 @@ def _simulate(request: Request) -> None:
     do_each(outputs)
 
 
-def _measured(request: Request) -> "Measured | None":
+def _measured(request: SimulateRequest) -> "Measured | None":
     if request.calibrate is None:
         if request.replay is not None:
             raise ValueError(f"--replay {request.replay} needs the costs of a run: add --calibrate RUN_DIR")
@@ -189,7 +189,7 @@ def _measured(request: Request) -> "Measured | None":
     return measured_by(request.calibrate, request.replay)
 
 
-def scenario_of(request: Request, measured: "Measured | None") -> "Scenario":
+def scenario_of(request: SimulateRequest, measured: "Measured | None") -> "Scenario":
     """The scenario of the preset, measured costs, overrides and options; the later wins.
 
     Raises:
@@ -212,7 +212,7 @@ def scenario_of(request: Request, measured: "Measured | None") -> "Scenario":
     return load_scenario(request.preset, settings)
 
 
-def asked_for(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
+def asked_for(request: SimulateRequest, base: "Scenario") -> tuple["Scenario", ...]:
     """What figures are printed of."""
     from spare_megatron.simulator.sweep import VARIANTS, Variant, grid
 
@@ -224,7 +224,7 @@ def asked_for(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
     )
 
 
-def for_the_plot(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
+def for_the_plot(request: SimulateRequest, base: "Scenario") -> tuple["Scenario", ...]:
     """What the curves of a plot need: every policy over the redundancy."""
     from spare_megatron.simulator.sweep import VARIANTS, grid
 
@@ -234,11 +234,11 @@ def for_the_plot(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
     return grid(base, VARIANTS, _redundancies(request, base, default))
 
 
-def _redundancies(request: Request, base: "Scenario", default: tuple[int, ...]) -> tuple[int, ...]:
+def _redundancies(request: SimulateRequest, base: "Scenario", default: tuple[int, ...]) -> tuple[int, ...]:
     return default if request.sweep is None else parse_redundancies(request.sweep, most=base.num_groups)
 
 
-def _check_options(request: Request) -> None:
+def _check_options(request: SimulateRequest) -> None:
     """What can be wrong before anything is simulated, so that no hour of simulation is lost to it."""
     for option, count in (("--seeds", request.seeds), ("--jobs", request.jobs)):
         if count is not None and count < 1:
@@ -284,7 +284,7 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
         )
 
 
-def _write_journal(request: Request, scenario: "Scenario", num_steps: float) -> None:
+def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: float) -> None:
     """Simulates seed 0 once more, and writes what a real run of the same history would have written.
 
     Args:
@@ -310,7 +310,7 @@ def _write_journal(request: Request, scenario: "Scenario", num_steps: float) -> 
     _tell(request, "journal", request.journal)
 
 
-def _draw(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> None:
+def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[Figures]") -> None:
     from spare_megatron.cli.simulate_plot import write_plot
     from spare_megatron.simulator.engine import timeline_of
     from spare_megatron.simulator.world import Stalled
@@ -323,12 +323,12 @@ def _draw(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> Non
     _tell(request, "curves", request.plot)
 
 
-def _tell(request: Request, what: str, path: Path) -> None:
+def _tell(request: SimulateRequest, what: str, path: Path) -> None:
     if not request.as_json:
         typer.echo(f"{what} in {path}")
 
 
-def _show(request: Request, figures: "Sequence[Figures]", measured: "Measured | None") -> None:
+def _show(request: SimulateRequest, figures: "Sequence[Figures]", measured: "Measured | None") -> None:
     if request.as_json:
         typer.echo(json.dumps(as_json_figures(figures, measured)))
         return

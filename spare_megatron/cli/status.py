@@ -113,7 +113,7 @@ def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
     """That nobody drives a run which has not ended, for people; empty where somebody does, or where none can tell."""
     from spare_megatron.process.lock import is_held
 
-    silent_s = now_s - run_state.told_s
+    silent_s = now_s - run_state.newest_at_s
     if run_state.run is None or run_state.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
         return ""
     return (

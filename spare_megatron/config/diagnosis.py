@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from spare_megatron.config.implications import implications
-from spare_megatron.config.node_facts import NodeFacts, NodeReport
+from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib, shortage
 from spare_megatron.config.validate_cluster import num_etcd_members
@@ -34,7 +34,7 @@ class NodeFinding:
     is_problem: bool = True
 
 
-def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> list[NodeFinding]:
+def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeMeasurements]) -> list[NodeFinding]:
     """Findings about these nodes, ordered by node; the nodes of the run come first in `nodes`, then its spare ones.
 
     `config` has no problems of its own; `folder` is that of the checkpoints.
@@ -79,7 +79,7 @@ def ranks_per_machine(config: RunConfig) -> int:
     return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node
 
 
-def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[NodeFinding]:
+def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[NodeFinding]:
     """Compares what must be equal on all nodes with the most frequent value; of equally frequent ones, the first."""
 
     def version_of(package: str, facts: NodeFacts) -> str:
@@ -118,8 +118,8 @@ def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[NodeFindin
 
 
 def _deviants(
-    nodes: Sequence[tuple[NodeReport, NodeFacts]], value: Callable[[NodeFacts], T]
-) -> Iterator[tuple[NodeReport, T, T]]:
+    nodes: Sequence[tuple[NodeMeasurements, NodeFacts]], value: Callable[[NodeFacts], T]
+) -> Iterator[tuple[NodeMeasurements, T, T]]:
     """Yields each node whose value is not the most frequent one, with its value and the most frequent one."""
     values = [value(facts) for _, facts in nodes]
     if not values:
@@ -164,7 +164,7 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
             )
 
 
-def _clock(config: RunConfig, node: NodeReport) -> Iterator[NodeFinding]:
+def _clock(config: RunConfig, node: NodeMeasurements) -> Iterator[NodeFinding]:
     """Warns about clock skew: journals compare times of nodes, though no decision does."""
     limit_s = 2 * config.control.heartbeat_interval_s
     clock = node.clock
@@ -239,7 +239,7 @@ def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFind
             )
 
 
-def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) -> Iterator[NodeFinding]:
+def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeFacts) -> Iterator[NodeFinding]:
     def finding(text: str, is_problem: bool = True) -> NodeFinding:
         return NodeFinding(is_problem=is_problem, node=node.name, check="storage", text=text)
 
@@ -288,7 +288,7 @@ def _write_time(
         yield finding(f"{told}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
 
 
-def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[NodeFinding]:
+def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[NodeFinding]:
     measured = [(node, node.link) for node in nodes if node.link is not None]
     speeds = [link.bytes_per_s for _, link in measured if not link.failure]
     usual = statistics.median(speeds) if len(speeds) >= _MIN_LINKS else 0.0

@@ -63,7 +63,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class ClockOffset:
     """Offset of a node's clock from the driver's, with its uncertainty."""
 
     ahead_s: float
@@ -71,7 +71,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
+class NodeMeasurements:
     """Facts of one node and measurements between it and others.
 
     Attributes:
@@ -84,7 +84,7 @@ class NodeReport:
     name: str
     failure: str = ""
     facts: NodeFacts | None = None
-    clock: Clock | None = None
+    clock: ClockOffset | None = None
     write: Rate | None = None
     link_to: str = ""
     link: Rate | None = None

@@ -23,6 +23,7 @@ from spare_megatron.process.interrupts import Deferral, deferred
 from spare_megatron.process.network import network_of
 from spare_megatron.process.processes import Child, describe_exit, fork_server, start_child, start_hub, start_store
 from spare_megatron.process.reports import (
+    DriverOrder,
     EndEarly,
     ExitCode,
     FaultWanted,
@@ -33,7 +34,6 @@ from spare_megatron.process.reports import (
     NodeEnded,
     NodeMissing,
     NodeReport,
-    Order,
     RankRaised,
     RanksReady,
     RanksStarted,
@@ -345,7 +345,7 @@ class Driver:
             if then is not None:
                 self._timers.after(seconds, then)
 
-    def _order(self, node: int, order: Order) -> None:
+    def _order(self, node: int, order: DriverOrder) -> None:
         with contextlib.suppress(OSError):  # the node is lost
             self._nodes[node].reports.send(order)
 

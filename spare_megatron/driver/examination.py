@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
-from spare_megatron.config.node_facts import Clock, NodeFacts, NodeReport, Rate
+from spare_megatron.config.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
 from spare_megatron.driver.node_facts import Sink, examine_node, send_speed, write_speed
 from spare_megatron.process.node_connection import Listener, connect
@@ -32,7 +32,7 @@ _MOST_ROUNDS = 64
 """Limit of consecutive write tests, about a second each."""
 _END_S = 5.0
 
-Start = Callable[[int, Path], subprocess.Popen[bytes]]
+StartNode = Callable[[int, Path], subprocess.Popen[bytes]]
 """Starts the process of a node, with its output in the file."""
 
 
@@ -84,9 +84,9 @@ def examine(
     folder: Path,
     checkpoints: Path,
     host: str,
-    start: Start | None,
+    start: StartNode | None,
     wait_s: float,
-) -> list[NodeReport]:
+) -> list[NodeMeasurements]:
     """Examines all nodes.
 
     Args:
@@ -120,7 +120,7 @@ class _Examination:
         self._token = token
         self._nodes = nodes
 
-    def run(self) -> list[NodeReport]:
+    def run(self) -> list[NodeMeasurements]:
         examined = self._collect_facts()
         clocks = {node: self._clock(node) for node in examined}
         writes = self._write([node for node, seen in examined.items() if seen.facts.sees_folder])
@@ -129,10 +129,10 @@ class _Examination:
         for node, name in enumerate(self._names):
             failure = self._nodes.failures.get(node, "")
             if failure:
-                reports.append(NodeReport(name=name, failure=failure))
+                reports.append(NodeMeasurements(name=name, failure=failure))
                 continue
             reports.append(
-                NodeReport(
+                NodeMeasurements(
                     name=name,
                     facts=examined[node].facts,
                     clock=clocks[node],
@@ -157,7 +157,7 @@ class _Examination:
         }
         return self._nodes.ask(orders, _FACTS_S)
 
-    def _clock(self, node: int) -> Clock | None:
+    def _clock(self, node: int) -> ClockOffset | None:
         """The quickest of several readings of the node's clock, because it has the smallest error."""
         readings = []
         for _ in range(_NUM_TIMES):
@@ -166,7 +166,7 @@ class _Examination:
             after_s = time.time()
             if node in answer:
                 ahead_s = answer[node] - (before_s + after_s) / 2
-                readings.append(Clock(ahead_s=ahead_s, error_s=(after_s - before_s) / 2))
+                readings.append(ClockOffset(ahead_s=ahead_s, error_s=(after_s - before_s) / 2))
         return min(readings, key=lambda clock: clock.error_s, default=None)
 
     def _write(self, nodes: Sequence[int]) -> dict[int, Rate]:
@@ -236,7 +236,7 @@ class _Nodes:
 
 @contextlib.contextmanager
 def _connected(
-    nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: Start | None, wait_s: float
+    nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: StartNode | None, wait_s: float
 ) -> Iterator[None]:
     """Connects the nodes and notes why some are missing. Their processes end with the block."""
     if not awaited:

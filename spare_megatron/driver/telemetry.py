@@ -11,11 +11,10 @@ from statistics import median
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.journal.goodput import cause_of
+from spare_megatron.journal.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RunRecord
-from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tokens_per_second
-from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, TensorBoardSink, Value, WandbSink
+from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, TensorBoardSink, Value, WandbSink
 from spare_megatron.process.processes import report_held
 from spare_megatron.process.reports import (
     GroupLost,
@@ -104,23 +103,25 @@ _NOT_UPLOADED = ("slurm", "control")
 """Sections of the configuration that are not uploaded: they describe the site, not the training, and may be secret."""
 
 
-def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]) -> list[Sink]:
+def open_sinks(
+    config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]
+) -> list[MetricsSink]:
     """Opens all sinks for the metrics of a run."""
     metrics = config.metrics
 
     def failed(reason: str) -> None:
         on_event(MetricsLost(reason=reason))
 
-    def open_wandb() -> Sink:
+    def open_wandb() -> MetricsSink:
         uploaded = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_UPLOADED}
         with named_errors("--run-dir", run_dir):
             return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, uploaded)
 
-    def open_tensorboard() -> Sink:
+    def open_tensorboard() -> MetricsSink:
         with named_errors("--run-dir", run_dir):
             return TensorBoardSink(run_dir)
 
-    sinks: list[Sink] = [JsonlSink(run_dir, report_held(on_event))]
+    sinks: list[MetricsSink] = [JsonlSink(run_dir, report_held(on_event))]
     if metrics.tensorboard:
         sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed))
     if metrics.wandb_project:
@@ -131,7 +132,7 @@ def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost
 class Telemetry:
     """Writes each committed step to the sinks once, as the first group reports it, and again if it is repeated."""
 
-    def __init__(self, config: RunConfig, run: RunRecord, sinks: Sequence[Sink]) -> None:
+    def __init__(self, config: RunConfig, run: RunRecord, sinks: Sequence[MetricsSink]) -> None:
         self._config = config
         self._run = run
         self._sinks = sinks

@@ -167,15 +167,15 @@ class _Condition:
         if not draw.costs:
             return True
         lost = frozenset(group for group, until in self.lost_until.items() if step < until)
-        everybody = frozenset(GroupId(group) for group in range(self.placement.num_groups))
-        left = everybody - lost - groups
-        num_members, is_flip = len(everybody - lost), draw.kind == "param_flip"
+        all_groups = frozenset(GroupId(group) for group in range(self.placement.num_groups))
+        left = all_groups - lost - groups
+        num_members, is_flip = len(all_groups - lost), draw.kind == "param_flip"
         if self.slices is not None and not self.slices.allows(step, len(groups), num_members, is_flip=is_flip):
             return False
         gone = {group for group in lost if self.gone_from.get(group, math.inf) <= step}
         if draw.is_for_good and self.num_rejoins:
-            return all(self._is_enough(left - others, everybody - gone - groups) for others in targets)
-        return self._is_enough(left, everybody - gone)
+            return all(self._is_enough(left - others, all_groups - gone - groups) for others in targets)
+        return self._is_enough(left, all_groups - gone)
 
     def _is_enough(self, left: frozenset[GroupId], voters: frozenset[GroupId]) -> bool:
         if self.needs_majority and 2 * len(left) <= len(voters):

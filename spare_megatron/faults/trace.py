@@ -7,10 +7,8 @@ import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
 from spare_megatron.core.fault_points import (
-    PHASES_BETWEEN_STEPS,
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,
-    PHASES_WITH_SLICES,
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId
@@ -24,11 +22,6 @@ PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {FaultPoint.PATCH, FaultPoint.REBUILD, 
 
 _WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
 """Phases whose open step is that of the preceding fault."""
-
-PHASES_OF_EVERY_STEP = tuple(
-    phase for phase in FaultPoint if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
-)
-"""Phases that some rank of every group reaches in every step."""
 
 _SURELY_FOUND_INTERVALS = 6
 

@@ -29,11 +29,10 @@ from spare_megatron.journal.check_steps import (
 from spare_megatron.journal.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps, attempts_of, steps_of
+from spare_megatron.journal.fold import Finding, Fold, fold_log
+from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import Placement, make_placement
 
@@ -74,33 +73,28 @@ class Verdict:
 class Tally(Protocol):
     """Counts on the way, so that nothing is read twice."""
 
-    def take(self, part: Attempts | Steps) -> None:
-        """Takes a part before the rules read it."""
+    def add_part(self, part: Attempts | Steps) -> None:
+        """Adds a part before the rules read it."""
 
 
 _Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
 
 
-def check_journal(journal: Journal) -> Verdict:
-    """Checks a journal in memory."""
-    return check(JournalInMemory(journal))
-
-
-def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
+def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     """Checks a run against its invariant; shows `tally` every part that the rules read."""
-    runs = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
+    runs = [line.record for line in view.rare if isinstance(line.record, RunRecord)]
     if len(runs) != 1:
         found = [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")]
-        return _verdict(evidence, found, 0, FORMAT)
+        return _verdict(view, found, 0, FORMAT)
     run = runs[0]
-    fold = fold_evidence(evidence, run)
-    findings = [*check_code(evidence, run, fold), *check_terms(evidence, run, fold)]
-    findings += [*_check_log(evidence, fold), *_check_fold(run, fold), *check_reports(evidence, run, fold)]
-    findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
-    findings += check_partitions(evidence, run, fold)
-    findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)
-    findings += [*_check_faults(evidence, run, fold), *_check_end(evidence, run, fold)]
-    return _verdict(evidence, findings, len(fold.kept), run.format)
+    fold = fold_view(view, run)
+    findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
+    findings += [*_check_log(view, fold), *_check_fold(run, fold), *check_reports(view, run, fold)]
+    findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(view, fold), run, fold, tally)
+    findings += check_partitions(view, run, fold)
+    findings += _apply(_RULES_OF_STEPS, steps_of(view, fold), run, fold, tally)
+    findings += [*_check_faults(view, run, fold), *_check_end(view, run, fold)]
+    return _verdict(view, findings, len(fold.kept), run.format)
 
 
 def _apply(
@@ -110,15 +104,15 @@ def _apply(
     found: list[list[Finding]] = [[] for _ in rules]
     for part in parts:
         if tally is not None:
-            tally.take(part)
+            tally.add_part(part)
         for rule, findings in zip(rules, found, strict=True):
             findings += rule(part, run, fold)
     for findings in found:
         yield from sorted(findings, key=lambda finding: finding.place)
 
 
-def _verdict(evidence: JournalView, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
-    findings = [*_check_lines(evidence, journal_format), *_check_storage(evidence), *findings]
+def _verdict(view: JournalView, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
+    findings = [*_check_lines(view, journal_format), *_check_storage(view), *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
     if severities:
@@ -127,9 +121,9 @@ def _verdict(evidence: JournalView, findings: list[Finding], steps_committed: in
     return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
 
 
-def _check_lines(evidence: JournalView, journal_format: int) -> Iterator[Finding]:
+def _check_lines(view: JournalView, journal_format: int) -> Iterator[Finding]:
     """Every line is readable. In an earlier format, an unreadable line may be as its version wrote it."""
-    for text in evidence.damage:
+    for text in view.damage:
         if journal_format < FORMAT:
             reason = f"a line is not as format {FORMAT} has it, and the journal is of format {journal_format}: {text}"
             yield Finding(severity="unknown", reason=reason)
@@ -138,25 +132,32 @@ def _check_lines(evidence: JournalView, journal_format: int) -> Iterator[Finding
 
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:
-    """Same as `fold_evidence`, for a journal in memory."""
-    return fold_evidence(JournalInMemory(journal), run)
+    """Same as `fold_view`, for a journal in memory."""
+    entries: dict[int, dict[str, Any]] = {}
+    for record in journal.of(EntryRecord):
+        entries.setdefault(record.index, record.entry)
+    return _fold(entries, journal.of(LossRecord), run)
 
 
-def fold_evidence(evidence: JournalView, run: RunRecord) -> Fold:
+def fold_view(view: JournalView, run: RunRecord) -> Fold:
     """Folds the log as the groups read it, and the fences that supervisors report after its end."""
-    entries = dict(evidence.entries)
+    losses = [line.record for line in view.rare if isinstance(line.record, LossRecord)]
+    return _fold(dict(view.entries), losses, run)
+
+
+def _fold(entries: dict[int, dict[str, Any]], losses: Sequence[LossRecord], run: RunRecord) -> Fold:
     last_read = max(entries, default=-1)
-    for line in evidence.rare:
+    for loss in losses:
         # Groups that have finished read no later entries; supervisors record their fences.
-        if isinstance(loss := line.record, LossRecord) and loss.entry_index > last_read:
+        if loss.entry_index > last_read:
             fence = {"entry": "fence", "group": loss.group, "incarnation": loss.incarnation}
             entries.setdefault(loss.entry_index, fence)
     return fold_log(entries, run)
 
 
-def _check_log(evidence: JournalView, fold: Fold) -> Iterator[Finding]:
+def _check_log(view: JournalView, fold: Fold) -> Iterator[Finding]:
     """All groups read the same entries, and none is missing."""
-    for _, record in evidence.disputed():
+    for _, record in view.disputed():
         yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
     for before, after in itertools.pairwise([-1, *sorted(fold.entries)]):
         if after - before == 2:
@@ -200,9 +201,9 @@ def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
                 yield Finding(severity="invalid", reason=reason, place=place)
 
 
-def _check_faults(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault that was due struck, and the groups that it costs were fenced."""
-    struck = {(r.step, r.group, r.rank, r.phase) for line in evidence.rare if isinstance(r := line.record, FaultRecord)}
+    struck = {(r.step, r.group, r.rank, r.phase) for line in view.rare if isinstance(r := line.record, FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept}
     begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
     for fault in run.faults:
@@ -219,9 +220,9 @@ def _check_faults(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator
                 yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=reason)
 
 
-def _check_end(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The journal has an end, and the log agrees with it."""
-    ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
+    ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
     if not ends:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
     elif len({end.outcome for end in ends}) > 1:  # without its driver, every node records the end
@@ -243,9 +244,9 @@ def _check_end(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fi
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
 
 
-def _check_storage(evidence: JournalView) -> Iterator[Finding]:
+def _check_storage(view: JournalView) -> Iterator[Finding]:
     """Storage accepted all lines."""
-    for line in evidence.rare:
+    for line in view.rare:
         if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":
             yield Finding(severity="unknown", reason=describe_storage(record))
 

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Finding, Fold
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
 from spare_megatron.journal.records import EndRecord, ParamsRecord, RunRecord, VoteRecord
 from spare_megatron.stacking.layout import GroupId, Member
@@ -21,43 +20,45 @@ _Key = tuple[int, int]
 
 
 def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """All groups record equal parameters, and partition hosts equal state, except groups that `_put_out` excuses."""
+    """All groups record equal parameters, and partition hosts equal state, except `_excused_groups`."""
     changed: dict[_Key, set[int]] = defaultdict(set)
-    told: dict[_Key, dict[int, ParamsRecord]] = defaultdict(dict)
+    recorded: dict[_Key, dict[int, ParamsRecord]] = defaultdict(dict)
     for record in part.params:
         key = record.num_restarts, record.step
-        before = told[key].get(record.group)
+        before = recorded[key].get(record.group)
         if before is not None and before.sha256 != record.sha256 and key not in fold.computed_anew:
             changed[key].add(record.group)
-        told[key][record.group] = record
-    for key, by_group in told.items():
+        recorded[key][record.group] = record
+    for key, by_group in recorded.items():
         if not changed[key] and not any(_compare(key[1], by_group.values())):
             continue
-        put_out = _put_out(fold, key, by_group, part.brought.get(key[1], set()))
+        excused = _excused_groups(fold, key, by_group, part.contributed.get(key[1], set()))
         severity = fold.severity(is_known=key < fold.known.position)  # else a missing entry may have fenced a group
-        for group in sorted(changed[key] - put_out):
-            reason = f"after {key[1]} steps group {group} holds other parameters than it did"
+        for group in sorted(changed[key] - excused):
+            reason = f"after {key[1]} steps group {group} has two digests of its parameters"
             yield Finding(severity=severity, reason=reason, place=key)
-        for reason in _compare(key[1], [record for group, record in by_group.items() if group not in put_out]):
+        for reason in _compare(key[1], [record for group, record in by_group.items() if group not in excused]):
             yield Finding(severity=severity, reason=reason, place=key)
 
 
-def _put_out(fold: Fold, key: _Key, groups: Iterable[int], brought: Iterable[tuple[int, int]]) -> frozenset[int]:
+def _excused_groups(
+    fold: Fold, key: _Key, groups: Iterable[int], contributions: Iterable[tuple[int, int]]
+) -> frozenset[int]:
     """Groups that may hold any state at position `key`, because they had no part in what followed.
 
-    `groups` recorded a digest there; `brought` has the (group, attempt) of each contribution to the next step.
+    `groups` recorded a digest there; `contributions` has the (group, attempt) of each contribution to the next step.
     """
-    step, put_out = key[1], fold.discarded.get(key, frozenset())
+    step, excused = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
     if step < fold.next_step:  # a group lost before it contributed spoiled nothing
         first = -1
         if key in fold.computed_anew:
             first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
-        contributed = {group for group, attempt in brought if attempt >= first}
-        put_out |= lost - contributed
+        contributed = {group for group, attempt in contributions if attempt >= first}
+        excused |= lost - contributed
     elif key in fold.computed_anew:
-        put_out |= lost - fold.members
-    return put_out
+        excused |= lost - fold.members
+    return excused
 
 
 def _compare(step: int, records: Collection[ParamsRecord]) -> Iterator[str]:
@@ -68,7 +69,7 @@ def _compare(step: int, records: Collection[ParamsRecord]) -> Iterator[str]:
         for number, sha256 in record.slices.items():
             states[number].add(sha256)
     for number in sorted((number for number in states if len(states[number]) > 1), key=int):
-        yield f"after {step} steps the hosts of slice {number} hold different state"
+        yield f"after {step} steps the hosts of state partition {number} hold different state"
 
 
 def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -116,13 +117,13 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
         if known and not digests.get((number, step), set()) <= known:
             yield Finding(
                 severity=fold.severity(is_known=(number, step) < fold.known.position),
-                reason=f"restart {number} took over other parameters than the groups held after {step} steps before it",
+                reason=f"restart {number} loaded parameters that differ from those the groups held after {step} steps",
                 place=(number,),
             )
 
 
 @dataclass(slots=True)
-class _Partitions:
+class _PartitionHosts:
     """Hosts of each state partition between two log entries; `finished_at` is the attempt of the finish entry."""
 
     hosts: list[set[Member]]
@@ -134,26 +135,26 @@ class _Partitions:
         return [index for index, row in enumerate(self.hosts) if not row]
 
 
-def check_partitions(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """No step is committed while a state partition has no host; copies go to members; releases leave enough hosts.
 
     A finished run has a finish entry, and no group lacked parameters in its attempt.
     """
     if not run.slice_redundancy:
         return
-    slices = _fold_partitions(run, fold)
-    for error in slices.errors:
+    partitions = _fold_partitions(run, fold)
+    for error in partitions.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
-    ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
-    if len(ends) == 1 and ends[0].outcome == "finished" and slices.finished_at is None:
-        reason = "the run finished, and no entry says that all parameters were whole"
+    ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
+    if len(ends) == 1 and ends[0].outcome == "finished" and partitions.finished_at is None:
+        reason = "the run finished, and no log entry states that all parameters are complete"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
-    if slices.finished_at is None:
+    if partitions.finished_at is None:
         return
-    stretch = Stretch(key="attempt", first=slices.finished_at, end=slices.finished_at + 1)
-    for _, record in evidence.select((VoteRecord,), stretch)[VoteRecord]:
+    stretch = Stretch(key="attempt", first=partitions.finished_at, end=partitions.finished_at + 1)
+    for _, record in view.select((VoteRecord,), stretch)[VoteRecord]:
         if not record.is_complete:
-            reason = f"the run finished though group {record.group} lacked parameters"
+            reason = f"the run finished although group {record.group} lacked parameters"
             yield Finding(severity="invalid", reason=reason)
 
 
@@ -162,56 +163,60 @@ def has_lost_state(run: RunRecord, fold: Fold) -> bool:
     return bool(run.slice_redundancy and _fold_partitions(run, fold).wiped_out())
 
 
-def _fold_partitions(run: RunRecord, fold: Fold) -> _Partitions:
-    slicing = PartitionSetup(
+def _fold_partitions(run: RunRecord, fold: Fold) -> _PartitionHosts:
+    setup = PartitionSetup(
         num_groups=run.num_groups, redundancy=run.slice_redundancy, groups_per_domain=run.groups_per_domain
     )
-    slices = _Partitions(_first_hosts(slicing, dict.fromkeys(range(run.num_groups), 0)))
-    gone: set[Member] = set()
+    partitions = _PartitionHosts(_first_hosts(setup, dict.fromkeys(range(run.num_groups), 0)))
+    fenced: set[Member] = set()
     for index in sorted(fold.entries):
         entry = fold.entries[index]
         if index in fold.fenced:
             lost = Member(GroupId(fold.fenced[index][0]), fold.fenced[index][1])
-            gone.add(lost)
-            for row in slices.hosts:
+            fenced.add(lost)
+            for row in partitions.hosts:
                 row.discard(lost)
         if entry["entry"] in ("commit", "retry"):
-            slices.attempt = entry["attempt"] + 1
+            partitions.attempt = entry["attempt"] + 1
         if entry["entry"] == "commit":
-            present = {Member(GroupId(g), life) for g, life in fold.opened.get(entry["attempt"], {}).items()} - gone
-            _let_go(slices, entry["step"], entry.get("released", ()), min(slicing.redundancy, len(present)))
-            _commit(slices, entry["step"], entry.get("restored", ()), present)
+            present = {
+                Member(GroupId(g), number) for g, number in fold.opened.get(entry["attempt"], {}).items()
+            } - fenced
+            _release(partitions, entry["step"], entry.get("released", ()), min(setup.redundancy, len(present)))
+            _commit(partitions, entry["step"], entry.get("restored", ()), present)
         elif entry["entry"] == "finish":
-            slices.finished_at = entry["attempt"]
+            partitions.finished_at = entry["attempt"]
         elif entry["entry"] == "restart":
-            slices.attempt += 1
-            slices.hosts, slices.finished_at = _first_hosts(slicing, fold.opened[slices.attempt]), None
-    return slices
+            partitions.attempt += 1
+            partitions.hosts, partitions.finished_at = _first_hosts(setup, fold.opened[partitions.attempt]), None
+    return partitions
 
 
-def _first_hosts(slicing: PartitionSetup, members: Mapping[int, int]) -> list[set[Member]]:
-    ownership = first_ownership(slicing, [Member(GroupId(group), life) for group, life in members.items()])
+def _first_hosts(setup: PartitionSetup, members: Mapping[int, int]) -> list[set[Member]]:
+    ownership = first_ownership(setup, [Member(GroupId(group), incarnation) for group, incarnation in members.items()])
     return [set(row) for row in ownership.hosts]
 
 
-def _let_go(slices: _Partitions, step: int, released: Sequence[Any], num_wanted: int) -> None:
+def _release(partitions: _PartitionHosts, step: int, released: Sequence[Any], num_wanted: int) -> None:
     """Runs before `_commit`: the copies that replace released ones joined, and were compared, earlier."""
-    for index, (group, life) in released:
-        member, row = Member(GroupId(group), life), slices.hosts[index]
+    for index, (group, incarnation) in released:
+        member, row = Member(GroupId(group), incarnation), partitions.hosts[index]
+        what = f"step {step}: group {group} releases state partition {index}"
         if member not in row:
-            slices.errors.append(f"step {step}: group {group} lets go of slice {index}, of which it is no host")
+            partitions.errors.append(f"{what}, which it does not host")
         elif len(row) <= num_wanted:
-            slices.errors.append(f"step {step}: group {group} lets go of slice {index}, which has {len(row)} hosts")
+            partitions.errors.append(f"{what}, which has {len(row)} hosts")
         row.discard(member)
 
 
-def _commit(slices: _Partitions, step: int, restored: Sequence[Any], present: set[Member]) -> None:
-    for index in slices.wiped_out():
-        slices.errors.append(f"step {step}: committed though slice {index} had no host")
-    for index, (group, life) in restored:
-        member = Member(GroupId(group), life)
+def _commit(partitions: _PartitionHosts, step: int, restored: Sequence[Any], present: set[Member]) -> None:
+    for index in partitions.wiped_out():
+        partitions.errors.append(f"step {step}: committed although state partition {index} had no host")
+    for index, (group, incarnation) in restored:
+        member = Member(GroupId(group), incarnation)
+        what = f"step {step}: group {group} copied state partition {index}"
         if member not in present:
-            slices.errors.append(f"step {step}: group {group} has copied slice {index}, and takes no part")
-        elif member in slices.hosts[index]:
-            slices.errors.append(f"step {step}: group {group} has copied slice {index}, of which it is a host")
-        slices.hosts[index].add(member)
+            partitions.errors.append(f"{what}, but takes no part")
+        elif member in partitions.hosts[index]:
+            partitions.errors.append(f"{what}, which it hosts already")
+        partitions.hosts[index].add(member)

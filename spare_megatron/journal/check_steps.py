@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from spare_megatron.journal.finding import Finding, Severity
-from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
+from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Severity
 from spare_megatron.journal.journal_view import Attempts
 from spare_megatron.journal.records import ContributionRecord, RunRecord, UpdateRecord, VoteRecord, digest_of_work
 
@@ -52,7 +51,7 @@ def _check_attempt(
     epochs = {record.epoch for record in records}
     senders = Counter(record.group for record in records)
     if any(set(record.members) != members or record.step != step for record in records) or len(epochs) > 1:
-        yield "invalid", f"step {step}: groups reduced attempt {attempted.attempt} as different sets"
+        yield "invalid", f"step {step}: groups reduced attempt {attempted.attempt} with different member sets"
     if is_told and any(tuple(record.kept) != attempted.kept for record in records):
         yield "invalid", f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"
     if not records:
@@ -150,7 +149,7 @@ def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]
                 reason = f"step {step}: no vote of group {group} in the journal"
                 yield Finding(severity="unknown", reason=reason, place=(number,))
             elif not all(cast):
-                reason = f"step {step}: committed though group {group} had no whole sum"
+                reason = f"step {step}: committed although group {group} lacked the complete sum"
                 yield Finding(severity="invalid", reason=reason, place=(number,))
 
 

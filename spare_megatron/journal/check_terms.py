@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Finding, Fold
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import (
     FaultRecord,
@@ -19,43 +18,44 @@ from spare_megatron.journal.records import (
 )
 
 
-def check_terms(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_terms(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run record, the settings beside the journal and each incarnation's terms record agree."""
-    records = [line.record for line in evidence.rare if isinstance(line.record, TermsRecord)]
+    records = [line.record for line in view.rare if isinstance(line.record, TermsRecord)]
     terms = asdict(run)
-    for name, value in sorted(evidence.settings.items()):
+    for name, value in sorted(view.settings.items()):
         if terms[name] != value and run.terms:
             reason = f"the run record has {name}={terms[name]!r}, and config.toml {value!r}"
             yield Finding(severity="invalid", reason=reason)
     digest = digest_of_terms(terms)
     if run.terms not in ("", digest):
-        yield Finding(severity="invalid", reason="the run record has other terms than those its digest was taken of")
+        yield Finding(severity="invalid", reason="the terms in the run record do not match their digest")
     for group in sorted({record.group for record in records if record.sha256 != digest}):
-        reason = f"group {group} ran under other terms than the run record has"
+        reason = f"group {group} ran under terms other than those of the run record"
         yield Finding(severity="invalid", reason=reason)
     if run.terms or records:
-        for group, life in sorted(_lives(fold) - {(record.group, record.incarnation) for record in records}):
-            reason = f"the terms that group {group} ran under in its life {life} are not in the journal"
-            yield Finding(severity="unknown", reason=reason)
+        named = {(record.group, record.incarnation) for record in records}
+        for group, incarnation in _incarnations_in_sums(fold):
+            if (group, incarnation) not in named:
+                reason = f"the terms of group {group} in incarnation {incarnation} are not in the journal"
+                yield Finding(severity="unknown", reason=reason)
 
 
-def _lives(fold: Fold) -> set[tuple[int, int]]:
-    """(group, incarnation) of every member of a committed step."""
-    lives: set[tuple[int, int]] = set()
-    known: tuple[object, object] = (None, None)
+def _incarnations_in_sums(fold: Fold) -> list[tuple[int, int]]:
+    """Sorted (group, incarnation) of every group in a committed sum."""
+    memberships = {}  # by identity: few are distinct
     for commit in fold.commits:
         opened = fold.opened.get(commit.attempt, {})
-        if known[0] is not commit.members or known[1] is not opened:  # mostly the same objects
-            lives |= {(group, opened[group]) for group in commit.members if group in opened}
-            known = commit.members, opened
-    return lives
+        memberships[id(opened), id(commit.members)] = opened, commit.members
+    return sorted(
+        {(group, opened[group]) for opened, members in memberships.values() for group in members if group in opened}
+    )
 
 
-def check_reports(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Losses, recoveries, restarts and injected faults agree with the log and the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
     restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]
-    for line in evidence.rare:
+    for line in view.rare:
         match line.record:
             case LossRecord() as loss:
                 yield from _check_loss(loss, fold)
@@ -63,13 +63,13 @@ def check_reports(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator
                 yield from _check_recovery(recovery, fold)
             case RestartRecord() as restart:
                 if not any(_is_of(restart, entry) for entry in restarts):
-                    what = f"group {restart.group} started again after {restart.step} steps in life"
-                    reason = f"{what} {restart.incarnation}, and no entry says so"
+                    who = f"group {restart.group}, incarnation {restart.incarnation}"
+                    reason = f"{who}, restarted after {restart.step} steps, and no log entry orders it"
                     yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
             case FaultRecord() as fault:
                 if (fault.step, fault.group, fault.rank, fault.phase, fault.kind) not in wanted:
                     what = f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
-                    reason = f"a fault was injected that the run record does not have: {what}"
+                    reason = f"the run record lacks an injected fault: {what}"
                     yield Finding(severity="invalid", reason=reason)
 
 
@@ -79,8 +79,8 @@ def _check_loss(loss: LossRecord, fold: Fold) -> Iterator[Finding]:
         return
     is_fence = entry["entry"] == "fence" and entry["group"] == loss.group
     if not is_fence or entry.get("incarnation", 0) < loss.incarnation:
-        what = f"log entry {loss.entry_index} does not fence group {loss.group} in its life {loss.incarnation}"
-        yield Finding(severity="invalid", reason=f"{what}, and a supervisor says that it does")
+        what = f"log entry {loss.entry_index} does not fence incarnation {loss.incarnation} of group {loss.group}"
+        yield Finding(severity="invalid", reason=f"{what}, although a supervisor reports it")
 
 
 def _check_recovery(recovery: RecoveryRecord, fold: Fold) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def _check_recovery(recovery: RecoveryRecord, fold: Fold) -> Iterator[Finding]:
     if strangers:
         what = f"group {recovery.group} recovered from the loss of groups {strangers} in step {recovery.step}"
         severity = fold.severity(is_known=fold.known.is_over)
-        yield Finding(severity=severity, reason=f"{what}, and no entry fences them")
+        yield Finding(severity=severity, reason=f"{what}, and no log entry fences them")
 
 
 def _is_of(restart: RestartRecord, entry: dict[str, object]) -> bool:
@@ -99,37 +99,29 @@ def _is_of(restart: RestartRecord, entry: dict[str, object]) -> bool:
 _NUM_DIGITS = 12
 
 
-def check_code(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_code(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """All ranks ran the code of the run record; each rank of a group in a committed sum recorded its code."""
-    if evidence.origin_code not in (None, run.code):
-        reason = f"origin.json names {_code(evidence.origin_code)}, the run record {_code(run.code)}"
+    if view.origin_code not in (None, run.code):
+        reason = f"origin.json names {_code(view.origin_code)}, the run record {_code(run.code)}"
         yield Finding(severity="invalid", reason=reason)
-    ranks = [line.record for line in evidence.rare if isinstance(line.record, RankRecord)]
+    ranks = [line.record for line in view.rare if isinstance(line.record, RankRecord)]
     others: dict[str, list[RankRecord]] = defaultdict(list)
     for record in ranks:
         if record.code != run.code:
             others[record.code].append(record)
     for code, records in others.items():
-        names = f"rank {records[0].rank} of group {records[0].group} in life {records[0].incarnation}"
+        names = f"rank {records[0].rank} of group {records[0].group} in incarnation {records[0].incarnation}"
         more = f" and {len(records) - 1} more" if len(records) > 1 else ""
         reason = f"{names}{more} ran {_code(code)}, the run record names {_code(run.code)}"
         yield Finding(severity="invalid", reason=reason)
     if run.code:
         named = {(record.group, record.incarnation, record.rank) for record in ranks}
-        for group, life in sorted(_lives_in_sums(fold)):
-            missing = [rank for rank in range(run.ranks_per_group) if (group, life, rank) not in named]
+        for group, incarnation in _incarnations_in_sums(fold):
+            missing = [rank for rank in range(run.ranks_per_group) if (group, incarnation, rank) not in named]
             if missing:
-                reason = f"the code of ranks {missing} of group {group} in life {life} is not in the journal"
+                who = f"ranks {missing} of group {group} in incarnation {incarnation}"
+                reason = f"the code of {who} is not in the journal"
                 yield Finding(severity="unknown", reason=reason)
-
-
-def _lives_in_sums(fold: Fold) -> set[tuple[int, int]]:
-    """(group, incarnation) of every group in a committed sum."""
-    memberships = {}  # by identity: few are distinct
-    for commit in fold.commits:
-        opened = fold.opened.get(commit.attempt, {})
-        memberships[id(opened), id(commit.members)] = opened, commit.members
-    return {(group, opened[group]) for opened, members in memberships.values() for group in members if group in opened}
 
 
 def _code(digest: str | None) -> str:

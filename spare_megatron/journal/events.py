@@ -20,7 +20,7 @@ from spare_megatron.journal.records import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class EventLine:
     """An event text and its time in seconds since the epoch."""
 
     at_s: float
@@ -36,7 +36,7 @@ def groups_named(groups: Collection[int]) -> str:
     return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
 
 
-class Fault(Protocol):
+class FaultLike(Protocol):
     """A planned fault or a `FaultRecord`."""
 
     @property
@@ -51,7 +51,7 @@ class Fault(Protocol):
     def phase(self) -> str: ...
 
 
-def fault_named(fault: Fault) -> str:
+def fault_named(fault: FaultLike) -> str:
     return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
 
 

@@ -4,12 +4,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
-from spare_megatron.journal.finding import Severity
 from spare_megatron.journal.records import RunRecord
 
 Members = frozenset[int]
+Severity = Literal["invalid", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason why a journal is not valid.
+
+    Attributes:
+        severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
+        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
+    """
+
+    severity: Severity
+    reason: str
+    place: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +155,7 @@ class Folding:
     def num_restarts(self) -> int:
         return len(self.restarted_at)
 
-    def take(self, index: int, entry: Mapping[str, Any]) -> None:
+    def apply(self, index: int, entry: Mapping[str, Any]) -> None:
         match entry["entry"]:
             case "fence":
                 self._fence(index, entry["group"], entry.get("incarnation", 0))
@@ -161,7 +175,7 @@ class Folding:
             case "finish" | "giveup" | "halt":
                 self.is_over = True
 
-    def known(self, num_entries: int) -> Known:
+    def known_after(self, num_entries: int) -> Known:
         """The state as `Known`; call only while no entry has been missing."""
         position = (math.inf, math.inf) if self.is_over else (self.num_restarts, self.step)
         attempt = math.inf if self.is_over else self.attempt
@@ -248,7 +262,7 @@ class Folding:
         if snapshot is not None:
             if (entry["step"], snapshot) not in {(commit.step + 1, commit.attempt) for commit in kept}:
                 what = f"a snapshot after {entry['step']} steps"
-                self.errors.append(f"a restart takes over {what}, which attempt {snapshot} did not commit")
+                self.errors.append(f"a restart loads {what}, which attempt {snapshot} did not commit")
         elif entry["step"] not in saved:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
@@ -267,11 +281,11 @@ class Folding:
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     """Folds the entries in index order; indices may be missing."""
     folding = Folding(run)
-    known = folding.known(0)
+    known = folding.known_after(0)
     for number, index in enumerate(sorted(entries), 1):
-        folding.take(index, entries[index])
+        folding.apply(index, entries[index])
         if index < number:
-            known = folding.known(number)
+            known = folding.known_after(number)
     commits = tuple(
         replace(commit, is_undone=True) if commit.index in folding.undone else commit for commit in folding.commits
     )

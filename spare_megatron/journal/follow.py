@@ -104,8 +104,8 @@ class Follower:
         """Reads the new lines; returns `run_state`, the same object every time."""
         run_state = self.run_state
         for line in self._tail.poll():
-            run_state.take(line)
-        run_state.begun(self._tail.sources)
+            run_state.add_line(line)
+        run_state.add_sources(self._tail.sources)
         run_state.settle(is_whole=run_state.end is not None)
         return run_state
 

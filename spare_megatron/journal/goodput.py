@@ -1,11 +1,11 @@
-"""Divides the wall time of a run into useful steps and losses by cause."""
+"""Goodput, which divides the wall time into useful steps and losses by cause, and throughput of the steps."""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from spare_megatron.journal.fold import Fold, Members
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RedundancyRecord, RunRecord
 
 Times = npt.NDArray[np.float64]
+T = TypeVar("T", float, npt.NDArray[np.float64])
+"""One step, or an array with one element per step."""
 
 
 _MOST_READERS = 64
@@ -73,7 +75,7 @@ def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> st
 
 
 class Stretches:
-    """The time between commits, by cause; takes the entries in log order."""
+    """The time between commits, by cause; entries are added in log order."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
@@ -81,8 +83,8 @@ class Stretches:
         self._met: set[str] = set()  # kinds of entries since the last commit
         self._before: Members = frozenset()
 
-    def take(self, index: int, entry: Mapping[str, Any], members: Members) -> None:
-        """Takes the next entry, with the groups that took part when it was written."""
+    def add_entry(self, index: int, entry: Mapping[str, Any], members: Members) -> None:
+        """Adds the next entry, with the groups that took part when it was written."""
         kind = entry["entry"]
         if kind == "restart":
             while self._kept and self._kept[-1].step >= entry["step"]:
@@ -131,11 +133,11 @@ class Stretches:
 
 def _causes(chosen: list[_Kept], hit_after: Collection[int]) -> list[str]:
     """Cause of each interval that ends with a commit; `scatter` for a quiet step."""
-    everybody = max(kept.num_members for kept in chosen)
+    most_members = max(kept.num_members for kept in chosen)
     causes = ["restart" if chosen[0].cause == "restart" else "start"]
     for before, kept in itertools.pairwise(chosen):
         cause = kept.cause or ("fault" if before.step in hit_after else "")
-        causes.append(cause or ("fewer_groups" if kept.num_members < everybody else "scatter"))
+        causes.append(cause or ("fewer_groups" if kept.num_members < most_members else "scatter"))
     return causes
 
 
@@ -171,7 +173,7 @@ class EntryTimes:
         self._changed_from = 0
         self._end = 0
 
-    def take(self, index: int, group: int, at_s: float) -> None:
+    def add_read(self, index: int, group: int, at_s: float) -> None:
         """A group has read an entry. The earliest time counts: a group that returns reads old entries again."""
         column = group % _MOST_READERS
         height, width = self._read_s.shape
@@ -202,7 +204,7 @@ def read_times(journal: Journal) -> EntryTimes:
     times = EntryTimes()
     for line in journal.lines:
         if isinstance(line.record, EntryRecord):
-            times.take(line.record.index, line.record.group, line.at_s)
+            times.add_read(line.record.index, line.record.group, line.at_s)
     return times
 
 
@@ -220,7 +222,7 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
     members = {commit.index: commit.members for commit in fold.commits}
     stretches = Stretches()
     for index in sorted(fold.entries):
-        stretches.take(index, fold.entries[index], members.get(index, frozenset()))
+        stretches.add_entry(index, fold.entries[index], members.get(index, frozenset()))
     hit_after = {step_before(record) for record in journal.of(FaultRecord)}
     return stretches.goodput(read_times(journal), (began[0], ended[0]), hit_after)
 
@@ -243,3 +245,19 @@ def full_redundancy_s(journal: Journal) -> tuple[float, ...]:
             spans.append(at_s - since_s)
             since_s = None
     return tuple(spans)
+
+
+def tokens_per_second(run: RunRecord, step_s: T) -> T | None:
+    """Tokens of the global batch per second; None if their number is unknown."""
+    return run.tokens_per_step / step_s if run.tokens_per_step else None
+
+
+def tflops_per_rank(run: RunRecord, step_s: T, num_ranks: T) -> T | None:
+    """Model TFLOPS of each rank that took part, redundant computation excluded; None if unknown."""
+    return run.flops_per_step / step_s / num_ranks / 1e12 if run.flops_per_step else None
+
+
+def flops_utilization(run: RunRecord, step_s: T, num_ranks: T) -> T | None:
+    """Model FLOPs utilization (MFU) of the ranks that took part; None if FLOPs or peak are unknown."""
+    tflops = tflops_per_rank(run, step_s, num_ranks)
+    return None if tflops is None or run.peak_tflops is None else tflops / run.peak_tflops

@@ -1,7 +1,7 @@
 """Journal files read in parts: memory is bounded by one part, the log and the rare records.
 
 One pass finds the log, the rare records, and the range of steps and attempts in each block of each file. A part is then
-read from the blocks that overlap it, whatever the order of their lines.
+read from the blocks that overlap it, whatever the order of their lines. docs/decisions.md compares it with SQLite.
 """
 
 import dataclasses

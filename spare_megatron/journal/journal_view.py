@@ -10,10 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
@@ -112,37 +110,6 @@ class JournalView(Protocol):
         """Records of frequent kinds in a stretch, each kind in time order."""
 
 
-class JournalInMemory:
-    """A `JournalView` of a journal in memory, as a single part."""
-
-    num_stretches = 1
-    origin_code: str | None = None
-    settings: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self.damage = journal.damage
-        self.rare = [line for line in journal.lines if is_rare(line.record)]
-        self.entries: dict[int, dict[str, Any]] = {}
-        for record in journal.of(EntryRecord):
-            self.entries.setdefault(record.index, record.entry)
-
-    def disputed(self) -> list[Placed]:
-        return [
-            ((line.at_s, 0, number), line.record)
-            for number, line in enumerate(self._journal.lines)
-            if isinstance(line.record, EntryRecord) and line.record.entry != self.entries[line.record.index]
-        ]
-
-    def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
-        found: dict[type[Record], list[Placed]] = {kind: [] for kind in kinds}
-        for number, line in enumerate(self._journal.lines):
-            kind = type(line.record)
-            if kind in found and getattr(line.record, stretch.key) in stretch:
-                found[kind].append(((line.at_s, 0, number), line.record))
-        return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
     """Records of consecutive attempts; contributions, votes and updates with their places.
@@ -162,15 +129,15 @@ class Attempts:
     decided: Sequence[tuple[int, int, Committed, FoldedAttempt, FoldedAttempt | None]]
 
 
-def attempts_of(evidence: JournalView, fold: Fold) -> Iterator[Attempts]:
+def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     """Yields all attempts, a stretch at a time."""
     commits = _Sorted(commit.attempt for commit in fold.commits)
     places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
     decided = _Sorted(fold.commits[number].attempts[which].attempt for number, which in places)
-    for first, end in _cut(commits.numbers, evidence.num_stretches):
+    for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
         kinds = (ContributionRecord, VoteRecord, UpdateRecord)
-        found = evidence.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
+        found = view.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
         here = {kind: [placed for placed in found[kind] if placed[1].attempt in stretch] for kind in kinds}
         yield Attempts(
             contributions=here[ContributionRecord],
@@ -196,19 +163,19 @@ class Steps:
         commits: (number among the commits, commit) of those not undone that led to one of these numbers of steps.
     """
 
-    def __init__(self, evidence: JournalView, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:
-        self._evidence = evidence
+    def __init__(self, view: JournalView, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:
+        self._view = view
         self.stretch = stretch
         self.commits = commits
-        self.params = [record for _, record in evidence.select((ParamsRecord,), stretch)[ParamsRecord]]
+        self.params = [record for _, record in view.select((ParamsRecord,), stretch)[ParamsRecord]]
 
     @cached_property
-    def brought(self) -> Mapping[int, set[tuple[int, int]]]:
+    def contributed(self) -> Mapping[int, set[tuple[int, int]]]:
         """Step -> (group, attempt) of each contribution to it; reads the journal."""
-        brought: dict[int, set[tuple[int, int]]] = {}
+        contributed: dict[int, set[tuple[int, int]]] = {}
         for record in self._contributions(self.stretch):
-            brought.setdefault(record.step, set()).add((record.group, record.attempt))
-        return brought
+            contributed.setdefault(record.step, set()).add((record.group, record.attempt))
+        return contributed
 
     @cached_property
     def went_on(self) -> Collection[tuple[int, int]]:
@@ -218,17 +185,17 @@ class Steps:
         return {(record.group, record.attempt) for record in self._contributions(stretch)}
 
     def _contributions(self, stretch: Stretch) -> Iterator[ContributionRecord]:
-        for _, record in self._evidence.select((ContributionRecord,), stretch)[ContributionRecord]:
+        for _, record in self._view.select((ContributionRecord,), stretch)[ContributionRecord]:
             yield record
 
 
-def steps_of(evidence: JournalView, fold: Fold) -> Iterator[Steps]:
+def steps_of(view: JournalView, fold: Fold) -> Iterator[Steps]:
     """Yields all numbers of committed steps, a stretch at a time."""
     kept = [(number, commit) for number, commit in enumerate(fold.commits) if not commit.is_undone]
     steps = _Sorted(commit.step + 1 for _, commit in kept)
-    for first, end in _cut(steps.numbers, evidence.num_stretches):
+    for first, end in _cut(steps.numbers, view.num_stretches):
         commits = [kept[position] for position in steps.within(first, end)]
-        yield Steps(evidence, Stretch(key="step", first=first, end=end), commits)
+        yield Steps(view, Stretch(key="step", first=first, end=end), commits)
 
 
 class _Sorted:

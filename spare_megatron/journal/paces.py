@@ -38,8 +38,8 @@ class RankPaces:
         self._shape = (MOST_SAMPLES, num_groups, ranks_per_group)
         self._pace_s: Array = np.empty((0, num_groups, ranks_per_group), np.float32)
 
-    def take(self, attempt: int, group: int, compute_s: Sequence[float], load: float) -> None:
-        """Takes the seconds in which each rank of a group computed `load` microbatches in an attempt."""
+    def add(self, attempt: int, group: int, compute_s: Sequence[float], load: float) -> None:
+        """Adds the seconds in which each rank of a group computed `load` microbatches in an attempt."""
         if len(compute_s) != self._shape[2] or not load > 0:
             return
         if not len(self._pace_s):  # a simulated run has none

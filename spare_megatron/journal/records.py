@@ -18,7 +18,7 @@ SaveOutcome = Literal["saved", "failed", "skipped"]
 StorageOutcome = Literal["held", "written", "lost"]
 """Held bytes are in memory, and lost unless written before the run ends. Only journal files are reported as lost."""
 
-StateSource = Literal["storage", "memory"]
+StateOrigin = Literal["storage", "memory"]
 """`storage`: a checkpoint or the initial parameters. `memory`: a snapshot."""
 
 
@@ -206,7 +206,7 @@ class RestartRecord:
     """From when the supervisor, or the rank itself, learned of the wipe-out to the end of loading."""
     rejected: list[str] = field(default_factory=list)
     """Checkpoints and snapshots that it could not use, each with the reason."""
-    loaded_from: StateSource = "storage"
+    loaded_from: StateOrigin = "storage"
     load_s: float = 0.0
     """The part of `restart_s` spent loading."""
 

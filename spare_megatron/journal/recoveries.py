@@ -41,7 +41,7 @@ class Recovery:
 
 
 class Recoveries:
-    """Takes lines in any order; returns the recoveries in the order of their steps."""
+    """Collects lines in any order; returns the recoveries in the order of their steps."""
 
     def __init__(self) -> None:
         self._by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
@@ -49,7 +49,7 @@ class Recoveries:
         self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, incarnation, minus its time
         self._last_admitted: dict[int, list[tuple[int, int, float]]] = {}  # the same, the latest up to each step
 
-    def take(self, line: Line) -> None:
+    def add_line(self, line: Line) -> None:
         match line.record:
             case RecoveryRecord() as record:
                 self._by_step[record.num_restarts, record.step].append(record)
@@ -112,5 +112,5 @@ class Recoveries:
 def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
     recoveries = Recoveries()
     for line in journal.lines:
-        recoveries.take(line)
+        recoveries.add_line(line)
     return recoveries.found()

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.journal.events import Event, text_of_end, text_of_entry, text_of_loss, texts_of_record
+from spare_megatron.journal.events import EventLine, text_of_end, text_of_entry, text_of_loss, texts_of_record
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
@@ -39,28 +39,28 @@ class Losses:
     """Lost incarnations, each once, though every node that the group spans may report it."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by (group, incarnation)
+        self._by_incarnation: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by (group, incarnation)
 
-    def take(self, record: LossRecord, at_s: float) -> bool:
+    def add(self, record: LossRecord, at_s: float) -> bool:
         """Merges a node's report; returns whether the loss is new, or the group newly given up."""
-        life = record.group, record.incarnation
-        if life not in self._told:
-            self._told[life] = at_s, record
+        key = record.group, record.incarnation
+        if key not in self._by_incarnation:
+            self._by_incarnation[key] = at_s, record
             return True
-        found_s, known = self._told[life]
+        found_s, known = self._by_incarnation[key]
         pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
         is_given_up = known.is_given_up or record.is_given_up
         culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may be on another node
-        self._told[life] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
+        self._by_incarnation[key] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
         return is_given_up and not known.is_given_up
 
     @property
     def found(self) -> list[tuple[float, LossRecord]]:
         """All losses, each with its earliest time."""
-        return list(self._told.values())
+        return list(self._by_incarnation.values())
 
-    def of(self, group: int, incarnation: int) -> LossRecord | None:
-        return self._told.get((group, incarnation), (0.0, None))[1]
+    def find(self, group: int, incarnation: int) -> LossRecord | None:
+        return self._by_incarnation.get((group, incarnation), (0.0, None))[1]
 
 
 Array = npt.NDArray[np.float32]
@@ -88,7 +88,7 @@ class StepTable:
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.paces = RankPaces(num_groups, ranks_per_group)
 
-    def update(self, record: UpdateRecord) -> None:
+    def add_update(self, record: UpdateRecord) -> None:
         self._reserve(record.attempt)
         if np.isnan(self.loss[record.attempt]):
             self.loss[record.attempt] = record.loss
@@ -96,14 +96,14 @@ class StepTable:
             self.learning_rate[record.attempt] = record.learning_rate
         self.step_s[record.attempt, record.group] = record.step_s
         load = float(self.load[record.attempt, record.group])
-        self.paces.take(record.attempt, record.group, record.compute_s, load)
+        self.paces.add(record.attempt, record.group, record.compute_s, load)
 
-    def contribution(self, record: ContributionRecord, load: int) -> None:
+    def add_contribution(self, record: ContributionRecord, load: int) -> None:
         """Records that a group has contributed `load` microbatches to an attempt."""
         self._reserve(record.attempt)
         self.load[record.attempt, record.group] = load
 
-    def is_told(self, attempt: int) -> bool:
+    def is_applied(self, attempt: int) -> bool:
         """Whether some group has reported that it applied the attempt."""
         return attempt < len(self.loss) and not np.isnan(self.step_s[attempt]).all()
 
@@ -122,7 +122,7 @@ def _grown(array: npt.NDArray[T], shape: tuple[int, ...]) -> npt.NDArray[T]:
     return grown
 
 
-GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
+GroupStatus = Literal["alive", "slow", "rejoining", "lost", "given up"]
 
 
 PARAMS = "params"
@@ -156,12 +156,12 @@ class SavePlan:
 
 
 class RunState:
-    """State of a run by the lines taken so far; lines of one file must come in order.
+    """State of a run by the lines added so far; lines of one file must come in order.
 
     Attributes:
-        run: Run record; None until it is taken. Earlier lines are ignored.
+        run: Run record; None until it is added. Earlier lines are ignored.
         began_s: Time of the run record.
-        told_s: Time of the newest line.
+        newest_at_s: Time of the newest line.
         storage: Set while storage does not accept the journal, or has lost some of it.
         checkpoints: (time, record) of each ended save, in line order.
         num_rejoined: Times that a lost group contributed again.
@@ -172,7 +172,7 @@ class RunState:
 
     def __init__(self) -> None:
         self.run: RunRecord | None = None
-        self.began_s = self.told_s = 0.0
+        self.began_s = self.newest_at_s = 0.0
         self.end: EndRecord | None = None
         self.storage: StorageRecord | None = None
         self.steps = StepTable(0, 0)
@@ -193,20 +193,21 @@ class RunState:
         self._cadence: tuple[float, CadenceRecord] | None = None
         self._saved_at_s = 0.0
         self.num_events = 0
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
         self._halted_by = ""
         self.newest: UpdateRecord | None = None
-        self._lives: dict[int, int] = {}  # highest incarnation of each group that has started
+        self._started: dict[int, int] = {}  # highest incarnation of each group that has started
         self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
         self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
-        self._brought: dict[int, tuple[int, int, int, int]] = {}  # incarnation, step, first and most microbatches
+        # Incarnation, step, first and most microbatches
+        self._last_contribution: dict[int, tuple[int, int, int, int]] = {}
         self._updated_at_s: dict[int, float] = {}
         self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
 
     # ---------------------------------------------------------------------------------------------------- input
 
-    def take(self, line: Line) -> None:
+    def add_line(self, line: Line) -> None:
         self.num_lines += 1
         record, at_s = line.record, line.at_s
         if isinstance(record, RunRecord):
@@ -220,30 +221,30 @@ class RunState:
         if not 0 <= getattr(record, "group", 0) < self.run.num_groups:
             self.damage.append(f"a record of {line.source} names a group that the run does not have")
             return
-        self.told_s = max(self.told_s, at_s)
+        self.newest_at_s = max(self.newest_at_s, at_s)
         match record:
             case EntryRecord():
-                self.entry_times.take(record.index, record.group, at_s)
+                self.entry_times.add_read(record.index, record.group, at_s)
                 if record.index >= self._head:
                     self._ahead.setdefault(record.index, (record.entry, at_s))
                     self._fold()
                 if record.entry.get("admit"):
-                    self.recoveries.take(line)
+                    self.recoveries.add_line(line)
             case UpdateRecord():
-                self.steps.update(record)
+                self.steps.add_update(record)
                 if self.newest is None or record.attempt > self.newest.attempt:
                     self.newest = record
                 self._updated_at_s[record.group] = at_s
             case ContributionRecord():
                 self._contributed(record, at_s)
             case LossRecord():
-                self.recoveries.take(line)
-                self._lost(record, at_s)
+                self.recoveries.add_line(line)
+                self._on_loss(record, at_s)
             case FaultRecord():
                 self._hit_after.add(step_before(record))
-                self.recoveries.take(line)
+                self.recoveries.add_line(line)
             case RecoveryRecord():
-                self.recoveries.take(line)
+                self.recoveries.add_line(line)
             case CadenceRecord():
                 self._cadence = at_s, record
             case CheckpointRecord():
@@ -265,26 +266,26 @@ class RunState:
                 self._rejected.add(text)
             self._note(text, at_s)
 
-    def _lost(self, record: LossRecord, at_s: float) -> None:
+    def _on_loss(self, record: LossRecord, at_s: float) -> None:
         self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
-        is_known = self._losses.of(record.group, record.incarnation) is not None
-        if self._losses.take(record, at_s):
+        is_known = self._losses.find(record.group, record.incarnation) is not None
+        if self._losses.add(record, at_s):
             self._note(text_of_loss(record, is_known=is_known), at_s)
 
     def _note(self, text: str, at_s: float) -> None:
-        self._events.append(Event(at_s=at_s, text=text))
+        self._events.append(EventLine(at_s=at_s, text=text))
         self.num_events += 1
 
-    def begun(self, sources: Collection[str]) -> None:
-        """Takes the writers found: a rank opens its file when its incarnation starts."""
+    def add_sources(self, sources: Collection[str]) -> None:
+        """Adds the writers found: a rank opens its file when its incarnation starts."""
         for source in sources:
             found = _SOURCE.fullmatch(source)
             if found:
                 group = int(found[1])
-                self._lives[group] = max(int(found[2] or 0), self._lives.get(group, 0))
+                self._started[group] = max(int(found[2] or 0), self._started.get(group, 0))
 
     def settle(self, *, is_whole: bool = False) -> None:
-        """Reports missing log entries as damage; call it once all written lines have been taken.
+        """Reports missing log entries as damage; call it once all written lines have been added.
 
         An entry counts as missing on the second call in a row, or at once if nothing more will come (`is_whole`).
         """
@@ -302,8 +303,8 @@ class RunState:
         while (found := self._ahead.pop(self._head, None)) is not None:
             entry, at_s = found
             members = self.folding.members
-            self.folding.take(self._head, entry)
-            self._stretches.take(self._head, entry, members)
+            self.folding.apply(self._head, entry)
+            self._stretches.add_entry(self._head, entry, members)
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
             if entry["entry"] == "fence":
@@ -317,11 +318,11 @@ class RunState:
             self._head += 1
 
     def _contributed(self, record: ContributionRecord, at_s: float) -> None:
-        group, life = record.group, record.incarnation
+        group, incarnation = record.group, record.incarnation
         load = sum(map(len, record.microbatches.values()))
-        self.steps.contribution(record, load)
-        before = self._brought.get(group)
-        if before is not None and before[:2] == (life, record.step):
+        self.steps.add_contribution(record, load)
+        before = self._last_contribution.get(group)
+        if before is not None and before[:2] == (incarnation, record.step):
             first, most = before[2], max(before[3], load)
             self.num_recomputed += most - before[3]
         else:
@@ -329,10 +330,10 @@ class RunState:
             began_s = self._updated_at_s.pop(group, None)
             if began_s is not None and load:
                 self._paces.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
-            if life and (before is None or before[0] != life):
+            if incarnation and (before is None or before[0] != incarnation):
                 self.num_rejoined += 1
                 self._paces.pop(group, None)
-        self._brought[group] = (life, record.step, first, most)
+        self._last_contribution[group] = (incarnation, record.step, first, most)
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -346,7 +347,7 @@ class RunState:
         """When the last commit was read; the time of the newest line if unknown."""
         commits = self.folding.commits if self.folding else ()
         found = self.entry_times(np.array([commit.index for commit in commits[-1:]], np.intp))
-        return self.told_s if np.isnan(found).any() or not commits else float(found[0])
+        return self.newest_at_s if np.isnan(found).any() or not commits else float(found[0])
 
     @property
     def outcome(self) -> str:
@@ -357,7 +358,7 @@ class RunState:
     def last_attempt(self) -> int | None:
         """Last committed attempt that a group has reported; None if there is none."""
         for commit in reversed(self.folding.commits if self.folding else ()):
-            if self.steps.is_told(commit.attempt):
+            if self.steps.is_applied(commit.attempt):
                 return commit.attempt
         return None
 
@@ -379,19 +380,19 @@ class RunState:
             if all(step <= kept for kept in restarted_at[num_restarts:])
         }
 
-    def groups(self) -> list[GroupState]:
+    def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:
             return []
         slow = self._slow_groups()
         return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
 
-    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupState:
-        loss = self._losses.of(group, self._last_lost.get(group, 0))
+    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
+        loss = self._losses.find(group, self._last_lost.get(group, 0))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"
         if loss is not None and loss.is_given_up:
             return "given up"
-        if self._lives.get(group, 0) > (0 if loss is None else loss.incarnation):
+        if self._started.get(group, 0) > (0 if loss is None else loss.incarnation):
             return "rejoining"
         return "lost"
 
@@ -403,8 +404,11 @@ class RunState:
 
     def goodput(self, now_s: float) -> Goodput | None:
         """Goodput up to now, or up to the end of the run; None before the first commit."""
-        until_s = self.told_s if self.end is not None else max(now_s, self.told_s)
-        return self._stretches.goodput(self.entry_times, (self.began_s, until_s), self._hit_after)
+        return self._stretches.goodput(self.entry_times, (self.began_s, self.until_s(now_s)), self._hit_after)
+
+    def until_s(self, now_s: float) -> float:
+        """When the run ended; while it goes on `now_s`, or the time of the newest line if that is later."""
+        return self.newest_at_s if self.end is not None else max(now_s, self.newest_at_s)
 
     def left_s(self, now_s: float) -> float | None:
         """Seconds to the end of the run at the pace of the recent steps; None after the end or without a pace."""
@@ -435,11 +439,11 @@ class RunState:
             since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
         return max(0.0, since_s + interval_s - now_s) if interval_s else None
 
-    def events(self, most: int) -> Sequence[Event]:
+    def events(self, most: int) -> Sequence[EventLine]:
         """The last `most` events, in time order."""
         return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
 
-    def events_since(self, num_events: int) -> Sequence[Event]:
+    def events_since(self, num_events: int) -> Sequence[EventLine]:
         """Events after the first `num_events`, as far as they are kept, in time order."""
         new = self.num_events - num_events
         return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()

@@ -12,7 +12,7 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps
+from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
@@ -65,18 +65,13 @@ class Summary:
     steps_left: int = 0
 
 
-def summarize(journal: Journal) -> Summary:
-    """Same as `sum_up`, for a journal in memory."""
-    return sum_up(JournalInMemory(journal))
-
-
-def sum_up(evidence: JournalView) -> Summary:
+def sum_up(view: JournalView) -> Summary:
     """Figures of an ended run."""
     counts = _Counts()
-    verdict = check(evidence, counts)
-    rare = Journal(lines=tuple(evidence.rare))
+    verdict = check(view, counts)
+    rare = Journal(lines=tuple(view.rare))
     left = [run.num_steps - run.first_step - verdict.steps_committed for run in rare.of(RunRecord)]
-    ends, entries = rare.of(EndRecord), evidence.entries.values()
+    ends, entries = rare.of(EndRecord), view.entries.values()
     fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
     summary = Summary(
         verdict=verdict.verdict,
@@ -97,10 +92,10 @@ def sum_up(evidence: JournalView) -> Summary:
         full_redundancy_s=full_redundancy_s(rare),
         steps_left=sum(left),
     )
-    return told_by(summary, ends[0]) if ends else summary
+    return with_end(summary, ends[0]) if ends else summary
 
 
-def told_by(summary: Summary, end: EndRecord) -> Summary:
+def with_end(summary: Summary, end: EndRecord) -> Summary:
     """Adds the outcome, and steps of a finished run that the driver counted and the journal lacks."""
     num_missing = 0
     if end.outcome == "finished" and end.steps_committed is not None:
@@ -132,23 +127,24 @@ class _Counts:
         self.params: ParamsRecord | None = None
         self.rejoined: set[tuple[int, int]] = set()
         self.num_recomputed = 0
-        self._brought: dict[tuple[int, int], tuple[int, int]] = {}  # (group, incarnation) -> step, most microbatches
+        # (group, incarnation) -> step, most microbatches
+        self._last_contribution: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def take(self, part: Attempts | Steps) -> None:
+    def add_part(self, part: Attempts | Steps) -> None:
         if isinstance(part, Steps):
-            told = [*([self.params] if self.params else ()), *part.params]
-            self.params = max(told, key=lambda record: (record.num_restarts, record.step), default=None)
+            records = [*([self.params] if self.params else ()), *part.params]
+            self.params = max(records, key=lambda record: (record.num_restarts, record.step), default=None)
             return
         updates = [*([self.update] if self.update else ()), *(record for _, record in part.updates)]
         self.update = max(updates, key=lambda record: record.attempt, default=None)
         self.rejoined |= {(record.group, record.incarnation) for _, record in part.votes if record.incarnation}
         for _, record in part.contributions:
-            life, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
-            step, most = self._brought.get(life, (None, 0))
+            member, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
+            step, most = self._last_contribution.get(member, (None, 0))
             if step == record.step:
                 self.num_recomputed += max(num_microbatches - most, 0)
                 num_microbatches = max(num_microbatches, most)
-            self._brought[life] = record.step, num_microbatches
+            self._last_contribution[member] = record.step, num_microbatches
 
 
 PROOF_S = 60.0
@@ -168,9 +164,9 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
     try:
         summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + PROOF_S))
     except TimeoutError:
-        summary = _told(run_dir)
+        summary = _unproven_summary(run_dir)
     if summary.outcome == UNKNOWN and end is not None:
-        summary = told_by(summary, end)
+        summary = with_end(summary, end)
     try:
         with whole_file("--run-dir", run_dir / "summary.json") as file:
             file.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
@@ -180,7 +176,7 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
     return summary
 
 
-def _told(run_dir: Path) -> Summary:
+def _unproven_summary(run_dir: Path) -> Summary:
     """Summary by the first line of the journal and the last lines of some files; counts nothing else."""
     files = list((run_dir / "journal").glob("*.jsonl"))
     num_bytes = sum(path.stat().st_size for path in files)
@@ -204,7 +200,7 @@ def _told(run_dir: Path) -> Summary:
         steps_committed=num_steps - run.first_step,
         steps_left=run.num_steps - num_steps,
     )
-    return told_by(summary, ends[0]) if ends else summary
+    return with_end(summary, ends[0]) if ends else summary
 
 
 def _last_records(path: Path) -> Iterator[Record]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spare_megatron.observe.history import History, Steps
+from spare_megatron.observe.history import CommittedSteps, History
 
-Digests = Mapping[int, frozenset[str]]
+ParamsDigests = Mapping[int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def compare(first: History, second: History) -> Equality | None:
     )
 
 
-def _compare_steps(first: Steps, second: Steps) -> tuple[int, Difference | None]:
+def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, Difference | None]:
     """The number of steps that both journals hold, and the first difference in them."""
     left, right = (np.flatnonzero(~steps.is_undone & ~np.isnan(steps.loss)) for steps in (first, second))
     common, in_left, in_right = np.intersect1d(first.step[left], second.step[right], return_indices=True)
@@ -109,7 +109,7 @@ def _compare_steps(first: Steps, second: Steps) -> tuple[int, Difference | None]
     return len(common), min(found, key=lambda item: item.step, default=None)
 
 
-def _compare_params(first: Digests, second: Digests) -> tuple[int | None, tuple[str, ...]]:
+def _compare_params(first: ParamsDigests, second: ParamsDigests) -> tuple[int | None, tuple[str, ...]]:
     """The steps after which parameters first differ, or were last compared, and the digests in both runs.
 
     Skips steps after which the groups of one run had different parameters: one of them was wrong.

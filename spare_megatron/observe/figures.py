@@ -267,8 +267,8 @@ def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
     """
     is_time = values == "step_s"
     binned, by_group, by_step = shrink(history.steps.step_s.T if is_time else history.steps.load.T)
-    told = binned[~np.isnan(binned)]
-    is_counted = not is_time and (not told.size or np.ptp(told) <= _MOST_TICKS)
+    known = binned[~np.isnan(binned)]
+    is_counted = not is_time and (not known.size or np.ptp(known) <= _MOST_TICKS)
     figure = go.Figure(
         go.Heatmap(
             z=binned.astype(np.float32),
@@ -291,8 +291,8 @@ def rank_map(history: History) -> go.Figure:
     padded = np.full((-(-len(steps) // by_step) * by_step, ratio.shape[1]), np.nan)
     padded[: len(steps)] = ratio
     columns = padded.reshape(-1, by_step, ratio.shape[1])
-    is_told = ~np.isnan(columns).all(axis=1)
-    usual = np.where(is_told, np.nanmedian(np.where(is_told[:, None], columns, 0.0), axis=1), np.nan)
+    has_values = ~np.isnan(columns).all(axis=1)
+    usual = np.where(has_values, np.nanmedian(np.where(has_values[:, None], columns, 0.0), axis=1), np.nan)
     table, by_rank, _ = shrink(usual.T)
     figure = go.Figure(
         go.Heatmap(

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal.fold import Committed
-from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.paces import over_others
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.journal.speed import flops_utilization, tokens_per_second
 
 Presence = Literal["training", "lost", "away"]
 Floats = npt.NDArray[np.float64]
@@ -21,7 +20,7 @@ Table = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class CommittedSteps:
     """The committed steps in the order of the log; all arrays have one element per step.
 
     Attributes:
@@ -79,7 +78,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class GroupLoss:
     """A group found lost.
 
     Attributes:
@@ -115,9 +114,9 @@ class History:
     verdict: str
     figures: dict[str, object]
     goodput: Goodput | None
-    steps: Steps
+    steps: CommittedSteps
     paces: Paces
-    losses: Sequence[Loss]
+    losses: Sequence[GroupLoss]
     recoveries: Sequence[Recovery]
     began_s: float | None
     lasted_s: float
@@ -146,7 +145,7 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         ValueError: The journal lacks the run's record, with which every journal begins.
     """
     if run_state.run is None:
-        raise ValueError("the journal has no run record: there is nothing to tell")
+        raise ValueError("the journal has no run record: there is nothing to show")
     return History(
         run=run_state.run,
         verdict=verdict,
@@ -157,7 +156,8 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         losses=[_loss(record, at_s - run_state.began_s) for at_s, record in run_state.losses],
         recoveries=run_state.recoveries.found(),
         began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,
-        lasted_s=(run_state.told_s if run_state.end is not None else max(now_s, run_state.told_s)) - run_state.began_s,
+        lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
+        - run_state.began_s,
         checkpoints=[
             (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
         ],
@@ -180,30 +180,30 @@ def _paces(run_state: RunState) -> Paces:
     return Paces(commit=kept, ratio=over_others(pace_s))
 
 
-def _steps(run_state: RunState) -> Steps:
+def _steps(run_state: RunState) -> CommittedSteps:
     assert run_state.folding is not None, "a run has a log"
-    told, undone = run_state.steps, run_state.folding.undone
+    table, undone = run_state.steps, run_state.folding.undone
     commits = _told_commits(run_state)
     attempts = np.array([commit.attempt for commit in commits], np.intp)
-    return Steps(
+    return CommittedSteps(
         step=np.array([commit.step for commit in commits], np.int64),
         ended_s=run_state.entry_times(np.array([commit.index for commit in commits], np.intp)) - run_state.began_s,
-        loss=told.loss[attempts],
-        grad_norm=told.grad_norm[attempts],
-        learning_rate=told.learning_rate[attempts],
+        loss=table.loss[attempts],
+        grad_norm=table.grad_norm[attempts],
+        learning_rate=table.learning_rate[attempts],
         is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
         members=[commit.members for commit in commits],
         lost=[
             frozenset() if commit.began_with is commit.members else commit.began_with - commit.members
             for commit in commits
         ],
-        step_s=told.step_s[attempts],
-        load=told.load[attempts],
+        step_s=table.step_s[attempts],
+        load=table.load[attempts],
     )
 
 
-def _loss(record: LossRecord, found_s: float) -> Loss:
-    return Loss(
+def _loss(record: LossRecord, found_s: float) -> GroupLoss:
+    return GroupLoss(
         found_s=found_s,
         group=record.group,
         rank=record.rank,

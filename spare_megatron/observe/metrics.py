@@ -28,7 +28,7 @@ processes wake up for it."""
 _MOST_WAITING = 4096
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Takes the metrics of steps."""
 
     def write(self, values: Mapping[str, Value]) -> None:
@@ -47,7 +47,7 @@ class DetachedSink:
         on_failure: Called with the reason when the sink fails, in the thread, and from `close` for what the sink lacks.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], on_failure: Callable[[str], None]) -> None:
+    def __init__(self, name: str, open_sink: Callable[[], MetricsSink], on_failure: Callable[[str], None]) -> None:
         self._name = name
         self._open_sink = open_sink
         self._on_failure = on_failure
@@ -120,12 +120,12 @@ class TensorBoardSink:
         self._writer = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_INTERVAL_S)
 
     def write(self, values: Mapping[str, Value]) -> None:
-        told = [
+        written = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
             if name != "step" and not isinstance(value, str)
         ]
-        summary = self._summary(value=told)
+        summary = self._summary(value=written)
         self._writer.add_event(self._event(wall_time=time.time(), step=int(values["step"]), summary=summary))
 
     def close(self) -> None:

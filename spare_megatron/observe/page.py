@@ -210,7 +210,7 @@ def _known(
 ) -> dict[str, tuple[History, Floats]]:
     """The runs that have these values, with them. A run whose values are all 0 or absent is left out."""
     found = {name: (history, values(history)) for name, history in histories.items()}
-    return {name: (history, told) for name, (history, told) in found.items() if told is not None and np.nansum(told**2)}
+    return {name: (history, data) for name, (history, data) in found.items() if data is not None and np.nansum(data**2)}
 
 
 def _paces_of(history: History) -> Iterator[Plot]:

@@ -31,7 +31,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class PageContent:
     """What a page shows.
 
     Attributes:
@@ -56,15 +56,15 @@ class Updated:
     """
 
     def __init__(
-        self, make: Callable[[Content | None], Content], clock_s: Callable[[], float] = time.monotonic
+        self, make: Callable[[PageContent | None], PageContent], clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._make = make
         self.clock_s = clock_s
         self._lock = threading.Lock()
-        self._content: Content | None = None
+        self._content: PageContent | None = None
         self._next_at_s = 0.0
 
-    def now(self) -> Content:
+    def now(self) -> PageContent:
         with self._lock:
             began_s = self.clock_s()
             if self._content is None or (began_s >= self._next_at_s and not self._content.is_final):
@@ -123,14 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_content(self, have: str) -> None:
         content = self.server.content.now()
-        told = {"X-Version": str(content.version), "X-Ended": "yes" if content.is_final else "no"}
+        headers = {"X-Version": str(content.version), "X-Ended": "yes" if content.is_final else "no"}
         if content.newest_at_s is not None:
-            told["X-Age"] = f"{max(0.0, self.server.now_s() - content.newest_at_s):.3f}"
+            headers["X-Age"] = f"{max(0.0, self.server.now_s() - content.newest_at_s):.3f}"
         if have == str(content.version):
-            self._answer(HTTPStatus.NO_CONTENT, headers=told)
+            self._answer(HTTPStatus.NO_CONTENT, headers=headers)
         else:
-            told["Content-Type"] = "application/json"
-            self._answer(HTTPStatus.OK, content.text.encode(), told)
+            headers["Content-Type"] = "application/json"
+            self._answer(HTTPStatus.OK, content.text.encode(), headers)
 
     def _answer(self, status: HTTPStatus, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -15,7 +15,7 @@ from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.journal.run_state import Losses
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 _MICRO = 1e6
 _FIRST_THREAD, _MOST_RANKS = 10_000_000, 10_000
@@ -94,7 +94,7 @@ def _micro(seconds: float) -> int:
     return round(seconds * _MICRO)
 
 
-def _complete(placed: _Placed) -> Event:
+def _complete(placed: _Placed) -> TraceEvent:
     part, span = placed.part, placed.span
     arguments: dict[str, Any] = {"step": span.step}
     if span.microbatch is not None:
@@ -115,7 +115,7 @@ def _is_recovery(span: Span) -> bool:
     return span.name in RECOVERY_NAMES.values()
 
 
-def _names(chosen: Sequence[tuple[RankSpans, Span]]) -> Iterator[Event]:
+def _names(chosen: Sequence[tuple[RankSpans, Span]]) -> Iterator[TraceEvent]:
     for group in sorted({part.group for part, span in chosen if _is_recovery(span)}):
         yield {"name": "thread_name", "ph": "M", **_place(group, _RECOVERY), "args": {"name": "recovery"}}
     for group, rank, stage in sorted({(part.group, part.rank, part.stage) for part, _ in chosen}):
@@ -125,7 +125,7 @@ def _names(chosen: Sequence[tuple[RankSpans, Span]]) -> Iterator[Event]:
         yield {"name": "thread_name", "ph": "M", **_place(group, rank), "args": name}
 
 
-def _flows(placed: Sequence[_Placed]) -> Iterator[Event]:
+def _flows(placed: Sequence[_Placed]) -> Iterator[TraceEvent]:
     """Arrows from a microbatch's pass through a stage to the pass through the next stage that needs its result."""
     passes: dict[tuple[Any, ...], list[_Placed]] = defaultdict(list)
     for one in placed:
@@ -145,12 +145,12 @@ def _flows(placed: Sequence[_Placed]) -> Iterator[Event]:
             yield flow | _place(after.part.group, after.part.rank) | {"ph": "f", "bp": "e", "ts": after.began_us + 1}
 
 
-def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[Event]:
+def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEvent]:
     """Marks across all ranks where losses were journaled, with the pending operations."""
     losses = Losses()
     for line in journal.lines:
         if isinstance(line.record, LossRecord):
-            losses.take(line.record, line.at_s)
+            losses.add(line.record, line.at_s)
     for found_s, record in losses.found:
         if 0 <= _micro(found_s - origin_s) <= end_us:
             yield {

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, StateSource
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, StateOrigin
 from spare_megatron.stacking.layout import GroupId, Member
 
 RankKey = tuple[GroupId, int]
@@ -70,7 +70,7 @@ class GroupRestarted:
 
     member: Member
     step: int
-    source: StateSource = "storage"
+    source: StateOrigin = "storage"
     rejected: tuple[str, ...] = ()
 
 
@@ -288,7 +288,7 @@ class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 
 
-Order = GoOn | EndEarly | StopProcess
+DriverOrder = GoOn | EndEarly | StopProcess
 
 NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 

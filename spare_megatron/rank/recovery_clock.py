@@ -8,7 +8,7 @@ from spare_megatron.journal.records import RecoveryRecord
 from spare_megatron.journal.spans import RecoveryStage, RecoveryTimes
 from spare_megatron.stacking.layout import GroupId
 
-Listener = Callable[[RecoveryStage, float, float], None]
+StageListener = Callable[[RecoveryStage, float, float], None]
 """Receives a stage and the monotonic times at which a recovery began and ended it."""
 
 
@@ -29,7 +29,7 @@ class RecoveryClock:
     one.
     """
 
-    def __init__(self, group: GroupId, listener: Listener) -> None:
+    def __init__(self, group: GroupId, listener: StageListener) -> None:
         self._group = group
         self._listener = listener
         self._computed_at_s = 0.0

@@ -18,8 +18,8 @@ from spare_megatron.simulator.measured import (
     WARM_UP_STEPS,
     Disturbance,
     JoinTime,
+    MeasuredStep,
     RecoveryTimes,
-    StepTimes,
     read_joins,
     read_recoveries,
     read_steps,
@@ -43,9 +43,9 @@ class Scatter:
 
 
 def scatter_of(
-    committed: Sequence[StepTimes],
+    committed: Sequence[MeasuredStep],
     recoveries: Sequence[RecoveryTimes],
-    step_s: Callable[[StepTimes], float],
+    step_s: Callable[[MeasuredStep], float],
     recovery_s: Callable[[RecoveryTimes], float],
 ) -> Scatter:
     """The scatter of a run, given the typical time of a step without a loss (admission included) and of a recovery."""
@@ -171,7 +171,7 @@ def calibrate(journal: Journal) -> Calibration:
     )
 
 
-def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[int], step: StepTimes) -> float:
+def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[int], step: MeasuredStep) -> float:
     """A step without a loss in the simulator; groups are admitted right before the steps in `joined`."""
     loads = np.array(list(step.loads.values()))
     compute_s = costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
@@ -187,7 +187,7 @@ def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: Recovery
     return max(0.0, costs.detect_s - times.hidden_s) + max(costs.rebuild_s, covered_s) + reduce_s
 
 
-def _nothing_to_measure(committed: Sequence[StepTimes]) -> str:
+def _nothing_to_measure(committed: Sequence[MeasuredStep]) -> str:
     """Explains why none of the committed steps can be measured."""
     if not committed:
         return "its journal has no committed step before the first restart, so nothing can be measured by it"
@@ -199,7 +199,7 @@ def _nothing_to_measure(committed: Sequence[StepTimes]) -> str:
     )
 
 
-def _spread(steps: Sequence[StepTimes], fit: ComputeFit) -> float:
+def _spread(steps: Sequence[MeasuredStep], fit: ComputeFit) -> float:
     """Relative standard deviation of compute times from the fit, by medians so that single slow steps do not count."""
     fitted = {(state.loads, state.load): state.fitted_s for state in fit.states if state.what == "step"}
     ratios = []
@@ -310,7 +310,7 @@ def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> Fl
     return misfits
 
 
-def _untold_joins(committed: Sequence[StepTimes], joins: Sequence[JoinTime]) -> Iterator[str]:
+def _untold_joins(committed: Sequence[MeasuredStep], joins: Sequence[JoinTime]) -> Iterator[str]:
     if not joins and any(step.disturbance == "join" for step in committed):
         yield "how long taking groups in takes: a loss came with it each time, or no quiet step has as many groups"
 

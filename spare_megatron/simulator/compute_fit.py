@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.simulator.measured import RecoveryTimes, StepTimes
+from spare_megatron.simulator.measured import MeasuredStep, RecoveryTimes
 from spare_megatron.simulator.scenario import CostModel
 from spare_megatron.stacking.placement import IntArray
 from spare_megatron.stacking.plans import Work
@@ -97,7 +97,7 @@ class ComputeFit:
 
 
 def fit_compute(
-    steps: Sequence[StepTimes],
+    steps: Sequence[MeasuredStep],
     recoveries: Sequence[RecoveryTimes],
     num_microbatches: int,
     *,
@@ -156,7 +156,7 @@ def _weighted_median(values: FloatArray, weights: FloatArray) -> float:
     return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
 
 
-def _states(steps: Sequence[StepTimes], recoveries: Sequence[RecoveryTimes]) -> Iterator[State]:
+def _states(steps: Sequence[MeasuredStep], recoveries: Sequence[RecoveryTimes]) -> Iterator[State]:
     found: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
     measured = [("step", step.loads, step.compute_s) for step in steps]
     measured += [("patch", times.loads, times.patch_s) for times in recoveries if len(times.recovery.lost) == 1]

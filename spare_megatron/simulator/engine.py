@@ -9,13 +9,13 @@ from spare_megatron.core.entries import Commit, Entry, Fence, Restart
 from spare_megatron.journal.lines import Line
 from spare_megatron.simulator.replication import disjoint_sets, run_replication
 from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.simulated_journal import SimulatedJournal, Sink
+from spare_megatron.simulator.simulated_journal import LineSink, SimulatedJournal
 from spare_megatron.simulator.spare_run import Clock, SpareRun
 from spare_megatron.simulator.world import Result, World
 from spare_megatron.stacking.layout import GroupId
 
 
-def simulate(scenario: Scenario, seed: int, journal: Sink | None = None, clock: Clock | None = None) -> Result:
+def simulate(scenario: Scenario, seed: int, journal: LineSink | None = None, clock: Clock | None = None) -> Result:
     """Trains in virtual time; the same arguments give the same result and the same journal, byte for byte.
 
     Args:

@@ -156,7 +156,7 @@ def make_process(spec: FailureSpec, num_groups: int, rng: np.random.Generator) -
         case "domain":
             return PerDomain(spec, num_groups, rng)
         case "trace":
-            return Replay(spec)
+            return ReplayedLosses(spec)
 
 
 def _draw(spec: FailureSpec, rng: np.random.Generator) -> float:
@@ -279,7 +279,7 @@ class PerDomain:
         self._due_s += now_s - began_s
 
 
-class Replay:
+class ReplayedLosses:
     """The losses of a trace at their times; a restart absorbs those that fall into it."""
 
     def __init__(self, spec: FailureSpec) -> None:

@@ -33,7 +33,7 @@ Disturbance = Literal["", "start", "join", "loss", "fault"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class MeasuredStep:
     """The times of a committed step. Times that every group reports are medians over the groups.
 
     Attributes:
@@ -90,7 +90,7 @@ class RecoveryTimes:
     is_retried: bool
 
 
-def read_steps(journal: Journal) -> tuple[StepTimes, ...]:
+def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
     """The committed steps in order; with restarts, those before the first one that it kept."""
     contributed: dict[int, dict[int, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
     committed: dict[int, list[float]] = defaultdict(list)
@@ -135,12 +135,12 @@ def _step(
     contributed: Mapping[int, Mapping[int, tuple[float, int]]],
     committed: Mapping[int, Sequence[float]],
     disturbance: Disturbance,
-) -> StepTimes:
+) -> MeasuredStep:
     first = contributed[min(contributed)]
     began_at_s = median(at_s - update.step_s for at_s, update in updates)
     updated_at_s = median(at_s for at_s, _ in updates)
     committed_at_s = median(committed.get(updates[0][1].attempt, [updated_at_s]))
-    return StepTimes(
+    return MeasuredStep(
         step=step,
         loads={group: count for group, (_, count) in first.items()},
         compute_s={group: max(0.0, at_s - began_at_s) for group, (at_s, _) in first.items()},
@@ -256,7 +256,7 @@ class JoinTime:
     pause_s: float
 
 
-def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime, ...]:
+def read_losses(journal: Journal, steps: Sequence[MeasuredStep]) -> tuple[LossTime, ...]:
     """The losses during these steps of the journal's only run, in time order; not of groups that wait for admission."""
     if not steps:
         return ()
@@ -287,7 +287,7 @@ def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime,
     return tuple(sorted(losses, key=lambda loss: (loss.step, loss.into_s, loss.group)))
 
 
-def read_joins(journal: Journal, steps: Sequence[StepTimes]) -> tuple[JoinTime, ...]:
+def read_joins(journal: Journal, steps: Sequence[MeasuredStep]) -> tuple[JoinTime, ...]:
     """The admissions that nothing else disturbed, where quiet steps of as many groups allow a comparison."""
     joined: dict[int, list[int]] = defaultdict(list)
     for (group, _), after in _returns(fold_journal(journal, journal.of(RunRecord)[0])).items():

@@ -18,8 +18,8 @@ from spare_megatron.simulator.failures import Loss
 from spare_megatron.simulator.measured import (
     JoinTime,
     LossTime,
+    MeasuredStep,
     RecoveryTimes,
-    StepTimes,
     in_order,
     read_joins,
     read_losses,
@@ -88,13 +88,13 @@ class ReplayedWorld(World):
     def __init__(
         self,
         scenario: Scenario,
-        steps: Sequence[StepTimes],
+        steps: Sequence[MeasuredStep],
         losses: Sequence[LossTime],
         retried_at_s: Mapping[int, float],
     ) -> None:
         self._placed = PlacedLosses()
         super().__init__(scenario, 0, self._placed)
-        self._measured: Mapping[int, StepTimes] = {step.step: step for step in steps}
+        self._measured: Mapping[int, MeasuredStep] = {step.step: step for step in steps}
         self._retried_at_s = retried_at_s
         self._losses: dict[int, list[LossTime]] = defaultdict(list)
         self._returns: dict[int, list[GroupId]] = defaultdict(list)
@@ -234,12 +234,15 @@ def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -
     )
 
 
-def _wall_s(steps: Sequence[StepTimes]) -> float:
+def _wall_s(steps: Sequence[MeasuredStep]) -> float:
     return steps[-1].ended_at_s - steps[0].ended_at_s
 
 
 def _predicted_wall_s(
-    simulated: Sequence[StepTimes], steps: Sequence[StepTimes], recoveries: Iterable[RecoveryTimes], scatter: Scatter
+    simulated: Sequence[MeasuredStep],
+    steps: Sequence[MeasuredStep],
+    recoveries: Iterable[RecoveryTimes],
+    scatter: Scatter,
 ) -> float | None:
     """None if the simulation restarted where the run did not, so that it lacks steps."""
     if len(simulated) < len(steps):
@@ -271,7 +274,7 @@ def _simulate(world: ReplayedWorld) -> Journal:
     return in_order(lines)
 
 
-def _compare_steps(measured: Sequence[StepTimes], predicted: Sequence[StepTimes]) -> tuple[StepPrediction, ...]:
+def _compare_steps(measured: Sequence[MeasuredStep], predicted: Sequence[MeasuredStep]) -> tuple[StepPrediction, ...]:
     samples_s, predicted_s = _by_num_alive(measured), _by_num_alive(predicted)
     return tuple(
         StepPrediction(
@@ -286,7 +289,7 @@ def _compare_steps(measured: Sequence[StepTimes], predicted: Sequence[StepTimes]
     )
 
 
-def _by_num_alive(steps: Sequence[StepTimes]) -> dict[int, list[float]]:
+def _by_num_alive(steps: Sequence[MeasuredStep]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(list)
     for step in steps:
         if step.is_clean:

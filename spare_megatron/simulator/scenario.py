@@ -68,7 +68,7 @@ _LEAST_ABSENCE_S = 1e-3
 """`planner.repair` needs a repair time above 0."""
 
 
-Policy = Literal["checkpoint_only", "replication", "spare"]
+SimulatedPolicy = Literal["checkpoint_only", "replication", "spare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Scenario:
     microbatches_per_shard: int = 16
     """Microbatches of a shard (m)."""
     num_steps: int = 10_000
-    policy: Policy = "spare"
+    policy: SimulatedPolicy = "spare"
     """checkpoint_only restarts at any loss; replication at the loss of a whole set; spare at a wipe-out."""
     granularity: Granularity = "microbatch"
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""

@@ -28,7 +28,7 @@ from spare_megatron.simulator.world import World
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 
-Sink = Callable[[Line], None]
+LineSink = Callable[[Line], None]
 SOURCE = "simulator"
 
 
@@ -46,7 +46,7 @@ class SimulatedJournal:
     Contributions and lost groups carry the times at which they happened, so lines are not in time order.
     """
 
-    def __init__(self, scenario: Scenario, world: World, sink: Sink) -> None:
+    def __init__(self, scenario: Scenario, world: World, sink: LineSink) -> None:
         self._scenario, self._world, self._sink = scenario, world, sink
         self._plans: list[StepPlan] = []
         self._began_s = 0.0

@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.scenario import Policy, Scenario
+from spare_megatron.simulator.scenario import Scenario, SimulatedPolicy
 from spare_megatron.simulator.world import Stalled
 from spare_megatron.stacking.order import Granularity
 
@@ -31,7 +31,7 @@ _CODE = ("stacking", "core", "planner", "simulator")
 class Variant:
     """A policy and its granularity, which matters only to "spare"."""
 
-    policy: Policy
+    policy: SimulatedPolicy
     granularity: Granularity
 
 

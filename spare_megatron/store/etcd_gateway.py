@@ -47,7 +47,7 @@ _NO_SPACE, _NO_SPACE_ALARM = "database space exceeded", "NOSPACE"
 """Error text of a write to a database over its quota, and the alarm in a member's status until it is disarmed."""
 
 
-Message = dict[str, Any]
+EtcdMessage = dict[str, Any]
 
 
 class StoreRefused(StoreLost):
@@ -88,7 +88,7 @@ class EtcdGateway:
         """A separate connection in the same session, for another thread; callable from that thread."""
         return EtcdGateway(self._spec, self._session)
 
-    def call(self, path: str, body: Mapping[str, Any]) -> Message:
+    def call(self, path: str, body: Mapping[str, Any]) -> EtcdMessage:
         """Sends a request; returns the answer of the first member that gives one.
 
         Raises:
@@ -119,7 +119,7 @@ class EtcdGateway:
     @contextlib.contextmanager
     def stream(
         self, path: str, body: Mapping[str, Any], try_s: float
-    ) -> Iterator[tuple[socket.socket, Iterator[Message]]]:
+    ) -> Iterator[tuple[socket.socket, Iterator[EtcdMessage]]]:
         """Opens a stream to one member; yields its socket and an iterator over its messages.
 
         Shutting the socket down from another thread ends the iteration. `try_s` is the longest wait for the stream to
@@ -195,7 +195,7 @@ class EtcdGateway:
         self._connection.sock.settimeout(timeout_s)
         return self._connection
 
-    def _send(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Message:
+    def _send(self, path: str, body: Mapping[str, Any], timeout_s: float) -> EtcdMessage:
         try:
             connection = self._connect(timeout_s)
             connection.request("POST", path, json.dumps(body), self._headers())
@@ -213,7 +213,7 @@ class EtcdGateway:
             return answer
         return self._refused(*_error_in(answer), timeout_s)
 
-    def _refused(self, code: int, text: str, timeout_s: float) -> Message:
+    def _refused(self, code: int, text: str, timeout_s: float) -> EtcdMessage:
         if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
             self._session.token = ""  # the token has expired, or the users have changed
         elif code == _EXHAUSTED and _NO_SPACE in text:
@@ -246,16 +246,16 @@ def try_timeout_s(num_timeouts: int) -> float:
     return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
 
 
-def is_full(status: Message) -> bool:
+def is_full(status: EtcdMessage) -> bool:
     """Whether a member's status says that etcd takes no writes."""
     return any(_NO_SPACE_ALARM in error for error in status.get("errors", ()))
 
 
-def _full(status: Message) -> StoreFull:
+def _full(status: EtcdMessage) -> StoreFull:
     return StoreFull(f"{FULL}: its database has {gib(int(status['dbSize']))}, its quota; {REMEDY}")
 
 
-def _error_in(answer: Message) -> tuple[int, str]:
+def _error_in(answer: EtcdMessage) -> tuple[int, str]:
     """The gRPC code (-1 if absent) and text. A stream wraps them once more, and gateways name fields differently."""
     error = answer.get("error")
     found = error if isinstance(error, dict) else answer
@@ -263,7 +263,7 @@ def _error_in(answer: Message) -> tuple[int, str]:
     return int(code), str(found.get("message", error or answer))
 
 
-def _result(message: Message) -> Message:
+def _result(message: EtcdMessage) -> EtcdMessage:
     """Payload of a stream's message; raises HTTPException for the error that ends a stream."""
     if "result" not in message:
         raise http.client.HTTPException(f"etcd ended a stream: {message}")
@@ -330,7 +330,7 @@ def etcd_space(spec: EtcdStoreSpec) -> StoreSpace:
         )
 
 
-def _quota(status: Message, gateway: EtcdGateway) -> int | None:
+def _quota(status: EtcdMessage, gateway: EtcdGateway) -> int | None:
     """The quota from the status (etcd 3.6 and later), else from the metrics; None if neither has it."""
     if "dbSizeQuota" in status:
         return int(status["dbSizeQuota"])

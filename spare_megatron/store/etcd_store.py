@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from spare_megatron.store.etcd_gateway import EtcdGateway, Message, StoreLacks, decoded, encoded
+from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreLacks, decoded, encoded
 from spare_megatron.store.etcd_watch import EtcdDirectory, values_of
 from spare_megatron.store.interface import StoreTimeout
 from spare_megatron.store.keys import LOG
@@ -134,23 +134,25 @@ class EtcdControlStore:
     def _key(self, key: str) -> str:
         return f"{self._spec.prefix}/{key}"
 
-    def _put(self, key: str, value: str) -> Message:
+    def _put(self, key: str, value: str) -> EtcdMessage:
         return {"request_put": {"key": encoded(self._key(key)), "value": encoded(value)}}
 
-    def _delete(self, key: str) -> Message:
+    def _delete(self, key: str) -> EtcdMessage:
         return {"request_delete_range": {"key": encoded(self._key(key))}}
 
-    def _delete_counter(self, counter: str) -> Message:
+    def _delete_counter(self, counter: str) -> EtcdMessage:
         start, end = self._directory(f"{counter}/")
         return {"request_delete_range": {"key": encoded(start), "range_end": encoded(end)}}
 
-    def _range(self, key: str) -> Message:
+    def _range(self, key: str) -> EtcdMessage:
         return {"request_range": {"key": encoded(self._key(key))}}
 
-    def _transact(self, compare: list[Message], success: list[Message], failure: list[Message]) -> Message:
+    def _transact(
+        self, compare: list[EtcdMessage], success: list[EtcdMessage], failure: list[EtcdMessage]
+    ) -> EtcdMessage:
         return self._gateway.call("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
 
-    def _read(self, start: str, end: str) -> Message:
+    def _read(self, start: str, end: str) -> EtcdMessage:
         return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _directory(self, key: str) -> tuple[str, str]:
@@ -187,11 +189,11 @@ class EtcdControlStore:
         return store
 
 
-def _sum_of(digits: Message, directory: str) -> int:
+def _sum_of(digits: EtcdMessage, directory: str) -> int:
     """Value of the counter in this directory: the sum of each power of two times the number of its writes."""
     pairs = digits.get("kvs", [])
     return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(directory)) for pair in pairs)
 
 
-def _is_absent(name: str) -> list[Message]:
+def _is_absent(name: str) -> list[EtcdMessage]:
     return [{"key": encoded(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}]

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 
-from spare_megatron.store.etcd_gateway import EtcdGateway, Message, StoreFull, decoded, encoded, try_timeout_s
+from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreFull, decoded, encoded, try_timeout_s
 from spare_megatron.store.interface import StoreLost
 
 _PAUSE_S = 0.05
@@ -83,7 +83,7 @@ class EtcdWatch:
                     return
                 self._apply(message)
 
-    def _apply(self, message: Message) -> None:
+    def _apply(self, message: EtcdMessage) -> None:
         with self._changed:
             for event in message.get("events", ()):
                 pair = event["kv"]
@@ -169,10 +169,10 @@ class EtcdDirectory:
         self._watch = EtcdWatch(self._gateway.another(), self._keys, values_of(answer), revision)
         return self._watch
 
-    def _read_one(self, key: str) -> Message:
+    def _read_one(self, key: str) -> EtcdMessage:
         return self._read(key, key + "\0")
 
-    def _read(self, start: str, end: str) -> Message:
+    def _read(self, start: str, end: str) -> EtcdMessage:
         return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _checked(self, began_s: float) -> None:
@@ -181,5 +181,5 @@ class EtcdDirectory:
         self._check_at_s = now_s + min(max(_RECHECK_S, _RECHECK_READS * (now_s - began_s)), _LONGEST_RECHECK_S)
 
 
-def values_of(answer: Message) -> dict[str, str]:
+def values_of(answer: EtcdMessage) -> dict[str, str]:
     return {decoded(pair["key"]): decoded(pair.get("value", "")) for pair in answer.get("kvs", [])}

@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Thread
 
 from spare_megatron.process.processes import say
-from spare_megatron.process.reports import EndEarly, GoOn, LastReportAcknowledged, NodeReport, Order, StopProcess
+from spare_megatron.process.reports import DriverOrder, EndEarly, GoOn, LastReportAcknowledged, NodeReport, StopProcess
 
 _MOST_UNREAD = 20_000
 """Most reports, some hundred bytes each, that may wait for a driver. One that is suspended reads none."""
@@ -75,7 +75,7 @@ class DriverLink:
         if self._connection is None:
             return None
         try:
-            order: Order = self._connection.recv()
+            order: DriverOrder = self._connection.recv()
         except (EOFError, OSError) as error:
             self._lose(error)
             return None

@@ -17,11 +17,11 @@ from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
 from spare_megatron.process.reports import (
+    DriverOrder,
     LastReportAcknowledged,
     NodeEnded,
     NodeMissing,
     NodeReport,
-    Order,
     RanksReady,
     StopProcess,
 )
@@ -208,7 +208,7 @@ class _RemoteSupervisor:
     def _relay_order(self, supervisor: Connection | None) -> None:
         """Relays an order of the driver, if there is a supervisor."""
         try:
-            order: Order = self._driver.recv()
+            order: DriverOrder = self._driver.recv()
         except (EOFError, OSError):
             self._leave()
         if supervisor is not None:

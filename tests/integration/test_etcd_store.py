@@ -17,7 +17,7 @@ import pytest
 
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.etcd_gateway import EtcdGateway, Message
+from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.etcd_watch import EtcdWatch
 from spare_megatron.store.interface import StoreLost
@@ -297,7 +297,7 @@ def test_a_beat_whose_lease_runs_out_while_its_process_is_stopped_is_seen_again(
     lease, call = owner._leases["beat/0"], owner._gateway.call
     asked: list[str] = []
 
-    def stopped_before_it_writes(path: str, body: Mapping[str, Any]) -> Message:
+    def stopped_before_it_writes(path: str, body: Mapping[str, Any]) -> EtcdMessage:
         asked.append(path)
         if path == "/v3/kv/put" and asked.count(path) == 1:
             EtcdGateway(spec).call("/v3/lease/revoke", {"ID": lease})

@@ -23,7 +23,6 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.driver.run import start_run
 from spare_megatron.driver.telemetry import split_of_step
-from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, read_spans_of
 from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
@@ -34,6 +33,7 @@ from tests.integration.reference import assert_exact
 from tests.integration.test_report_browser import browser
 from tests.integration.watched_rank import Watch, watched_rank
 from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, kill, read_run
+from tests.matrix.cells import PHASES_OF_EVERY_STEP
 
 __all__ = ["browser"]
 

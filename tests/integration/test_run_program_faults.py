@@ -9,12 +9,12 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord
 from spare_megatron.process.reports import GroupLost
 from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, outlived, unconnected, unreadable
 from tests.integration.whole_run import assert_masked, complete_run, entries_of, kill, retries_of, tiny_config
+from tests.unit.journal_in_memory import check_journal
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -15,10 +15,10 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
 from tests.integration.whole_run import tiny_config
+from tests.unit.journal_in_memory import check_journal
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 

@@ -9,7 +9,6 @@ import torch
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.records import ParamsRecord, VoteRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from tests.integration.whole_run import (
@@ -23,6 +22,7 @@ from tests.integration.whole_run import (
     params_of,
     tiny_config,
 )
+from tests.unit.journal_in_memory import check_journal
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, read_census
 from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, tiny_config
+from tests.unit.journal_in_memory import check_journal
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.process import end_signal
@@ -20,6 +19,7 @@ from spare_megatron.process.reports import GroupLost, RunEvent, RunStopped
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, kill, tiny_config
+from tests.unit.journal_in_memory import check_journal
 
 pytestmark = pytest.mark.timeout(150)
 

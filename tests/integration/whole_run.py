@@ -36,10 +36,11 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.journal.summary import Summary
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.supervisor.remote_supervisor import Launcher
 from tests.integration.watched_rank import Watch, watched_rank
+from tests.unit.journal_in_memory import summarize
 
 HEARTBEAT_S, CALM_HEARTBEAT_S = 0.5, 3.0
 """Where a test is about somebody who falls silent; and where nobody does, whatever the machine is busy with."""

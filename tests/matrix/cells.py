@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
-from spare_megatron.core.fault_points import PHASES_WITH_SLICES, FaultPoint
-from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_EVERY_STEP
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
@@ -18,6 +18,11 @@ SLICE_REDUNDANCY = 3
 """Hosts of each slice, where there are any: one more than groups are lost."""
 STEP = 2
 """The step that is hit: operations have been done before, so that their usual duration is known."""
+
+PHASES_OF_EVERY_STEP = tuple(
+    phase for phase in FaultPoint if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
+)
+"""Phases that some rank of every group reaches in every step."""
 
 KINDS: tuple[FaultKind, ...] = ("kill", "stop", "raise", "hang", "cut")
 

@@ -7,7 +7,7 @@ import numpy as np
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, RunRecord
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.observe.history import History, Loss, Steps, history_of
+from spare_megatron.observe.history import CommittedSteps, GroupLoss, History, history_of
 
 HIGHEST_LOSS = 99.0
 
@@ -33,13 +33,13 @@ def long_history(num_steps: int, num_groups: int) -> History:
         peak_tflops=989.0,
     )
     run_state = RunState()
-    run_state.take(Line(source="driver", at_s=0.0, record=run))
+    run_state.add_line(Line(source="driver", at_s=0.0, record=run))
     rng = np.random.default_rng(1)
     loss = rng.normal(size=num_steps)
     loss[num_steps // 3] = HIGHEST_LOSS
     everybody, hit = frozenset(range(num_groups)), frozenset({0})
     lost = [hit if index % 10 == 0 else frozenset() for index in range(num_steps)]
-    steps = Steps(
+    steps = CommittedSteps(
         step=np.arange(num_steps),
         ended_s=np.cumsum(rng.random(num_steps)),
         loss=loss,
@@ -52,7 +52,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
     )
     losses = [
-        Loss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
+        GroupLoss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
         for index in range(0, num_steps, 10)
     ]
     saved = [

@@ -33,9 +33,10 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import Goodput, find_goodput
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
-from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.journal.summary import Summary
 from spare_megatron.process.reports import RanksStarted, StepCommitted
 from spare_megatron.stacking.layout import GroupId
+from tests.unit.journal_in_memory import summarize
 
 WAIT_S = 60.0
 NOTHING = Holdings(memory_bytes=0, threads=0, file_descriptors=0)

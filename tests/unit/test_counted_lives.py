@@ -6,7 +6,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, RunRecord
 from spare_megatron.journal.run_state import RunState
-from spare_megatron.journal.summary import summarize
+from tests.unit.journal_in_memory import summarize
 
 RUN = RunRecord(
     name="lives",
@@ -41,7 +41,7 @@ def test_a_group_that_comes_back_and_is_lost_again_is_lost_twice() -> None:
     lines = [Line(source="told", at_s=float(at_s), record=record) for at_s, record in enumerate((RUN, *told))]
     run_state = RunState()
     for line in lines:
-        run_state.take(line)
+        run_state.add_line(line)
     run_state.settle(is_whole=True)
     assert run_state.damage == []
     assert dict(run_state.figures())["groups_lost"] == summarize(Journal(lines=tuple(lines))).groups_lost == 3

@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.config.diagnosis import NodeFinding, diagnose, nodes_per_group, own_etcd_ports
 from spare_megatron.config.implications import implications
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.node_facts import Clock, Gpu, NodeFacts, NodeReport, Rate
+from spare_megatron.config.node_facts import ClockOffset, Gpu, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import STEP_BYTES, StoreSpace
 
@@ -48,12 +48,12 @@ FACTS = NodeFacts(
 LINK = Rate(bytes_per_s=1e9)
 
 
-def nodes(**changed: NodeReport) -> list[NodeReport]:
+def nodes(**changed: NodeMeasurements) -> list[NodeMeasurements]:
     """Healthy ones, apart from those that are named."""
-    healthy = NodeReport(
+    healthy = NodeMeasurements(
         name="",
         facts=FACTS,
-        clock=Clock(ahead_s=0.0, error_s=0.001),
+        clock=ClockOffset(ahead_s=0.0, error_s=0.001),
         write=Rate(bytes_per_s=1e9),
         link_to="next",
         link=LINK,
@@ -93,8 +93,13 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"versions": {**FACTS.versions, "NCCL": "2.27"}}, "versions", True, "NCCL is 2.27, and 2.29 on most nodes"),
         ({"versions": {"torch": "2.13.0", "NCCL": "2.29"}}, "versions", True, "spare_megatron is absent, and 0.1.0"),
         ({"torch_failure": "OSError: libcudart"}, "versions", True, "torch cannot be loaded: OSError: libcudart"),
-        ({"clock": Clock(ahead_s=2.1, error_s=0.01)}, "clock", False, "2.1 s ahead of the driver's, more than 2 x"),
-        ({"clock": Clock(ahead_s=-2.1, error_s=0.01)}, "clock", False, "2.1 s behind the driver's"),
+        (
+            {"clock": ClockOffset(ahead_s=2.1, error_s=0.01)},
+            "clock",
+            False,
+            "2.1 s ahead of the driver's, more than 2 x",
+        ),
+        ({"clock": ClockOffset(ahead_s=-2.1, error_s=0.01)}, "clock", False, "2.1 s behind the driver's"),
         ({"open_files": 256}, "limits", True, "raise it by `ulimit -n 352`"),
         ({"open_files": 256, "open_files_most": 256}, "limits", True, "raise it by limits.conf, as root,"),
         ({"locked_memory_bytes": 65536}, "limits", False, "may lock 64 KiB of memory"),
@@ -122,8 +127,8 @@ def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
 @pytest.mark.parametrize(
     "change",
     [
-        {"clock": Clock(ahead_s=2.1, error_s=0.2)},  # a slow answer proves nothing
-        {"clock": Clock(ahead_s=-1.9, error_s=0.0)},
+        {"clock": ClockOffset(ahead_s=2.1, error_s=0.2)},  # a slow answer proves nothing
+        {"clock": ClockOffset(ahead_s=-1.9, error_s=0.0)},
         {"open_files": 352},
         {"has_infiniband": False, "locked_memory_bytes": 65536},
         {"folder_free_bytes": 4 * CHECKPOINT},
@@ -239,7 +244,7 @@ def test_two_links_have_no_usual_speed() -> None:
 
 
 def test_findings_come_in_the_order_of_the_nodes() -> None:
-    gone = NodeReport(name="n9", failure="no answer")
+    gone = NodeMeasurements(name="n9", failure="no answer")
     few = replace(nodes()[4], facts=replace(FACTS, gpus=(GPU,)), link=Rate(failure="refused"))
     found = diagnose(CONFIG, "/ck", nodes(n9=gone, n4=few))
     assert [finding.node for finding in found] == ["n4", "n4", "n4", "n9"]

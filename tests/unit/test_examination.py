@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.node_facts import NodeReport, Rate
+from spare_megatron.config.node_facts import NodeMeasurements, Rate
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
 from spare_megatron.driver import node_facts
 from spare_megatron.driver.examination import examine, serve_examination
@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> RunConfig:
     )
 
 
-def examined(config: RunConfig, folder: Path, num_nodes: int, wait_s: float = WAIT_S) -> list[NodeReport]:
+def examined(config: RunConfig, folder: Path, num_nodes: int, wait_s: float = WAIT_S) -> list[NodeMeasurements]:
     return examine(
         config,
         names=[f"node {index}" for index in range(num_nodes)],

@@ -14,7 +14,6 @@ import pytest
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, decode_line, encode_line
@@ -29,9 +28,9 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 from spare_megatron.journal.recoveries import find_recoveries
-from spare_megatron.journal.summary import summarize
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from tests.unit.journal_in_memory import check_journal, summarize
 
 RUN = RunRecord(
     name="test",

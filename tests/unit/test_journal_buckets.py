@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
@@ -20,6 +20,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
     digest_of_work,
 )
+from tests.unit.journal_in_memory import check_journal
 
 RUN = RunRecord(
     name="by hand",

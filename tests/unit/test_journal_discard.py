@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
@@ -18,6 +18,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
     digest_of_work,
 )
+from tests.unit.journal_in_memory import check_journal
 
 DISCARD = {"entry": "fence", "group": 2, "reason": "", "error": "", "discard": True}
 PLAIN = {**DISCARD, "discard": False}

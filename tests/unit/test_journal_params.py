@@ -6,9 +6,10 @@ from typing import Any
 from spare_megatron.journal.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.journal_view import JournalInMemory, steps_of
+from spare_megatron.journal.journal_view import steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record, RunRecord
+from tests.unit.journal_in_memory import JournalInMemory
 
 RUN = RunRecord(
     name="by hand",
@@ -70,7 +71,7 @@ def test_who_had_taken_wrong_parameters_over_goes_on_with_those_that_it_gathered
 
 def test_parameters_change_between_two_steps_only_where_the_step_is_computed_anew() -> None:
     entries = [COMMITS[0], FENCE, {**ANEW, "recompute": False}, COMMITS[1]]
-    assert "after 1 steps group 3 holds other parameters than it did" in found(entries, *WRONG, *RIGHT)
+    assert "after 1 steps group 3 has two digests of its parameters" in found(entries, *WRONG, *RIGHT)
 
 
 def test_whoever_is_lost_before_it_brings_anything_in_may_have_had_anything() -> None:
@@ -78,7 +79,7 @@ def test_whoever_is_lost_before_it_brings_anything_in_may_have_had_anything() ->
     entries = [COMMITS[0], {"entry": "fence", "group": 0}, {**COMMITS[1], "attempt": 1}]
     records = [*told(1, "yyyy"), *told(1, "x---"), *brought(1, 1, range(1, 4)), *told(2, "-zzz")]
     assert found(entries, *records) == []
-    assert "after 1 steps group 0 holds other parameters than it did" in found(entries, *records, *brought(1, 1, [0]))
+    assert "after 1 steps group 0 has two digests of its parameters" in found(entries, *records, *brought(1, 1, [0]))
 
 
 def test_who_has_not_gathered_anew_must_not_go_on() -> None:
@@ -95,7 +96,7 @@ def test_who_is_lost_before_it_has_gathered_anew_has_no_part_in_it() -> None:
 
 def test_hosts_that_stay_must_hold_the_same_state() -> None:
     assert found(PUT_OUT, *WRONG, *RIGHT[:-3], *told(2, "-zzz", "-ab-")) == [
-        "after 2 steps the hosts of slice 0 hold different state"
+        "after 2 steps the hosts of state partition 0 hold different state"
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EndRecord, EntryRecord, RunRecord, VoteRecord
@@ -15,6 +15,7 @@ from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
+from tests.unit.journal_in_memory import check_journal
 
 SCENARIO = Scenario(
     name="slices",
@@ -98,7 +99,7 @@ def test_a_copy_of_what_the_group_has_is_found() -> None:
             entry["restored"] = [*entry["restored"], *entry["restored"]]
         return entry
 
-    assert "of which it is a host" in finding_in(with_entries(journal_of(), repeat))
+    assert "which it hosts already" in finding_in(with_entries(journal_of(), repeat))
 
 
 def with_return() -> list[Line]:
@@ -120,23 +121,23 @@ def test_a_host_that_lets_go_before_its_copy_is_replaced_is_found() -> None:
     def let_go_early(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "restored": []} if any(life for _, (_, life) in entry.get("restored", ())) else entry
 
-    assert "lets go of slice" in finding_in(with_entries(with_return(), let_go_early))
+    assert "which has 2 hosts" in finding_in(with_entries(with_return(), let_go_early))
 
 
 def test_who_lets_go_of_what_it_has_not_is_found() -> None:
     def let_go_again(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "released": [*entry["released"], *entry["released"]]} if entry.get("released") else entry
 
-    assert "of which it is no host" in finding_in(with_entries(with_return(), let_go_again))
+    assert "which it does not host" in finding_in(with_entries(with_return(), let_go_again))
 
 
 def test_an_end_without_whole_parameters_is_found() -> None:
     lines = journal_of()
     answer = verdict_of(with_entries(lines, lambda e: None if e["entry"] == "finish" else e))
     assert answer.verdict == "unknown", "the entry is missing, nothing contradicts it"
-    assert "no entry says" in answer.reasons[0]
+    assert "no log entry states" in answer.reasons[0]
     halted = {"entry": "halt", "step": 8, "reason": ""}
-    assert "no entry says" in finding_in(with_entries(lines, lambda e: halted if e["entry"] == "finish" else e))
+    assert "no log entry states" in finding_in(with_entries(lines, lambda e: halted if e["entry"] == "finish" else e))
     [run] = [line.record for line in lines if isinstance(line.record, RunRecord)]
     attempt = max(
         line.record.entry["attempt"]

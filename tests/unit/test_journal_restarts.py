@@ -6,11 +6,11 @@ import pytest
 
 from spare_megatron.journal.check_state import check_restored
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.journal_view import JournalInMemory, steps_of
+from spare_megatron.journal.fold import Finding, Fold, fold_log
+from spare_megatron.journal.journal_view import steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord, RunRecord
+from tests.unit.journal_in_memory import JournalInMemory
 
 RUN = RunRecord(
     name="test",

@@ -5,7 +5,7 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, Record, RunRecord, UpdateRecord
-from spare_megatron.simulator.measured import JoinTime, LossTime, StepTimes, in_order, read_joins, read_losses
+from spare_megatron.simulator.measured import JoinTime, LossTime, MeasuredStep, in_order, read_joins, read_losses
 
 RUN = RunRecord(
     name="hand-made",
@@ -26,10 +26,10 @@ def journal_of(*records: tuple[float, Record]) -> Journal:
     return in_order([Line(source="test", at_s=at_s, record=record) for at_s, record in ((0.0, RUN), *records)])
 
 
-def step_of(step: int, *, groups: int = 2, lasts_s: float = 9.0, disturbance: str = "") -> StepTimes:
+def step_of(step: int, *, groups: int = 2, lasts_s: float = 9.0, disturbance: str = "") -> MeasuredStep:
     """It ends a second before the next one begins, unless it lasts longer than usual."""
     began_s = step * STEP_S
-    return StepTimes(
+    return MeasuredStep(
         step=step,
         loads=dict.fromkeys(range(groups), 4),
         compute_s=dict.fromkeys(range(groups), 5.0),

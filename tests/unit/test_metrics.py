@@ -25,7 +25,7 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
-from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, Value, WandbSink
+from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
@@ -214,7 +214,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
 def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Path) -> None:
     reasons: list[str] = []
     whole = ListSink()
-    sinks: list[Sink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
+    sinks: list[MetricsSink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
     for step in range(10):
         telemetry.on_event(committed(step))

@@ -34,13 +34,13 @@ def history_with_a_slow_rank(num_steps: int, ratio: float, seed: int) -> History
         faults=[],
     )
     run_state = RunState()
-    run_state.take(Line(source="driver", at_s=0.0, record=run))
+    run_state.add_line(Line(source="driver", at_s=0.0, record=run))
     for step in range(num_steps):
         pace_s = np.array([0.5, 0.7]) * rng.uniform(0.8, 1.3) * rng.normal(1.0, 0.05, (NUM_GROUPS, NUM_RANKS))
         pace_s[SLOW_GROUP, SLOW_RANK] *= ratio
         pace_s[rng.random(pace_s.shape) < 0.02] *= 20.0
         for record in records_of(step, pace_s):
-            run_state.take(Line(source="group", at_s=float(step + 1), record=record))
+            run_state.add_line(Line(source="group", at_s=float(step + 1), record=record))
     return history_of(run_state, "valid", now_s=float(num_steps + 1))
 
 
@@ -142,7 +142,7 @@ def test_of_a_long_run_attempts_at_equal_distances_are_kept() -> None:
     paces = RankPaces(2, 1)
     num_attempts = 5 * MOST_SAMPLES
     for attempt in range(num_attempts):
-        paces.take(attempt, 1, [2.0 * attempt], 2.0)
+        paces.add(attempt, 1, [2.0 * attempt], 2.0)
     kept, pace_s = paces.of(np.arange(num_attempts))
     assert paces.every == 8
     assert kept.tolist() == list(range(0, num_attempts, 8))
@@ -152,9 +152,9 @@ def test_of_a_long_run_attempts_at_equal_distances_are_kept() -> None:
 
 def test_a_group_that_computed_nothing_and_a_journal_without_times_say_nothing() -> None:
     paces = RankPaces(2, 2)
-    paces.take(0, 0, [], 3.0)
-    paces.take(0, 1, [1.0, 1.0], 0.0)
-    paces.take(0, 1, [1.0, 1.0], float("nan"))
+    paces.add(0, 0, [], 3.0)
+    paces.add(0, 1, [1.0, 1.0], 0.0)
+    paces.add(0, 1, [1.0, 1.0], float("nan"))
     assert paces.of(np.arange(3))[0].tolist() == []
 
 

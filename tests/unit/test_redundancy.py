@@ -6,7 +6,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.lines import Line, decode_line, encode_line
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
-from spare_megatron.journal.summary import summarize
+from tests.unit.journal_in_memory import summarize
 
 
 def missing(at_s: float, group: int, num_missing: int, life: int = 0) -> Line:

@@ -51,7 +51,7 @@ def lines() -> list[Line]:
 def history(lines: list[Line]) -> History:
     run_state = RunState()
     for line in lines:
-        run_state.take(line)
+        run_state.add_line(line)
     return history_of(run_state, "valid", now_s=0.0)
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.observe.server import Content, ReportServer, Updated
+from spare_megatron.observe.server import PageContent, ReportServer, Updated
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
@@ -164,11 +164,11 @@ def test_a_simulated_run_has_no_age(run_dir: Path) -> None:
 def test_content_that_is_dear_is_made_less_often() -> None:
     clock_s, made = 100.0, []
 
-    def make(before: Content | None) -> Content:
+    def make(before: PageContent | None) -> PageContent:
         nonlocal clock_s
         made.append(clock_s)
         clock_s += 3.0
-        return Content(version=len(made), text="", is_final=len(made) == 3)
+        return PageContent(version=len(made), text="", is_final=len(made) == 3)
 
     content = Updated(make, clock_s=lambda: clock_s)
     for at_s in (100.0, 110.0, 129.9, 130.0, 161.0, 500.0):

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
 from spare_megatron.cli.simulate_table import percent_with_bounds
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.simulator.sweep import Estimate
+from tests.unit.journal_in_memory import check_journal
 
 SMALL = """
 num_groups = 12

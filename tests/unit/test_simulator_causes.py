@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LossRecord
@@ -18,6 +17,7 @@ from spare_megatron.simulator.failures import Cause, FailureKind, FailureSpec, m
 from spare_megatron.simulator.presets import load_scenario
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.sweep import Case, figures_of, run_case
+from tests.unit.journal_in_memory import check_journal
 
 GPU, SOFTWARE = Cause(name="gpu", weight=3.0, repair_s=900.0), Cause(name="software", weight=1.0, repair_s=5.0)
 MIX = (GPU, SOFTWARE)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import RunRecord
@@ -15,6 +14,7 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import make_placement
+from tests.unit.journal_in_memory import check_journal
 
 
 def scenario(**changes: Any) -> Scenario:

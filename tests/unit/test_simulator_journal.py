@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, LossRecord, ParamsRecord, VoteRecord
-from spare_megatron.journal.summary import summarize
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
+from tests.unit.journal_in_memory import check_journal, summarize
 
 SCENARIO = Scenario(
     name="journaled",

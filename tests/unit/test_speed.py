@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from spare_megatron.journal.goodput import flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tokens_per_second
 
 
 def _run(**known: object) -> RunRecord:

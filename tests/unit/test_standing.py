@@ -41,7 +41,6 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.run_state import RunState, SavePlan
-from spare_megatron.journal.summary import summarize
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
@@ -56,6 +55,7 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
+from tests.unit.journal_in_memory import summarize
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -105,7 +105,7 @@ def commit(at_s: float, index: int, step: int, **fields: Any) -> Line:
 def standing_of(*lines: Line) -> RunState:
     run_state = RunState()
     for item in (line(100.0, RUN), *lines):
-        run_state.take(item)
+        run_state.add_line(item)
     return run_state
 
 
@@ -174,10 +174,10 @@ def test_an_entry_that_is_not_there_is_waited_for_once() -> None:
     run_state = standing_of(commit(101.0, 0, 0), commit(103.0, 2, 2))
     run_state.settle()
     assert run_state.num_committed == 1
-    run_state.take(commit(102.0, 1, 1))  # of a slower file
+    run_state.add_line(commit(102.0, 1, 1))  # of a slower file
     run_state.settle()
     assert (run_state.num_committed, run_state.damage) == (3, [])
-    run_state.take(commit(105.0, 4, 4))
+    run_state.add_line(commit(105.0, 4, 4))
     run_state.settle()
     run_state.settle()
     assert run_state.num_committed == 5
@@ -190,7 +190,7 @@ def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_sa
     loss = LossRecord(group=1, rank=1, cause="SIGKILL", entry_index=1, pending=[second])
     given_up = replace(loss, pending=[first], is_given_up=True)
     for at_s, record in ((102.1, loss), (102.2, given_up), (102.0, loss)):
-        run_state.take(line(at_s, record))
+        run_state.add_line(line(at_s, record))
     assert run_state.losses == [(102.0, replace(loss, pending=[second, first], is_given_up=True))]
     assert run_state.groups() == ["alive", "given up", "alive"]
     assert [event.text for event in run_state.events(9)] == [
@@ -205,24 +205,24 @@ def test_of_several_nodes_of_a_group_the_one_of_the_rank_at_fault_is_believed(*,
     cause = LossRecord(group=1, rank=1, cause="no heartbeat", entry_index=1)
     found = [cause, LossRecord(group=1, rank=0, cause=LOST_A_PEER, entry_index=1)]
     for at_s, record in enumerate(found if is_cause_first else reversed(found)):
-        run_state.take(line(102.0 + at_s, record))
+        run_state.add_line(line(102.0 + at_s, record))
     assert run_state.losses == [(102.0, cause)]
 
 
 def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
     run_state = standing_of(commit(101.0, 0, 0))
     assert run_state.groups() == ["alive", "alive", "alive"]
-    run_state.take(line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)))
+    run_state.add_line(line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)))
     assert run_state.groups() == ["alive", "lost", "alive"]
-    run_state.take(entry(102.1, 1, entry="fence", group=1, incarnation=0))
-    run_state.begun({"group-0001-rank-0", "group-0002-rank-1", "driver"})
+    run_state.add_line(entry(102.1, 1, entry="fence", group=1, incarnation=0))
+    run_state.add_sources({"group-0001-rank-0", "group-0002-rank-1", "driver"})
     assert run_state.groups() == ["alive", "lost", "alive"]
-    run_state.begun({"group-0001-rank-0-life-1"})
+    run_state.add_sources({"group-0001-rank-0-life-1"})
     assert run_state.groups() == ["alive", "rejoining", "alive"]
-    run_state.take(commit(103.0, 2, 1, admit=[[1, 1]]))
+    run_state.add_line(commit(103.0, 2, 1, admit=[[1, 1]]))
     assert run_state.groups() == ["alive", "alive", "alive"]
     again = LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=3, incarnation=1, is_given_up=True)
-    run_state.take(line(104.0, again))
+    run_state.add_line(line(104.0, again))
     assert run_state.groups() == ["alive", "given up", "alive"]
     assert [event.text for event in run_state.events(9)] == [
         "group 1 lost: rank 0: SIGKILL",
@@ -237,7 +237,7 @@ def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
         for group, pace_s in enumerate((1.0, 1.1, 2.5)):
             began_s, work = 200.0 + 10 * step, {str(group): [0, 1] if group else [0, 1, 2, 3]}
             load = len(work[str(group)])
-            run_state.take(
+            run_state.add_line(
                 line(
                     began_s + pace_s * load,
                     ContributionRecord(
@@ -256,7 +256,7 @@ def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
                 makespan=2,
                 step_s=10.0,
             )
-            run_state.take(line(began_s + 10.0, update))
+            run_state.add_line(line(began_s + 10.0, update))
         assert run_state.groups() == ["alive", "alive", "slow" if step == 8 else "alive"]
 
 
@@ -277,9 +277,9 @@ def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
         exposure_s=1.0,
         num_members=3,
     )
-    run_state.take(line(104.0, cadence))
+    run_state.add_line(line(104.0, cadence))
     assert run_state.next_save_s(SavePlan(), 110.0) == 24.0
-    run_state.take(line(112.0, EndRecord(outcome="finished", reason="")))
+    run_state.add_line(line(112.0, EndRecord(outcome="finished", reason="")))
     assert run_state.next_save_s(SavePlan(), 113.0) is None
 
 
@@ -419,9 +419,9 @@ def test_a_step_that_came_before_an_event_is_told_before_it() -> None:
     (told,) = lines.take(run_state, 101.2)
     assert " step 1/20 " in told
     for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
-        run_state.take(item)
+        run_state.add_line(item)
     assert lines.take(run_state, 102.2) == [], "too soon"
-    run_state.take(line(102.5, LOST))
+    run_state.add_line(line(102.5, LOST))
     step, loss = lines.take(run_state, 102.6)
     assert (" step 2/20 " in step, loss.endswith(TOLD[1])) == (True, True)
     assert lines.take(run_state, 999.0) == []
@@ -448,11 +448,11 @@ def test_a_step_is_told_in_the_same_line_everywhere(tmp_path: Path) -> None:
 def test_the_time_left_follows_the_recent_steps_and_their_recoveries() -> None:
     run_state = standing_of(*(commit(101.0 + step, step, step) for step in range(4)))
     assert run_state.left_s(104.0) == pytest.approx(16 * 1.0)
-    run_state.take(commit(109.0, 4, 4))  # a recovery
+    run_state.add_line(commit(109.0, 4, 4))  # a recovery
     assert run_state.left_s(109.0) == pytest.approx(15 * (3 * 1.0 + 5.0) / 4)
-    run_state.take(commit(1109.0, 5, 5))  # a restart, of a minute for each of the other steps
+    run_state.add_line(commit(1109.0, 5, 5))  # a restart, of a minute for each of the other steps
     assert run_state.left_s(1109.0) == pytest.approx(14 * (3 * 1.0 + 5.0 + 10 * 1.0) / 5)
-    run_state.take(line(1110.0, EndRecord(outcome="finished", reason="")))
+    run_state.add_line(line(1110.0, EndRecord(outcome="finished", reason="")))
     assert run_state.left_s(1110.0) is None
 
 
@@ -460,7 +460,7 @@ def test_no_more_time_is_left_than_the_run_is_to_take() -> None:
     run_state = RunState()
     assert run_state.left_s(100.0) is None
     for item in (line(100.0, replace(RUN, max_minutes=0.2)), *(commit(101.0 + step, step, step) for step in range(4))):
-        run_state.take(item)
+        run_state.add_line(item)
     assert run_state.left_s(104.0) == pytest.approx(112.0 - 104.0)
 
 
@@ -591,5 +591,5 @@ def test_a_loss_in_a_trace_is_known_by_its_group() -> None:
     simulate(scenario, 1, journal=found.append)
     run_state = RunState()
     for item in found:
-        run_state.take(item)
+        run_state.add_line(item)
     assert run_state.groups() == ["alive", "lost", "alive", "alive", "alive"]

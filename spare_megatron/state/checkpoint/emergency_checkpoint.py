@@ -15,7 +15,7 @@ from typing import Any
 
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.config.terms import step_of
-from spare_megatron.journal.check import fold_evidence
+from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.process.lock import LOCK
@@ -188,9 +188,9 @@ def _require_commit(path: Path, run_dir: Path) -> None:
     """Requires that the journal proves the commit of the last step, and that no restart has undone it."""
     last = step_of(path) - 1
     try:
-        evidence = JournalIndex(run_dir)
-        [run] = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
-        is_proven = any(commit.step == last for commit in fold_evidence(evidence, run).kept)
+        view = JournalIndex(run_dir)
+        [run] = [line.record for line in view.rare if isinstance(line.record, RunRecord)]
+        is_proven = any(commit.step == last for commit in fold_view(view, run).kept)
     except (OSError, ValueError) as error:
         raise NotACheckpoint(f"{path.name}: nothing proves that step {last} was committed: {error}") from error
     if not is_proven:

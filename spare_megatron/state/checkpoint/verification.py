@@ -100,7 +100,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class SearchResult:
     """The newest usable checkpoint of a folder, if any, and the newer ones that are not usable."""
 
     found: folders.Checkpoint | None
@@ -205,12 +205,12 @@ def _require_size(folder: Path, name: str, num_bytes: int, stored: folders.Store
         raise DamagedCheckpoint(f"{folder.name}: {name} has {num_bytes} bytes, and {stored.num_bytes} were written")
 
 
-def newest_valid(folder: Path) -> Search:
+def newest_valid(folder: Path) -> SearchResult:
     """The newest usable checkpoint of a folder, every byte of which is read."""
     rejected: list[Rejected] = []
     for path in folders.all_checkpoints(folder):
         try:
-            return Search(found=verify(path), rejected=tuple(rejected))
+            return SearchResult(found=verify(path), rejected=tuple(rejected))
         except DamagedCheckpoint as error:
             rejected.append(Rejected(path=path, reason=str(error)))
-    return Search(found=None, rejected=tuple(rejected))
+    return SearchResult(found=None, rejected=tuple(rejected))

@@ -1,0 +1,50 @@
+"""A journal in memory as one part: what a `JournalIndex` of its files must prove, too."""
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from spare_megatron.journal.check import Verdict, check
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.journal_view import Placed, Stretch, is_rare
+from spare_megatron.journal.records import EntryRecord, Record
+from spare_megatron.journal.summary import Summary, sum_up
+
+
+def check_journal(journal: Journal) -> Verdict:
+    return check(JournalInMemory(journal))
+
+
+def summarize(journal: Journal) -> Summary:
+    return sum_up(JournalInMemory(journal))
+
+
+class JournalInMemory:
+    """A `JournalView` of a journal in memory, as a single part."""
+
+    num_stretches = 1
+    origin_code: str | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.damage = journal.damage
+        self.rare = [line for line in journal.lines if is_rare(line.record)]
+        self.entries: dict[int, dict[str, Any]] = {}
+        for record in journal.of(EntryRecord):
+            self.entries.setdefault(record.index, record.entry)
+
+    def disputed(self) -> list[Placed]:
+        return [
+            ((line.at_s, 0, number), line.record)
+            for number, line in enumerate(self._journal.lines)
+            if isinstance(line.record, EntryRecord) and line.record.entry != self.entries[line.record.index]
+        ]
+
+    def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
+        found: dict[type[Record], list[Placed]] = {kind: [] for kind in kinds}
+        for number, line in enumerate(self._journal.lines):
+            kind = type(line.record)
+            if kind in found and getattr(line.record, stretch.key) in stretch:
+                found[kind].append(((line.at_s, 0, number), line.record))
+        return found

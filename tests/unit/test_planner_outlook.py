@@ -14,7 +14,6 @@ from spare_megatron.planner.domains import (
     num_down_in_domains,
 )
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.montecarlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.plan import predict
 from spare_megatron.planner.readmission import (
@@ -29,6 +28,7 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.monte_carlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
 
 NEVER_S = 1e15
 

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from spare_megatron.planner.enumeration import mean_makespans
-from spare_megatron.planner.montecarlo import depth_samples, endured_samples, makespan_samples
 from spare_megatron.planner.overhead import (
     StepTimes,
     least_makespans,
@@ -16,6 +14,8 @@ from spare_megatron.planner.overhead import (
 )
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.reorder import least_load
+from tests.oracle.enumeration import mean_makespans
+from tests.oracle.monte_carlo import depth_samples, endured_samples, makespan_samples
 
 PAPER = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
 

@@ -12,14 +12,7 @@ from spare_megatron.planner.domains import (
     wipe_out_probability,
 )
 from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
-from spare_megatron.planner.enumeration import covered_domain_shares
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.montecarlo import (
-    domain_samples_s,
-    domain_wipe_out_samples,
-    endured_samples,
-    repair_samples_s,
-)
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.plan import predict
 from spare_megatron.planner.readmission import RejoinTimes
@@ -31,6 +24,13 @@ from spare_megatron.planner.repair import (
     survival,
 )
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.enumeration import covered_domain_shares
+from tests.oracle.monte_carlo import (
+    domain_samples_s,
+    domain_wipe_out_samples,
+    endured_samples,
+    repair_samples_s,
+)
 
 
 def repair_of(down_share: float) -> RepairTimes:

@@ -10,11 +10,11 @@ from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.planner.montecarlo import endured_samples
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.monte_carlo import endured_samples
 
 
 def scenario(**changes: Any) -> Scenario:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.paper_model import asymptotic_endured_losses
 from spare_megatron.planner.endurance import (
-    asymptotic_endured_losses,
     coverage_probabilities,
     endured_losses,
     wiped_probabilities,

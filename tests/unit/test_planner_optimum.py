@@ -7,10 +7,16 @@ import pytest
 from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
-from benchmarks.paper_model import paper_availability, paper_cadence_s, paper_redundancy, paper_time_to_train
+from benchmarks.paper_model import (
+    mean_overhead,
+    paper_availability,
+    paper_cadence_s,
+    paper_redundancy,
+    paper_time_to_train,
+)
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts, HoldingLimits, Policy
-from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_overhead, patch_stacks
+from spare_megatron.planner.overhead import StepTimes, least_makespans, patch_stacks
 from spare_megatron.planner.plan import (
     availability,
     best_availability,

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.paper_model import mean_makespan, mean_overhead, patch_probabilities
 from spare_megatron.planner.overhead import (
     StepTimes,
     least_makespans,
-    mean_makespan,
-    mean_overhead,
     mean_step_s,
-    patch_probabilities,
     patch_stacks,
 )
 from spare_megatron.stacking.placement import make_placement

@@ -1,9 +1,10 @@
-"""The schema of a run's configuration. The string below a field is its help, printed to users."""
+"""The schema of a run's configuration. A field's type has its limit; the string below it is its help for users."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spare_megatron.config.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ShareBelowOne
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.stacking.layout import Layout
 
@@ -12,25 +13,25 @@ from spare_megatron.stacking.layout import Layout
 class ModelConfig:
     """The GPT model; `[megatron]` sets everything else that Megatron lets one choose."""
 
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Transformer layers, over all pipeline stages."""
-    hidden_size: int = 64
+    hidden_size: PositiveInt = 64
     """Width of the residual stream."""
-    num_attention_heads: int = 4
+    num_attention_heads: PositiveInt = 4
     """Attention heads, over all tensor-parallel ranks."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layers; 4 x hidden_size when absent."""
-    seq_length: int = 64
+    seq_length: PositiveInt = 64
     """Tokens in a sequence."""
-    vocab_size: int = 256
+    vocab_size: PositiveInt = 256
     """Size of the vocabulary, as the tokenizer of the corpus has it."""
     position_embedding: Literal["learned_absolute", "rope"] = "learned_absolute"
     """How positions are encoded."""
     tie_embeddings: bool = True
     """Whether the output layer shares the word embeddings."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: ShareBelowOne = 0.0
     """Probability of dropping an element of the residual stream."""
-    attention_dropout: float = 0.0
+    attention_dropout: ShareBelowOne = 0.0
     """Probability of dropping an attention weight."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Format of parameters and activations; gradients are summed and the optimizer works in fp32."""
@@ -42,15 +43,15 @@ class ModelConfig:
 class LayoutConfig:
     """How the ranks are divided into groups and, inside a group, by tensor, context and pipeline parallelism."""
 
-    num_groups: int = 4
+    num_groups: PositiveInt = 4
     """Data-parallel groups, each a whole model."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Ranks that share each layer."""
-    context_parallel: int = 1
+    context_parallel: PositiveInt = 1
     """Ranks that share each sequence."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: PositiveInt = 1
     """Pipeline stages."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: PositiveInt = 1
     """Model chunks per stage; above 1 the interleaved schedule is used."""
 
 
@@ -58,17 +59,17 @@ class LayoutConfig:
 class SpareConfig:
     """The redundancy that masks lost groups."""
 
-    redundancy: int = 3
+    redundancy: PositiveInt = 3
     """Shards in a group's stack: hosts of each shard (r)."""
-    microbatches_per_shard: int = 4
+    microbatches_per_shard: PositiveInt = 4
     """Microbatches a shard consists of (m)."""
     placement: Literal["golomb", "consecutive"] = "golomb"
     """Which groups host a shard: golomb makes any two shards share at most one host where that is possible."""
-    groups_per_domain: int = 1
+    groups_per_domain: PositiveInt = 1
     """Groups of consecutive ids in a rack or power domain; no two hosts of a shard share one where that is possible."""
-    rejoins: int = 3
+    rejoins: NonNegativeInt = 3
     """Times that each lost group is started again, to be taken in by the others at the end of a step."""
-    spares: int = 0
+    spares: NonNegativeInt = 0
     """Groups whose processes each node holds ready, to take the place of those of a group that is lost."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
@@ -92,29 +93,29 @@ class DataConfig:
 class OptimizerConfig:
     """Adam with weight decay, and its schedule."""
 
-    learning_rate: float = 1e-3
+    learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
-    min_learning_rate: float = 1e-5
+    min_learning_rate: NonNegativeFloat = 1e-5
     """Learning rate at the end of the decay."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay, which ends with the last step of the run."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
-    beta1: float = 0.9
+    beta1: ShareBelowOne = 0.9
     """Adam's decay of the first moment."""
-    beta2: float = 0.95
+    beta2: ShareBelowOne = 0.95
     """Adam's decay of the second moment."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 does not clip."""
     sharding: Literal["replicated", "stacked"] = "replicated"
     """Where the optimizer's state is: replicated in every group, or stacked in slices on a few groups each."""
-    redundancy: int = 2
+    redundancy: PositiveInt = 2
     """Stacked: groups that host each slice of the optimizer's state (r_o)."""
-    repair_mib_per_s: float = 256.0
+    repair_mib_per_s: PositiveFloat = 256.0
     """Stacked: how fast each rank fetches copies of slices in the background, at most."""
 
 
@@ -150,7 +151,7 @@ class ControlConfig:
     """Key of the client certificate."""
     credentials_file: str = ""
     """File with user:password for etcd, its owner's alone; SPARE_ETCD_USER and SPARE_ETCD_PASSWORD when empty."""
-    vote_fan_in: int = 32
+    vote_fan_in: PositiveInt = 32
     """Groups whose votes one of them casts for all; runs of no more groups vote directly."""
     startup_timeout_s: float = 300.0
     """Longest wait for all ranks to be up with their model built."""
@@ -170,17 +171,17 @@ class CheckpointConfig:
 
     cadence: Literal["fixed", "optimal"] = "fixed"
     """optimal takes checkpoints by what the run has measured: stalls of saves, restarts, losses, who is left."""
-    group_life_s: float = 1e6
+    group_life_s: PositiveFloat = 1e6
     """Mean seconds until a given group is lost, as expected before any is; for the cadence optimal."""
-    interval_steps: int | None = None
+    interval_steps: PositiveInt | None = None
     """Steps from one checkpoint to the next; without this and `interval_s` none are taken."""
-    interval_s: float | None = None
+    interval_s: PositiveFloat | None = None
     """Seconds from one checkpoint to the next."""
     asynchronous: bool = True
     """Trains on while a checkpoint is written; otherwise all groups wait until it is on the disk."""
-    keep_last: int = 2
+    keep_last: PositiveInt = 2
     """Newest checkpoints that are kept, beside those that later steps have yet to confirm."""
-    keep_every_steps: int | None = None
+    keep_every_steps: PositiveInt | None = None
     """One checkpoint out of so many steps is kept for good."""
     folder: str = ""
     """Folder of the checkpoints, on storage that all nodes share; `checkpoints` in the run's directory when empty."""
@@ -188,13 +189,13 @@ class CheckpointConfig:
     """What the run begins with: a checkpoint, or the newest valid one of a folder of checkpoints or of a run."""
     allow_other_corpus: bool = False
     """Whether a run may go on from a checkpoint of another corpus than `data.corpus`; its record then names both."""
-    timeout_s: float = 1800.0
+    timeout_s: PositiveFloat = 1800.0
     """Longest time to write a checkpoint, which is given up then while training goes on, and to read one."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """Restarts after a wipe-out within restart_window_s; the next one ends the run. 0: any wipe-out does."""
-    restart_window_s: float = 3600.0
+    restart_window_s: PositiveFloat = 3600.0
     """Seconds of training within which max_restarts counts."""
-    restart_wait_s: float = 60.0
+    restart_wait_s: PositiveFloat = 60.0
     """Longest wait at a restart for groups that stay away or get no further; the others then start if they can."""
 
     @property
@@ -208,7 +209,7 @@ class SnapshotConfig:
 
     every_steps: int = 0
     """Steps from one snapshot of the state in host memory to the next, at least 2; 0 takes none."""
-    redundancy: int = 1
+    redundancy: NonNegativeInt = 1
     """Nodes that may be lost with a snapshot left whole: one more keep each rank's state."""
 
 
@@ -257,7 +258,7 @@ class FaultConfig:
 class FaultsConfig:
     """Faults to inject into the run."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of everything the trace leaves open."""
     trace: tuple[FaultConfig, ...] = ()
     """The faults, each in a table of its own."""
@@ -283,15 +284,15 @@ class FaultsConfig:
 class TrainConfig:
     """Length and seeds of the run."""
 
-    steps: int = 20
+    steps: PositiveInt = 20
     """Optimizer steps to commit."""
-    max_minutes: float | None = None
+    max_minutes: PositiveFloat | None = None
     """Minutes from the start of a run to its end with the step under way, if that comes before `steps`."""
-    micro_batch_size: int = 2
+    micro_batch_size: PositiveInt = 2
     """Sequences in a microbatch."""
-    seed: int = 1234
+    seed: NonNegativeInt = 1234
     """Seed of the parameters, the order of the data and the dropout."""
-    params_check_every_steps: int = 10
+    params_check_every_steps: NonNegativeInt = 10
     """Steps between comparisons of the parameters of all groups. 0 compares only after recoveries, for checkpoints, and
     at the end."""
     gradient_outlier_factor: float = 1000.0
@@ -302,13 +303,13 @@ class TrainConfig:
 class ClusterConfig:
     """The machines of the run."""
 
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     """Nodes, with a supervisor each; ranks are dealt out to them in equal consecutive blocks."""
     isolate_nodes: bool = False
     """Gives each node of a run on one machine a network of its own, which faults can cut off; needs root."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where ranks compute; auto takes GPUs when there are any."""
-    threads_per_rank: int = 1
+    threads_per_rank: PositiveInt = 1
     """Threads of a rank's CPU operations."""
     launcher: Literal["local", "srun", "hand"] = "local"
     """Who starts supervisors: all here; steps of a Slurm job; or the first here, the others `spare supervise`."""
@@ -358,7 +359,7 @@ class MetricsConfig:
     """Project at Weights & Biases; not told there when empty."""
     run_id: str = ""
     """Id of the training there, the same for all runs that continue it; that of the loaded checkpoint when empty."""
-    peak_tflops: float | None = None
+    peak_tflops: PositiveFloat | None = None
     """Peak of one rank's device in 10^12 operations a second, for `perf/mfu`; none is told when absent."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spare_megatron.config.corpus import CorpusFacts
+from spare_megatron.config.limits import violations
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
@@ -77,9 +78,9 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine: the value, the limit, the setting to change."""
     found = [
         *_name(config),
-        *_too_small(config),
+        *violations(config),
+        *_outside_range(config),
         *_infinite(config),
-        *_outside_interval(config),
         *_redundancy(config),
         *spare_problems(config),
         *_indivisible(config),
@@ -130,48 +131,13 @@ def _name(config: RunConfig) -> Iterator[str]:
         yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
 
 
-def _too_small(config: RunConfig) -> Iterator[str]:
-    model, layout, spare, train = config.model, config.layout, config.spare, config.train
-    at_least_one = {
-        "model.num_layers": model.num_layers,
-        "model.hidden_size": model.hidden_size,
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.ffn_hidden_size": 1 if model.ffn_hidden_size is None else model.ffn_hidden_size,
-        "model.seq_length": model.seq_length,
-        "model.vocab_size": model.vocab_size,
-        "layout.num_groups": layout.num_groups,
-        "layout.tensor_parallel": layout.tensor_parallel,
-        "layout.context_parallel": layout.context_parallel,
-        "layout.pipeline_parallel": layout.pipeline_parallel,
-        "layout.virtual_pipeline": layout.virtual_pipeline,
-        "spare.redundancy": spare.redundancy,
-        "spare.microbatches_per_shard": spare.microbatches_per_shard,
-        "spare.groups_per_domain": spare.groups_per_domain,
-        "train.steps": train.steps,
-        "train.micro_batch_size": train.micro_batch_size,
-        "cluster.threads_per_rank": config.cluster.threads_per_rank,
-        "cluster.num_nodes": config.cluster.num_nodes,
-    }
-    at_least_zero = {
-        "train.seed": train.seed,
-        "spare.rejoins": spare.rejoins,
-        "spare.spares": spare.spares,
-        "train.params_check_every_steps": train.params_check_every_steps,
-        "faults.seed": config.faults.seed,
-        "optimizer.warmup_steps": config.optimizer.warmup_steps,
-    }
-    for least, settings in ((1, at_least_one), (0, at_least_zero)):
-        for key, value in settings.items():
-            if value < least:
-                yield f"{key}={value} must be at least {least}; raise it"
+def _outside_range(config: RunConfig) -> Iterator[str]:
     if not _LEAST_BUCKET_MIB <= config.reduce.bucket_mib <= _MOST_BUCKET_MIB:
         yield (
             f"reduce.bucket_mib={config.reduce.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
             f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
         )
-    if train.max_minutes is not None and not train.max_minutes > 0:
-        yield f"train.max_minutes={train.max_minutes} must be above 0; raise it, or remove it to train all steps"
-    factor = train.gradient_outlier_factor
+    factor = config.train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
         yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to judge no sizes; change it"
 
@@ -180,18 +146,6 @@ def _infinite(config: RunConfig) -> Iterator[str]:
     for key, value in settings_of(config):
         if isinstance(value, float) and math.isinf(value):
             yield f"{key}={value} must be finite; choose a number"
-
-
-def _outside_interval(config: RunConfig) -> Iterator[str]:
-    settings = {
-        "model.hidden_dropout": config.model.hidden_dropout,
-        "model.attention_dropout": config.model.attention_dropout,
-        "optimizer.beta1": config.optimizer.beta1,
-        "optimizer.beta2": config.optimizer.beta2,
-    }
-    for key, value in settings.items():
-        if not 0.0 <= value < 1.0:
-            yield f"{key}={value} lies outside [0, 1); choose a value from 0 to below 1"
 
 
 def _redundancy(config: RunConfig) -> Iterator[str]:

@@ -22,14 +22,6 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _settings(checkpoint: CheckpointConfig) -> Iterator[str]:
-    for key in ("interval_steps", "keep_last", "keep_every_steps"):
-        value = getattr(checkpoint, key)
-        if value is not None and value < 1:
-            yield f"checkpoint.{key}={value} must be at least 1; raise it"
-    for key in ("interval_s", "timeout_s", "group_life_s"):
-        value = getattr(checkpoint, key)
-        if value is not None and not value > 0:
-            yield f"checkpoint.{key}={value} must be above 0; raise it"
     for key in ("interval_s", "interval_steps"):
         if checkpoint.cadence == "optimal" and getattr(checkpoint, key) is not None:
             yield f"checkpoint.{key}={getattr(checkpoint, key)} is not used with checkpoint.cadence=optimal; remove one"
@@ -42,14 +34,6 @@ def _settings(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 def _restarts(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
-    if settings.max_restarts < 0:
-        yield f"checkpoint.max_restarts={settings.max_restarts} must be at least 0; raise it"
-    for key, value in (
-        ("restart_window_s", settings.restart_window_s),
-        ("restart_wait_s", settings.restart_wait_s),
-    ):
-        if not value > 0.0:
-            yield f"checkpoint.{key}={value} must be above 0; raise it"
     if settings.max_restarts and settings.restart_wait_s > config.control.decision_timeout_s:
         yield (
             f"checkpoint.restart_wait_s={settings.restart_wait_s} exceeds control.decision_timeout_s="
@@ -87,8 +71,6 @@ def _unreachable_load(config: RunConfig, index: int, fault: FaultConfig) -> Iter
 def snapshot_problems(config: RunConfig) -> Iterator[str]:
     """Every reason why snapshots cannot be taken or have no effect."""
     snapshot = config.snapshot
-    if snapshot.redundancy < 0:
-        yield f"snapshot.redundancy={snapshot.redundancy} must be at least 0; raise it"
     if snapshot.every_steps < 0 or snapshot.every_steps == 1:
         yield (
             f"snapshot.every_steps={snapshot.every_steps} must be at least 2, for one has to be whole when the next "

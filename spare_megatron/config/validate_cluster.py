@@ -152,8 +152,6 @@ def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_lis
             )
     except ValueError:
         yield f"control.listen_address={control.listen_address} is no IP address; name one of this machine"
-    if control.vote_fan_in < 1:
-        yield f"control.vote_fan_in={control.vote_fan_in} must be at least 1, with which every group votes directly"
     if control.store == "embedded":
         if not can_listen:
             yield (

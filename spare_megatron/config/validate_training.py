@@ -212,23 +212,11 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
             f"metrics.run_id={metrics.run_id!r} is no id for Weights & Biases: "
             "at most 64 letters, digits, hyphens and underscores"
         )
-    if metrics.peak_tflops is not None and not metrics.peak_tflops > 0:
-        yield f"metrics.peak_tflops={metrics.peak_tflops} must be above 0"
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
     """Every reason why the optimizer settings cannot work."""
     settings, steps = config.optimizer, config.train.steps
-    for key, value in (("learning_rate", settings.learning_rate), ("eps", settings.eps)):
-        if not value > 0.0:
-            yield f"optimizer.{key}={value} must be above 0; raise it"
-    for key, value in (
-        ("min_learning_rate", settings.min_learning_rate),
-        ("weight_decay", settings.weight_decay),
-        ("clip_grad", settings.clip_grad),
-    ):
-        if not value >= 0.0:
-            yield f"optimizer.{key}={value} must be at least 0; raise it"
     if settings.min_learning_rate > settings.learning_rate:
         yield (
             f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
@@ -244,10 +232,6 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
 
 def _sharding(config: RunConfig) -> Iterator[str]:
     redundancy, num_groups = config.optimizer.redundancy, config.layout.num_groups
-    if redundancy < 1:
-        yield f"optimizer.redundancy={redundancy} must be at least 1; raise it"
-    if not config.optimizer.repair_mib_per_s > 0.0:
-        yield f"optimizer.repair_mib_per_s={config.optimizer.repair_mib_per_s} must be above 0; raise it"
     if config.optimizer.sharding == "replicated":
         return
     if redundancy > num_groups:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.core.fault_points import FaultPoint
@@ -13,7 +14,7 @@ from spare_megatron.core.fault_points import FaultPoint
 def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:
     config = RunConfig(checkpoint=CheckpointConfig(**settings))
     config = replace(config, faults=replace(config.faults, trace=() if fault is None else (fault,)))
-    (problem,) = checkpoint_problems(config)
+    (problem,) = [*violations(config), *checkpoint_problems(config)]
     return problem
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, OptimizerConfig, RunConfig, SnapshotConfig
 from spare_megatron.config.validate_checkpoint import snapshot_problems, snapshot_warnings
 
@@ -19,7 +20,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("config", "named"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_with_the_setting_to_change(config: RunConfig, named: str) -> None:
-    (text,) = snapshot_problems(config)
+    (text,) = [*violations(config), *snapshot_problems(config)]
     assert named in text
 
 

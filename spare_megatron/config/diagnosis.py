@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from spare_megatron.config.implications import implications
 from spare_megatron.config.node_facts import NodeFacts, NodeReport
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib, shortage
 from spare_megatron.config.validate_cluster import num_etcd_members
@@ -146,7 +146,7 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
             text=f"torch sees {len(facts.gpus)} GPUs, and its {ranks} ranks need one each; see `nvidia-smi` there, "
             f"take the node out, or change layout or cluster.num_nodes",
         )
-    needed = implications(config).memory.total_bytes
+    needed = run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:ranks]):
         if gpu.memory_bytes < needed:
             yield NodeFinding(
@@ -255,7 +255,7 @@ def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) 
     checkpoint = config.checkpoint
     if not checkpoint.is_wanted:
         return
-    size = implications(config).checkpoint_bytes
+    size = run_sizes(config).checkpoint_bytes
     room = (checkpoint.keep_last + 2) * size
     if facts.folder_free_bytes < size:
         yield finding(

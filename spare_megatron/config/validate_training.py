@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from spare_megatron.config.building import describe_kind
 from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
 from spare_megatron.config.diagnosis import ranks_per_machine
-from spare_megatron.config.implications import rank_memory
+from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch

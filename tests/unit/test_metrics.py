@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from spare_megatron.config.implications import flops_per_token
+from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.config.validate_training import metrics_problems

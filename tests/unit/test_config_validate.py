@@ -81,6 +81,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["optimizer.weight_decay=nan"], "optimizer.weight_decay=nan must be at least 0"),
         (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate=1.0 exceeds optimizer.learning_rate=0.001"),
         (["optimizer.warmup_steps=20"], "optimizer.warmup_steps=20 must be below train.steps=20"),
+        (["metrics.peak_tflops=0"], "metrics.peak_tflops=0.0 must be above 0"),
         (["optimizer.redundancy=0"], "optimizer.redundancy=0 must be at least 1"),
         (
             ["optimizer.sharding=stacked", "optimizer.redundancy=5"],

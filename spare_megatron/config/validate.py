@@ -139,7 +139,7 @@ def _outside_range(config: RunConfig) -> Iterator[str]:
         )
     factor = config.train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
-        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to judge no sizes; change it"
+        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to disable the check; change it"
 
 
 def _infinite(config: RunConfig) -> Iterator[str]:
@@ -157,13 +157,13 @@ def _redundancy(config: RunConfig) -> Iterator[str]:
         )
     if config.data.access == "shared" and config.spare.granularity == "stack":
         yield (
-            "data.access=shared deals out the microbatches of shards without a host, and spare.granularity=stack moves "
-            "whole shards; set one of them to stacked or microbatch"
+            "data.access=shared assigns single microbatches of shards without a host, but spare.granularity=stack "
+            "moves whole shards; set data.access=stacked or spare.granularity=microbatch"
         )
     if config.spare.groups_per_domain > 1 and config.spare.placement == "consecutive":
         yield (
-            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, and "
-            f"spare.placement=consecutive puts them beside each other; set spare.placement to golomb or "
+            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, but "
+            f"spare.placement=consecutive puts them next to each other; set spare.placement to golomb or "
             f"spare.groups_per_domain to 1"
         )
 
@@ -202,9 +202,9 @@ def _rotation(config: RunConfig) -> Iterator[str]:
     width = config.megatron.get("kv_channels") or model.hidden_size // heads
     if model.position_embedding == "rope" and isinstance(width, int) and width % 2:
         yield (
-            f"model.position_embedding=rope turns pairs of numbers, and a head is {width} wide "
+            f"model.position_embedding=rope rotates pairs of values, but a head is {width} wide "
             f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
-            f"make that even"
+            f"make the width even"
         )
 
 
@@ -243,13 +243,13 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
         if not value > least_s:
             yield f"{key}={value} must be above {least_s:g}; raise it"
         elif value > _MOST_WAIT_S:
-            yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g}, three years, and longer ones overflow; lower it"
+            yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g} (three years), and longer waits overflow; lower it"
     if not min(waits.values()) > 0.0:
         return
     lost, away = "2 x control.heartbeat_interval_s", "control.store_timeout_s"
     reason = {
-        lost: "whoever waits would give up before a lost rank is found",
-        away: "whoever waits would give up while the store may still come back",
+        lost: "waits would time out before a lost rank is detected",
+        away: "waits would time out while the store may still come back",
     }
     limits = {lost: 2 * control.heartbeat_interval_s, away: control.store_timeout_s}
     for inner, outer in (
@@ -266,8 +266,8 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
     if not control.decision_timeout_s > needed_s:
         yield (
             f"control.decision_timeout_s={control.decision_timeout_s} must exceed reduce.timeout_s + "
-            f"control.group_timeout_s = {needed_s}: a decision may have to wait for another group's pipeline and "
-            f"reduction to give up first; raise control.decision_timeout_s or lower one of the others"
+            f"control.group_timeout_s = {needed_s}: a decision may wait until another group's pipeline and reduction "
+            f"have timed out; raise control.decision_timeout_s or lower one of the others"
         )
 
 
@@ -282,8 +282,8 @@ def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
     if config.cluster.isolate_nodes and config.control.store != "embedded":
         yield (
-            f"cluster.isolate_nodes=true reaches no control.store={config.control.store}; set one of them to "
-            f"false or embedded"
+            f"control.store={config.control.store} cannot be reached with cluster.isolate_nodes=true; set the first to "
+            f"embedded or the second to false"
         )
 
 
@@ -294,7 +294,7 @@ def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
             yield (
                 f"{num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
                 f"{config.parallel.ranks_per_group} ranks) need as many GPUs, and there are {machine.num_gpus}; "
-                f"lower the layout or set cluster.device=cpu"
+                f"reduce the layout or set cluster.device=cpu"
             )
         if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":
             yield _only_transformer_engine(config)

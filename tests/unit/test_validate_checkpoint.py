@@ -30,7 +30,7 @@ def fault(**fields: Any) -> FaultConfig:
         ({"interval_s": 0.0}, "checkpoint.interval_s=0.0 must be above 0"),
         ({"timeout_s": -1.0}, "checkpoint.timeout_s=-1.0 must be above 0"),
         ({"interval_steps": 1, "keep_every_steps": 0}, "checkpoint.keep_every_steps=0 must be at least 1"),
-        ({"keep_every_steps": 9}, "has no effect where no checkpoints are taken"),
+        ({"keep_every_steps": 9}, "has no effect without checkpoints"),
     ],
 )
 def test_what_says_nothing_or_the_impossible_is_refused(settings: dict[str, Any], text: str) -> None:
@@ -42,7 +42,7 @@ def test_what_says_nothing_or_the_impossible_is_refused(settings: dict[str, Any]
     [
         ({"kind": "nan"}, "faults.trace[0].kind=nan cannot strike a save; choose one of kill, stop"),
         ({"rank": 1}, "faults.trace[0].phase=save_rename is reached by rank 0 alone"),
-        ({"group": None}, "name one in faults.trace[0].group"),
+        ({"group": None}, "set faults.trace[0].group"),
     ],
 )
 def test_faults_that_no_save_can_meet_are_refused(fields: dict[str, Any], text: str) -> None:

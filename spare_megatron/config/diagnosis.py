@@ -105,7 +105,7 @@ def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[NodeFindin
             is_problem=False,
             node=node.name,
             check="gpus",
-            text=f"its GPUs are {_told(models)}, and elsewhere {_told(usual_models)}",
+            text=f"its GPUs are {_counts(models)}, and elsewhere {_counts(usual_models)}",
         )
     for node, sizes, usual_sizes in _deviants(nodes, lambda facts: facts.corpus_bytes):
         if None not in sizes and None not in usual_sizes:
@@ -128,7 +128,7 @@ def _deviants(
     yield from ((node, own, usual) for (node, _), own in zip(nodes, values, strict=True) if own != usual)
 
 
-def _told(names: Iterable[str]) -> str:
+def _counts(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
 
 
@@ -278,14 +278,14 @@ def _write_time(
 ) -> Iterator[NodeFinding]:
     """Compares the time to write a node's share of a checkpoint with the configured timeout and interval."""
     write_s = share / max(bytes_per_s, 1.0)
-    told = (
+    speed = (
         f"{folder} takes {gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"
     )
     timeout_s, interval_s = config.checkpoint.timeout_s, config.checkpoint.interval_s
     if write_s > timeout_s:
-        yield finding(f"{told}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder")
+        yield finding(f"{speed}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder")
     elif interval_s is not None and write_s > interval_s:
-        yield finding(f"{told}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
+        yield finding(f"{speed}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
 
 
 def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[NodeFinding]:

@@ -174,7 +174,7 @@ def answer_to(question: Question) -> Answer:
     Raises:
         ValueError: Something asked is out of range or contradicts itself.
     """
-    from spare_megatron.planner.partition_redundancy import plan_slices
+    from spare_megatron.planner.partition_redundancy import plan_partitions
     from spare_megatron.planner.plan import FRUGAL_TOLERANCE, optimize, predict
 
     facts = facts_of(question)
@@ -202,7 +202,7 @@ def answer_to(question: Question) -> Answer:
         facts=facts,
         plan=best,
         frugal=optimize(facts, chosen, limits, FRUGAL_TOLERANCE),
-        slices=plan_slices(facts, best, slice_copy_s_of(question)),
+        slices=plan_partitions(facts, best, slice_copy_s_of(question)),
         alternatives=tuple(optimize(facts, policy, limits) for policy in policies_of(question)),
         limits=limits,
         assumed=frozenset(name for name, value in names.items() if value is None),

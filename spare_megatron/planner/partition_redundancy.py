@@ -43,7 +43,7 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     F / (N - k), so the mean is the sum over k of P(no wipe-out after k losses) F / (N - k).
 
     Derived. Within 9% of random losses of `stacking.state_partitions`, N from 12 to 60, r_o = 2 and 3, of which up to
-    6% is noise (tests/unit/test_planner_slices.py has fewer samples of the same, and a simulated run).
+    6% is noise (tests/unit/test_planner_partitions.py has fewer samples of the same, and a simulated run).
 
     `redundancy` is r_o, `group_interval_s` F and `back_s` R_o, None if no copies are made; ValueError if one is out of
     its range.
@@ -61,7 +61,7 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     return float((covered * group_interval_s / (num_groups - counts.middle)).sum())
 
 
-def plan_slices(facts: ClusterFacts, plan: Plan, copy_s: float) -> PartitionPlan:
+def plan_partitions(facts: ClusterFacts, plan: Plan, copy_s: float) -> PartitionPlan:
     """The least r_o whose time to train is within `planner.plan.TOLERANCE` of the plan's, else the largest tried.
 
     Wipe-outs of state and of shards are taken as independent, so their rates add up. R_o is the time of the copy plus

@@ -10,7 +10,7 @@ import pytest
 
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.partition_redundancy import plan_slices, state_time_to_wipe_out_s
+from spare_megatron.planner.partition_redundancy import plan_partitions, state_time_to_wipe_out_s
 from spare_megatron.planner.plan import TOLERANCE, predict
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
@@ -87,18 +87,18 @@ def facts(num_groups: int = 600) -> ClusterFacts:
 
 def test_the_plan_takes_the_least_hosts_that_cost_next_to_nothing() -> None:
     shards = predict(facts(), "microbatch", 5)
-    found = plan_slices(facts(), shards, copy_s=60.0)
+    found = plan_partitions(facts(), shards, copy_s=60.0)
     assert shards.time_to_train_ratio <= found.time_to_train_ratio
     assert found.time_to_train_ratio <= shards.time_to_train_ratio * (1 + TOLERANCE)
     fewer_s = state_time_to_wipe_out_s(600, found.redundancy - 1, 600 * 300.0, 60.0 + 70.0 * shards.stretch)
     assert fewer_s < found.time_to_wipe_out_s
     assert found.time_to_wipe_out_without_copies_s < shards.time_to_wipe_out_s
-    slower = plan_slices(facts(), shards, copy_s=7200.0)
+    slower = plan_partitions(facts(), shards, copy_s=7200.0)
     assert slower.redundancy > found.redundancy
 
 
 def test_two_groups_have_at_most_two_hosts() -> None:
-    found = plan_slices(facts(num_groups=2), predict(facts(num_groups=2), "microbatch", 2), copy_s=60.0)
+    found = plan_partitions(facts(num_groups=2), predict(facts(num_groups=2), "microbatch", 2), copy_s=60.0)
     assert found.redundancy <= 2
 
 

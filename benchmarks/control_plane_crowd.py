@@ -131,7 +131,7 @@ class Crowd:
             self._ask(asks)
             wait_s = max(asks[0][0] - time.monotonic(), 0.0) if asks else None
             for key, _ in self._selector.select(wait_s):
-                for voter in self._taken_back() if key.data is None else self._told(key.data):
+                for voter in self._taken_back() if key.data is None else self._decided(key.data):
                     voter.decide_s.append(time.monotonic() - voter.voted_at_s)
                     voter.is_complete = True
                     if voter.leader.attempt < end:
@@ -170,8 +170,8 @@ class Crowd:
         future.result()
         return [voter]
 
-    def _told(self, voter: _Voter) -> list[_Voter]:
-        """The group, if its relay has told it of the decision."""
+    def _decided(self, voter: _Voter) -> list[_Voter]:
+        """The group, if its relay has passed on the decision."""
         if voter.hear():
             return [voter]
         if voter.is_relayed and voter.is_closed:

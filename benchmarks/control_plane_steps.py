@@ -23,7 +23,7 @@ def measure_steps(spec: StoreSpec, num_steps: int, servers: Sequence[int]) -> di
     """Steps of a few groups that vote directly, and forget their votes as real ones do. The second half is counted."""
     logs = [DecisionLog(open_store(spec)) for _ in range(NUM_GROUPS)]
 
-    def take(step: int) -> None:
+    def commit_step(step: int) -> None:
         def cast(group: int) -> None:
             member = Member(GroupId(group))
             logs[group].cast(step, member, {member: _VOTE}, forget=[step - 2])
@@ -34,10 +34,10 @@ def measure_steps(spec: StoreSpec, num_steps: int, servers: Sequence[int]) -> di
     half = num_steps // 2
     with ThreadPoolExecutor(NUM_GROUPS) as pool:
         for step in range(half):
-            take(step)
+            commit_step(step)
         before, used_before = _memory_bytes(servers), _database_bytes(spec)
         for step in range(half, num_steps):
-            take(step)
+            commit_step(step)
     counted = num_steps - half
     found: dict[str, object] = {
         "steps": num_steps,

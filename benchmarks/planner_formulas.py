@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/planner_formulas.py [--json] [--samples 4000] [--seed 0] [--most-groups 1000]
 
-Losses are random on Golomb placements; makespans and patches are those of core.reorder and core.stack_reorder. An error
+Losses are random on Golomb placements; makespans and patches are those of stacking.reorder and
+stacking.stack_reorder. An error
 is formula / Monte Carlo - 1; `noise` is the standard error of the Monte Carlo mean, relative to it.
 """
 
@@ -14,29 +15,35 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from scipy.integrate import trapezoid
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from benchmarks.paper_model import paper_redundancy, paper_time_to_train
+from benchmarks.paper_model import (
+    asymptotic_endured_losses,
+    mean_makespan,
+    mean_overhead,
+    paper_redundancy,
+    paper_time_to_train,
+)
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.planner import montecarlo
 from spare_megatron.planner.domains import (
     LossIntervals,
     consecutive_domains,
-    endured_domains,
+    coverage_over_time,
+    domain_coverage_probabilities,
     equivalent_domain_repair,
     hosts_per_domain,
-    time_to_wipe_out_s,
-    wipe_out_probability,
 )
-from spare_megatron.planner.endurance import FloatArray, asymptotic_endured_losses, endured_losses
+from spare_megatron.planner.endurance import FloatArray, endured_losses
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts, Policy
-from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_makespan, mean_overhead, patch_stacks
+from spare_megatron.planner.overhead import StepTimes, least_makespans, patch_stacks
 from spare_megatron.planner.plan import availability, best_availability, closed_form_redundancy, optimize, predict
 from spare_megatron.planner.readmission import RejoinTimes, absence, equivalent_repair, num_down_with_spares
 from spare_megatron.planner.repair import RepairTimes, survival
 from spare_megatron.stacking.placement import IntArray, make_placement
+from tests.oracle import monte_carlo
 
 SIZES = (200, 600, 1000)
 REDUNDANCIES = range(2, 21)
@@ -68,7 +75,7 @@ def endurance_rows(sizes: Sequence[int], num_samples: int, seed: int) -> Iterato
         for r in REDUNDANCIES:
             hosts = make_placement("golomb", n, r).host_array
             # The spread of L falls with r, so low r need more samples for the same noise.
-            samples = montecarlo.endured_samples(hosts, n, num_samples * 4 // min(r, 4), generator(seed, n, r))
+            samples = monte_carlo.endured_samples(hosts, n, num_samples * 4 // min(r, 4), generator(seed, n, r))
             row: Row = {"num_groups": n, "redundancy": r, **compared(endured_losses(n, r), samples)}
             asymptotic = asymptotic_endured_losses(n, r)
             yield {**row, "asymptotic": asymptotic, "asymptotic_error": asymptotic / float(samples.mean()) - 1}
@@ -86,7 +93,7 @@ def s_bar_rows(sizes: Sequence[int], num_samples: int, seed: int) -> Iterator[Ro
         before = np.concatenate(([0.0], np.cumsum(least)))
         for r in REDUNDANCIES:
             hosts = make_placement("golomb", n, r).host_array
-            endured = montecarlo.endured_samples(hosts, n, num_samples, generator(seed, n, r))
+            endured = monte_carlo.endured_samples(hosts, n, num_samples, generator(seed, n, r))
             some = endured[endured > 0]
             row: Row = {"num_groups": n, "redundancy": r, **compared(mean_overhead(n, r), before[some] / some)}
             with_last = float((before[endured + 1] / (endured + 1)).mean())
@@ -100,15 +107,15 @@ def overhead_rows(sizes: Sequence[int], num_samples: int, seed: int) -> Iterator
         for r in (4, 8, 12, 20):
             placement = make_placement("golomb", n, r)
             rng = generator(seed, n, r)
-            endured = montecarlo.endured_samples(placement.host_array, n, num_samples, rng)
+            endured = monte_carlo.endured_samples(placement.host_array, n, num_samples, rng)
             num_sequences = max(num_samples // 400, 1)
             case: Row = {"num_groups": n, "redundancy": r}
-            depths = montecarlo.depth_samples(placement, num_sequences, rng)
+            depths = monte_carlo.depth_samples(placement, num_sequences, rng)
             per_sequence = counted(n, 1, endured, depths, is_pooled=False)
             yield {"what": "S_bar", **case, **compared(mean_overhead(n, r), per_sequence)}
             pooled = counted(n, 1, endured, depths, is_pooled=True)
             yield {"what": "depth", **case, **compared(mean_makespan(n, r), pooled)}
-            pairs = montecarlo.makespan_samples(placement, NUM_MICROBATCHES, num_sequences, rng)
+            pairs = monte_carlo.makespan_samples(placement, NUM_MICROBATCHES, num_sequences, rng)
             pooled = counted(n, NUM_MICROBATCHES, endured, [span for span, _ in pairs], is_pooled=True)
             yield {"what": "makespan", **case, **compared(mean_makespan(n, r, NUM_MICROBATCHES), pooled)}
             yield {"what": "patch", **case, **patch_compared(n, r, [patch for _, patch in pairs])}
@@ -141,7 +148,7 @@ def repair_rows(num_samples: int, seed: int) -> Iterator[Row]:
     for n, r, down in ((13, 3, 0.1), (31, 2, 0.01), (31, 3, 0.1), (60, 2, 0.1), (60, 4, 0.3), (200, 3, 0.05)):
         repair = RepairTimes(group_interval_s=1.0, repair_s=down / (1 - down))
         placement = make_placement("golomb", n, r)
-        samples = montecarlo.repair_samples_s(placement, repair, num_samples, generator(seed, n, r))
+        samples = monte_carlo.repair_samples_s(placement, repair, num_samples, generator(seed, n, r))
         case: Row = {"num_groups": n, "redundancy": r, "down_share": down}
         yield {**case, **compared(survival(n, r, repair).mean_s, samples)}
 
@@ -153,7 +160,7 @@ def spares_rows(num_samples: int, seed: int) -> Iterator[Row]:
         away = absence(n, 600.0, rejoin)
         placement = make_placement("golomb", n, r)
         num_runs = max(num_samples // 10, 10)
-        lived_s, absences_s = montecarlo.spares_samples_s(placement, 600.0, rejoin, num_runs, generator(seed, n, r))
+        lived_s, absences_s = monte_carlo.spares_samples_s(placement, 600.0, rejoin, num_runs, generator(seed, n, r))
         found = survival(n, r, equivalent_repair(r, num_down_with_spares(n, away, rejoin), 600.0))
         case: Row = {"num_groups": n, "redundancy": r, "num_spares": num_spares}
         case |= {"absence_s": away.repair_s, "absence_counted_s": float(absences_s.mean())}
@@ -169,9 +176,15 @@ def domain_repair_rows(num_samples: int, seed: int) -> Iterator[Row]:
             placement = make_placement("golomb", n, r, size if is_apart else 1)
             away = equivalent_domain_repair(hosts_per_domain(placement, domain_of), intervals, absence_s)
             drawn = (max(num_samples // 10, 10), generator(seed, n, r))
-            samples_s = montecarlo.domain_repair_samples_s(placement, domain_of, intervals, absence_s, drawn)
+            samples_s = monte_carlo.domain_repair_samples_s(placement, domain_of, intervals, absence_s, drawn)
             case: Row = {"num_groups": n, "redundancy": r, "apart": is_apart}
             yield {**case, **compared(survival(n, r, away).mean_s, samples_s)}
+
+
+def mean_time_s(counts: IntArray, intervals: LossIntervals) -> float:
+    """Mean seconds until a wipe-out, with groups and domains that never come back."""
+    times_s, covered = coverage_over_time(counts, intervals)
+    return float(trapezoid(covered, times_s))
 
 
 def domain_rows(num_samples: int, seed: int) -> Iterator[Row]:
@@ -184,17 +197,13 @@ def domain_rows(num_samples: int, seed: int) -> Iterator[Row]:
                 counts = hosts_per_domain(placement, domain_of)
                 rng = generator(seed, n, r)
                 case: Row = {"placement": kind, "domains": name, "redundancy": r}
-                samples = montecarlo.endured_samples(domain_of[placement.host_array], n // size, num_samples, rng)
+                samples = monte_carlo.endured_samples(domain_of[placement.host_array], n // size, num_samples, rng)
                 if samples.any():
-                    yield {"what": "endured domains", **case, **compared(endured_domains(counts), samples)}
+                    endured = float(domain_coverage_probabilities(counts)[1:].sum())
+                    yield {"what": "endured domains", **case, **compared(endured, samples)}
                 intervals = LossIntervals(group_s=200.0, domain_s=200.0)
-                times_s = montecarlo.domain_samples_s(placement, domain_of, intervals, num_samples, rng)
-                yield {"what": "time", **case, **compared(time_to_wipe_out_s(counts, intervals), times_s)}
-                lost = int(endured_losses(n, r) / 2)
-                hits = montecarlo.domain_wipe_out_samples(placement, domain_of, lost, num_samples, rng)
-                chance, hit = wipe_out_probability(counts, domain_of, lost), float(hits.mean())
-                case |= {"num_lost": lost, "formula": chance, "monte_carlo": hit, "difference": chance - hit}
-                yield {"what": "P(domain wipes out)", **case}
+                times_s = monte_carlo.domain_samples_s(placement, domain_of, intervals, num_samples, rng)
+                yield {"what": "time", **case, **compared(mean_time_s(counts, intervals), times_s)}
 
 
 def availability_rows(num_samples: int, seed: int) -> Iterator[Row]:
@@ -202,7 +211,7 @@ def availability_rows(num_samples: int, seed: int) -> Iterator[Row]:
         best = best_availability(60.0, time_to_failure_s, 3600.0)
         plan_s = np.random.default_rng(seed).exponential(time_to_failure_s, num_samples * 25)
         cadence_s = optimal_cadence_s(60.0, time_to_failure_s)
-        measured = montecarlo.availability_sample(cadence_s, CHECKPOINT, plan_s)
+        measured = monte_carlo.availability_sample(cadence_s, CHECKPOINT, plan_s)
         assert abs(best - availability(cadence_s, 60.0, time_to_failure_s, 3600.0)) < 1e-9
         yield {"time_to_failure_s": time_to_failure_s, "cadence_s": cadence_s, **compared(best, np.array([measured]))}
 
@@ -244,11 +253,11 @@ def simulated_ratio(facts: ClusterFacts, policy: Policy, redundancy: int, num_cy
     n, m = facts.num_groups, facts.num_microbatches if policy == "microbatch" else 1
     rng = generator(seed, n, redundancy)
     hosts = make_placement("golomb", n, redundancy).host_array
-    run = montecarlo.SimulatedRun(
+    run = monte_carlo.SimulatedRun(
         times=facts.times, checkpoint=facts.checkpoint, cadence_s=predict(facts, policy, redundancy).cadence_s
     )
-    wipe_out_after = montecarlo.endured_samples(hosts, n, num_cycles, rng) + 1
-    return montecarlo.simulated_time_to_train(
+    wipe_out_after = monte_carlo.endured_samples(hosts, n, num_cycles, rng) + 1
+    return monte_carlo.simulated_time_to_train(
         wipe_out_after, least_makespans(n, m), patch_stacks(n, redundancy, m), run, rng
     )
 

@@ -135,12 +135,12 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
         assert summary.verdict == "valid", summary.reasons
         assert not [event for event in lost if isinstance(event, MetricsLost)], "a sink is missing in the figures"
         assert bool(left_behind) is hangs, left_behind
-        told = [
+        updates = [
             (line.record.step, line.at_s)
             for line in read_journal(folder).lines
             if isinstance(line.record, UpdateRecord) and line.record.group == 0
         ]
-    step_s = {step: at_s - before_s for (_, before_s), (step, at_s) in pairwise(sorted(told))}
+    step_s = {step: at_s - before_s for (_, before_s), (step, at_s) in pairwise(sorted(updates))}
     return {**ratio_of(step_s), "step_s": statistics.median(step_s.values()), "wall_s": wall_s}
 
 

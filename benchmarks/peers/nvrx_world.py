@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.nvrx_group import train_group
 from benchmarks.peers.peer_world import forked_server, run_groups
-from spare_megatron.config.loader import loads_run_config
+from spare_megatron.config.loader import load_run_config
 from spare_megatron.store.tcp_store import serve
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, required=True)
     parser.add_argument("folder", type=Path, help="has config.toml; events and logs go there")
     options = parser.parse_args()
-    config = loads_run_config((options.folder / "config.toml").read_text()).config
+    config = load_run_config(options.folder / "config.toml").config
     times = (options.interval_s, options.timeout_s)
     with forked_server(partial(serve, "127.0.0.1"), options.folder) as port:
         run_groups(config, partial(train_group, config, port, *times, options.folder), options.folder)

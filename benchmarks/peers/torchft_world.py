@@ -12,7 +12,7 @@ from torchft.coordination import LighthouseServer
 
 from benchmarks.peers.peer_world import forked_server, run_groups
 from benchmarks.peers.torchft_group import train_group
-from spare_megatron.config.loader import loads_run_config
+from spare_megatron.config.loader import load_run_config
 from spare_megatron.process.processes import log_to_file
 
 _PR_SET_PDEATHSIG = 1
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="has config.toml; events and logs go there")
     options = parser.parse_args()
     folder, timeout = options.folder, timedelta(seconds=options.timeout_s)
-    config = loads_run_config((folder / "config.toml").read_text()).config
+    config = load_run_config(folder / "config.toml").config
     with forked_server(partial(serve_lighthouse, options.heartbeat_s, folder), folder) as lighthouse:
         train = partial(train_group, config, lighthouse, timeout, folder)
         run_groups(config, train, folder, restarts=options.restarts)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.cli.bench_machine import Memory, memory_of
-from spare_megatron.config.implications import flops_per_token, implications
+from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
 from spare_megatron.config.validate import resolve_device
 from spare_megatron.driver.run import look_at_machine, start_run
@@ -178,7 +179,7 @@ def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]
 def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
     steps = [value for run in runs for value in run.step_s]
     step_s = statistics.median(steps)
-    tokens = implications(config).tokens_per_step
+    tokens = run_sizes(config).tokens_per_step
     tflops = flops_per_token(config) * tokens / step_s / config.parallel.num_ranks / 1e12
     peak = config.metrics.peak_tflops
     return Speed(

@@ -31,13 +31,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command("show")
 def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and what the numbers come to: ranks, parameters, batch, memory."""
-    from spare_megatron.cli.config_table import print_implications, print_settings
-    from spare_megatron.config.implications import implications
+    from spare_megatron.cli.config_table import print_settings, print_sizes
     from spare_megatron.config.resolved import settings
+    from spare_megatron.config.run_sizes import run_sizes
 
     with explained_errors("config show"):
         config, loaded = load_without_problems(preset, overrides or (), fitting_machine)
-        facts = implications(config)
+        facts = run_sizes(config)
         endured = _endured_losses(config)
     if as_json:
         table = {
@@ -46,7 +46,7 @@ def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) 
         typer.echo(json.dumps({"settings": table, **asdict(facts), "endured_losses": endured}))
         return
     print_settings(loaded)
-    print_implications(facts, endured)
+    print_sizes(facts, endured)
 
 
 @app.command("check")

@@ -1,19 +1,16 @@
 """The tables of `spare config show`."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from spare_megatron.cli.detached_view import RunConsole
-from spare_megatron.config.implications import Implications
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.resolved import settings
+from spare_megatron.config.run_sizes import RunSizes
 from spare_megatron.journal.quantities import format_bytes, format_count, format_large
-
-if TYPE_CHECKING:
-    pass
 
 
 def print_settings(loaded: LoadedConfig) -> None:
@@ -27,7 +24,7 @@ def print_settings(loaded: LoadedConfig) -> None:
     RunConsole().print(table)
 
 
-def print_implications(facts: Implications, endured_losses: float) -> None:
+def print_sizes(facts: RunSizes, endured_losses: float) -> None:
     """What the numbers come to."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     for row in _rows(facts, endured_losses):
@@ -35,7 +32,7 @@ def print_implications(facts: Implications, endured_losses: float) -> None:
     RunConsole().print(table)
 
 
-def _rows(facts: Implications, endured_losses: float) -> Iterator[tuple[str, str]]:
+def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:
     memory = facts.memory
     yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group"
     yield "parameters", format_large(facts.num_parameters)

@@ -84,10 +84,10 @@ def _tell_run(run_dir: Path, *, as_json: bool) -> None:
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
     """What is to be said that no journal tells."""
-    from spare_megatron.config.store_space import held
+    from spare_megatron.config.store_space import usage
 
     found = store_bytes(run_dir)
-    store = "" if found is None else f"etcd holds {held(*found)}, as it told this run last"
+    store = "" if found is None else f"etcd holds {usage(*found)}, as it told this run last"
     return [note for note in (store, driverless(run_dir, run_state, now_s)) if note]
 
 

@@ -83,7 +83,7 @@ def cache_folder(data: DataConfig) -> Path:
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
     """Facts of the corpus, or why it cannot be used; neither if a file is missing. `on_read` announces long reads."""
     try:
-        return _look_at(data, on_read), ""
+        return _known_facts(data, on_read), ""
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None, ""
     except OSError as error:
@@ -95,7 +95,7 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
         return None, f"data.corpus={data.corpus}: {error}"
 
 
-def _look_at(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFacts:
+def _known_facts(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFacts:
     """Facts from the cache, else from a full read. Raises ValueError if damaged, OSError if unreadable."""
     files = corpus_files(data.corpus)
     state = _state_of(files)

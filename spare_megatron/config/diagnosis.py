@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from spare_megatron.config.implications import implications
 from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib, shortage
 from spare_megatron.config.validate_cluster import num_etcd_members
@@ -105,7 +105,7 @@ def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[Node
             is_problem=False,
             node=node.name,
             check="gpus",
-            text=f"its GPUs are {_told(models)}, and elsewhere {_told(usual_models)}",
+            text=f"its GPUs are {_counts(models)}, and elsewhere {_counts(usual_models)}",
         )
     for node, sizes, usual_sizes in _deviants(nodes, lambda facts: facts.corpus_bytes):
         if None not in sizes and None not in usual_sizes:
@@ -128,7 +128,7 @@ def _deviants(
     yield from ((node, own, usual) for (node, _), own in zip(nodes, values, strict=True) if own != usual)
 
 
-def _told(names: Iterable[str]) -> str:
+def _counts(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
 
 
@@ -146,7 +146,7 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
             text=f"torch sees {len(facts.gpus)} GPUs, and its {ranks} ranks need one each; see `nvidia-smi` there, "
             f"take the node out, or change layout or cluster.num_nodes",
         )
-    needed = implications(config).memory.total_bytes
+    needed = run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:ranks]):
         if gpu.memory_bytes < needed:
             yield NodeFinding(
@@ -255,7 +255,7 @@ def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeF
     checkpoint = config.checkpoint
     if not checkpoint.is_wanted:
         return
-    size = implications(config).checkpoint_bytes
+    size = run_sizes(config).checkpoint_bytes
     room = (checkpoint.keep_last + 2) * size
     if facts.folder_free_bytes < size:
         yield finding(
@@ -278,14 +278,14 @@ def _write_time(
 ) -> Iterator[NodeFinding]:
     """Compares the time to write a node's share of a checkpoint with the configured timeout and interval."""
     write_s = share / max(bytes_per_s, 1.0)
-    told = (
+    speed = (
         f"{folder} takes {gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"
     )
     timeout_s, interval_s = config.checkpoint.timeout_s, config.checkpoint.interval_s
     if write_s > timeout_s:
-        yield finding(f"{told}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder")
+        yield finding(f"{speed}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder")
     elif interval_s is not None and write_s > interval_s:
-        yield finding(f"{told}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
+        yield finding(f"{speed}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
 
 
 def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[NodeFinding]:

@@ -79,11 +79,6 @@ def load_and_judge(
     return loaded, [*(mistake.text for mistake in mistakes), *judged]
 
 
-def loads_run_config(text: str, origin: str = "text") -> LoadedConfig:
-    """Parses one TOML text without includes; the inverse of `dump_run_config`. Raises as `load_run_config`."""
-    return _without_mistakes(*_assemble(list(_flatten(_parse_toml(text, origin), origin))))
-
-
 def _without_mistakes(loaded: LoadedConfig, mistakes: Sequence[_Mistake]) -> LoadedConfig:
     if mistakes:
         raise ConfigError("\n".join(mistake.text for mistake in mistakes))

@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.implications import flops_per_token, implications
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 
 
 def terms_of_run(config: RunConfig) -> dict[str, Any]:
     """The terms that a resolved configuration fixes; equal in the driver and in every rank."""
     layout, spare = config.layout, config.spare
-    tokens = implications(config).tokens_per_step
+    tokens = run_sizes(config).tokens_per_step
     return {
         "name": config.name,
         "num_groups": layout.num_groups,

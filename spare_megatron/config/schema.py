@@ -1,9 +1,10 @@
-"""The schema of a run's configuration. The string below a field is its help, printed to users."""
+"""The schema of a run's configuration. A field's type has its limit; the string below it is its help for users."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spare_megatron.config.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ShareBelowOne
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.stacking.layout import Layout
 
@@ -12,66 +13,67 @@ from spare_megatron.stacking.layout import Layout
 class ModelConfig:
     """The GPT model; `[megatron]` sets everything else that Megatron lets one choose."""
 
-    num_layers: int = 4
-    """Transformer layers, over all pipeline stages."""
-    hidden_size: int = 64
+    num_layers: PositiveInt = 4
+    """Number of transformer layers, over all pipeline stages."""
+    hidden_size: PositiveInt = 64
     """Width of the residual stream."""
-    num_attention_heads: int = 4
+    num_attention_heads: PositiveInt = 4
     """Attention heads, over all tensor-parallel ranks."""
-    ffn_hidden_size: int | None = None
-    """Width of the feed-forward layers; 4 x hidden_size when absent."""
-    seq_length: int = 64
-    """Tokens in a sequence."""
-    vocab_size: int = 256
-    """Size of the vocabulary, as the tokenizer of the corpus has it."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Width of the feed-forward layers; 4 x hidden_size if absent."""
+    seq_length: PositiveInt = 64
+    """Tokens per sequence."""
+    vocab_size: PositiveInt = 256
+    """Size of the vocabulary; at least that of the corpus's tokenizer."""
     position_embedding: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """How positions are encoded."""
+    """Position encoding: learned vectors, or rotary (rope)."""
     tie_embeddings: bool = True
-    """Whether the output layer shares the word embeddings."""
-    hidden_dropout: float = 0.0
+    """The output layer shares the word embedding table."""
+    hidden_dropout: ShareBelowOne = 0.0
     """Probability of dropping an element of the residual stream."""
-    attention_dropout: float = 0.0
+    attention_dropout: ShareBelowOne = 0.0
     """Probability of dropping an attention weight."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Format of parameters and activations; gradients are summed and the optimizer works in fp32."""
+    """Format of parameters and activations. Gradient sums and optimizer state are always fp32."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers to build from; auto takes transformer-engine on a GPU where it is installed."""
+    """Layer implementation; auto uses transformer-engine on a GPU where it is installed, else local."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
     """How the ranks are divided into groups and, inside a group, by tensor, context and pipeline parallelism."""
 
-    num_groups: int = 4
-    """Data-parallel groups, each a whole model."""
-    tensor_parallel: int = 1
-    """Ranks that share each layer."""
-    context_parallel: int = 1
-    """Ranks that share each sequence."""
-    pipeline_parallel: int = 1
-    """Pipeline stages."""
-    virtual_pipeline: int = 1
-    """Model chunks per stage; above 1 the interleaved schedule is used."""
+    num_groups: PositiveInt = 4
+    """Data-parallel groups; each holds one whole model."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that split each layer."""
+    context_parallel: PositiveInt = 1
+    """Ranks that split each sequence."""
+    pipeline_parallel: PositiveInt = 1
+    """Number of pipeline stages."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks per stage; above 1 selects the interleaved schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareConfig:
     """The redundancy that masks lost groups."""
 
-    redundancy: int = 3
-    """Shards in a group's stack: hosts of each shard (r)."""
-    microbatches_per_shard: int = 4
-    """Microbatches a shard consists of (m)."""
+    redundancy: PositiveInt = 3
+    """Hosts of each shard, which is also the number of shards in a group's stack (r)."""
+    microbatches_per_shard: PositiveInt = 4
+    """Microbatches per shard (m)."""
     placement: Literal["golomb", "consecutive"] = "golomb"
-    """Which groups host a shard: golomb makes any two shards share at most one host where that is possible."""
-    groups_per_domain: int = 1
-    """Groups of consecutive ids in a rack or power domain; no two hosts of a shard share one where that is possible."""
-    rejoins: int = 3
-    """Times that each lost group is started again, to be taken in by the others at the end of a step."""
-    spares: int = 0
-    """Groups whose processes each node holds ready, to take the place of those of a group that is lost."""
+    """Choice of a shard's hosts; golomb lets any two shards share at most one host where possible."""
+    groups_per_domain: PositiveInt = 1
+    """Groups of consecutive ids per rack or power domain; the hosts of a shard stand in different domains where
+    possible."""
+    rejoins: NonNegativeInt = 3
+    """Times that a supervisor restarts each lost group; the others admit it at the end of a step."""
+    spares: NonNegativeInt = 0
+    """Groups per node for which processes are kept ready to replace those of a lost group; 0 starts new processes."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
-    """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
+    """Unit of work that moves after a loss: a microbatch, or a whole shard (stack) as in the SPARe paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,41 +83,43 @@ class DataConfig:
     corpus: str = ""
     """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
     identity: str = ""
-    """What `data.corpus` must be: digest, tokens, tokenizer, as `config.toml` of a run has it; any if empty."""
+    """Required identity of `data.corpus`: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts any."""
     cache: str = ""
-    """Folder for the sample indices; `cache` beside the corpus when empty."""
+    """Folder for sample indices; `cache` beside the corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"
-    """What a group can read: the shards of its stack, or all, so that any group computes a shard without a host."""
+    """Shards that a group can read: those of its stack, or all (shared), which lets any group compute a shard that has
+    lost its hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """Adam with weight decay, and its schedule."""
 
-    learning_rate: float = 1e-3
+    learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
-    min_learning_rate: float = 1e-5
+    min_learning_rate: NonNegativeFloat = 1e-5
     """Learning rate at the end of the decay."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay, which ends with the last step of the run."""
-    weight_decay: float = 0.01
+    """Shape of the decay, which ends at the last step of the run."""
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
-    beta1: float = 0.9
-    """Adam's decay of the first moment."""
-    beta2: float = 0.95
-    """Adam's decay of the second moment."""
-    eps: float = 1e-8
+    beta1: ShareBelowOne = 0.9
+    """Decay rate of Adam's first moment."""
+    beta2: ShareBelowOne = 0.95
+    """Decay rate of Adam's second moment."""
+    eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 disables clipping."""
     sharding: Literal["replicated", "stacked"] = "replicated"
-    """Where the optimizer's state is: replicated in every group, or stacked in slices on a few groups each."""
-    redundancy: int = 2
-    """Stacked: groups that host each slice of the optimizer's state (r_o)."""
-    repair_mib_per_s: float = 256.0
-    """Stacked: how fast each rank fetches copies of slices in the background, at most."""
+    """Where optimizer state is kept: whole in every group (replicated), or in partitions on a few groups each
+    (stacked)."""
+    redundancy: PositiveInt = 2
+    """Groups that host each partition of the optimizer state (r_o); for sharding = stacked."""
+    repair_mib_per_s: PositiveFloat = 256.0
+    """Largest rate at which each rank copies partitions in the background, in MiB/s; for sharding = stacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +127,14 @@ class ReduceConfig:
     """The cross-group reduction."""
 
     mode: Literal["fast", "reproducible"] = "fast"
-    """reproducible sums exact integers, so that the result does not depend on who computed what or in which order."""
+    """Gradient sums: fast adds floats; reproducible adds integers exactly, so results do not depend on who computed
+    what."""
     overlap: bool = False
-    """Whether a bucket is reduced as soon as the backward pass has finished it, while others are computed."""
+    """Reduces each bucket as soon as the backward pass has finished it, while other buckets are computed."""
     bucket_mib: float = 32.0
-    """Gradients that are reduced as one, in MiB; three times this much memory is needed beside the gradients."""
+    """Size of a gradient bucket in MiB; each rank needs three times this memory beside the gradients."""
     timeout_s: float = 120.0
-    """Longest wait for one bucket of a cross-group reduction, or for building its communicator."""
+    """Longest wait for one bucket of a cross-group reduction, or for building the communicator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,31 +142,31 @@ class ControlConfig:
     """Agreement between groups, the control store, and timeouts inside a group."""
 
     store: Literal["embedded", "etcd"] = "embedded"
-    """Where the groups agree: in a server process of the run, or in an etcd cluster, which outlives its members."""
+    """Control store: a server process of the run (embedded), or an etcd cluster, which survives losing a member."""
     listen_address: str = "127.0.0.1"
-    """IP address of this machine that the embedded store serves on, to whoever reaches it: it has no authentication."""
+    """IP address of this machine on which the embedded store listens. It has no authentication."""
     endpoints: tuple[str, ...] = ()
     """Client URLs of the etcd members."""
     ca_file: str = ""
-    """Certificates that may vouch for etcd; the system's when empty."""
+    """CA certificates that verify etcd; the system's if empty."""
     cert_file: str = ""
-    """Client certificate to show to etcd."""
+    """Client certificate presented to etcd."""
     key_file: str = ""
-    """Key of the client certificate."""
+    """Private key of the client certificate."""
     credentials_file: str = ""
-    """File with user:password for etcd, its owner's alone; SPARE_ETCD_USER and SPARE_ETCD_PASSWORD when empty."""
-    vote_fan_in: int = 32
-    """Groups whose votes one of them casts for all; runs of no more groups vote directly."""
+    """File with user:password for etcd, private to its owner; SPARE_ETCD_USER and SPARE_ETCD_PASSWORD if empty."""
+    vote_fan_in: PositiveInt = 32
+    """Groups whose votes one group relays; with this many groups or fewer, each votes directly."""
     startup_timeout_s: float = 300.0
-    """Longest wait for all ranks to be up with their model built."""
+    """Longest wait until all ranks have started and built the model."""
     decision_timeout_s: float = 600.0
     """Longest wait for the next entry of the decision log."""
     group_timeout_s: float = 120.0
     """Longest wait for a collective or a pipeline transfer inside a group."""
     heartbeat_interval_s: float = 1.0
-    """A rank or a node that shows no life is found within two of these."""
+    """Seconds between heartbeats; a rank or node that shows no sign of life is fenced within two intervals."""
     store_timeout_s: float = 60.0
-    """How long training pauses for a control store that does not answer before the run ends."""
+    """Longest pause while the control store does not answer; then the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,33 +174,34 @@ class CheckpointConfig:
     """When checkpoints are taken, which one the run starts from, and restarts after a wipe-out."""
 
     cadence: Literal["fixed", "optimal"] = "fixed"
-    """optimal takes checkpoints by what the run has measured: stalls of saves, restarts, losses, who is left."""
-    group_life_s: float = 1e6
-    """Mean seconds until a given group is lost, as expected before any is; for the cadence optimal."""
-    interval_steps: int | None = None
-    """Steps from one checkpoint to the next; without this and `interval_s` none are taken."""
-    interval_s: float | None = None
-    """Seconds from one checkpoint to the next."""
+    """When to save: at a fixed interval, or at the optimal one for the measured save, restart and loss times."""
+    group_life_s: PositiveFloat = 1e6
+    """Mean seconds until a given group is lost, assumed before the first loss; for cadence = optimal."""
+    interval_steps: PositiveInt | None = None
+    """Steps between checkpoints; without this and `interval_s` the run takes none."""
+    interval_s: PositiveFloat | None = None
+    """Seconds between checkpoints."""
     asynchronous: bool = True
-    """Trains on while a checkpoint is written; otherwise all groups wait until it is on the disk."""
-    keep_last: int = 2
-    """Newest checkpoints that are kept, beside those that later steps have yet to confirm."""
-    keep_every_steps: int | None = None
-    """One checkpoint out of so many steps is kept for good."""
+    """Continues training while a checkpoint is written; otherwise all groups wait until it is on disk."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep, beside those that later steps have yet to confirm."""
+    keep_every_steps: PositiveInt | None = None
+    """Keeps one checkpoint per this many steps permanently."""
     folder: str = ""
-    """Folder of the checkpoints, on storage that all nodes share; `checkpoints` in the run's directory when empty."""
+    """Folder of the checkpoints, on storage that all nodes share; `checkpoints` in the run directory if empty."""
     load: str = ""
-    """What the run begins with: a checkpoint, or the newest valid one of a folder of checkpoints or of a run."""
+    """Checkpoint to start from: a checkpoint, or a folder of checkpoints or a run, of which the newest valid one is
+    loaded."""
     allow_other_corpus: bool = False
-    """Whether a run may go on from a checkpoint of another corpus than `data.corpus`; its record then names both."""
-    timeout_s: float = 1800.0
-    """Longest time to write a checkpoint, which is given up then while training goes on, and to read one."""
-    max_restarts: int = 3
-    """Restarts after a wipe-out within restart_window_s; the next one ends the run. 0: any wipe-out does."""
-    restart_window_s: float = 3600.0
-    """Seconds of training within which max_restarts counts."""
-    restart_wait_s: float = 60.0
-    """Longest wait at a restart for groups that stay away or get no further; the others then start if they can."""
+    """Allows a run to continue a checkpoint of a corpus other than `data.corpus`; its record names both."""
+    timeout_s: PositiveFloat = 1800.0
+    """Longest time to write a checkpoint, after which it is abandoned and training continues, and to read one."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts after a wipe-out within restart_window_s; the next wipe-out ends the run. 0: the first one does."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds of training over which max_restarts counts."""
+    restart_wait_s: PositiveFloat = 60.0
+    """Longest wait at a restart for missing or stalled groups; then the others start if they can."""
 
     @property
     def is_wanted(self) -> bool:
@@ -207,9 +213,9 @@ class SnapshotConfig:
     """Copies of the training state in the nodes' memory, for restarts after a wipe-out."""
 
     every_steps: int = 0
-    """Steps from one snapshot of the state in host memory to the next, at least 2; 0 takes none."""
-    redundancy: int = 1
-    """Nodes that may be lost with a snapshot left whole: one more keep each rank's state."""
+    """Steps between snapshots of the state in host memory, at least 2; 0 takes none."""
+    redundancy: NonNegativeInt = 1
+    """Nodes whose loss leaves a snapshot whole; each rank's state is copied to one node more."""
 
 
 FaultKind = Literal[
@@ -238,80 +244,82 @@ class FaultConfig:
     """One fault to inject. `faults.seed` determines the fields left unset."""
 
     phase: FaultPoint
-    """Moment of the step at which the rank is hit."""
+    """Moment of the step at which the fault strikes."""
     step: int | None = None
-    """Step at which it is hit."""
+    """Step at which it strikes."""
     group: int | None = None
-    """Group that is hit."""
+    """Group that it strikes."""
     rank: int | None = None
     """Rank inside that group."""
     kind: FaultKind = "kill"
-    """What happens to the rank, to its node or to the control store."""
+    """Effect on the rank, its node or the control store."""
     seconds: float | None = None
-    """How long it lasts, or how far the clock jumps; for good when absent."""
+    """Duration in seconds, or the offset of a clock jump; absent lasts for good."""
     bit: int | None = None
-    """Bit that a flip inverts, from 0, the lowest; the second highest, of a float's exponent the top, when absent."""
+    """Bit that a flip inverts, counted from the lowest, 0; if absent the second highest, a float's top exponent bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultsConfig:
     """Faults to inject into the run."""
 
-    seed: int = 0
-    """Seed of everything the trace leaves open."""
+    seed: NonNegativeInt = 0
+    """Seed of random faults and of the unset fields of the trace."""
     trace: tuple[FaultConfig, ...] = ()
-    """The faults, each in a table of its own."""
+    """Faults to inject, one table each."""
     mean_steps: float | None = None
-    """Mean number of steps from one random fault to the next, instead of a trace; draws none when absent."""
+    """Mean steps between random faults, as an alternative to a trace; absent draws none."""
     distribution: Literal["exponential", "weibull"] = "exponential"
-    """How the steps between random faults are distributed."""
+    """Distribution of the steps between random faults."""
     shape: float = 0.78
     """Shape of the Weibull distribution; below 1 faults come in bursts."""
     kinds: tuple[FaultKind, ...] = ()
-    """Kinds to draw from, one named twice twice as often; all that a run like this can survive when empty."""
+    """Kinds to draw from; one listed twice is drawn twice as often. Empty draws all kinds that the run can survive."""
     mix: Literal["listed", "llama3"] = "listed"
-    """llama3 draws kinds as often as their causes interrupted the training of Llama 3."""
+    """Frequency of kinds: as listed in `kinds`, or as their causes interrupted the training of Llama 3."""
     max_seconds: float = 0.4
-    """Longest of the random faults that pass by themselves."""
+    """Longest duration of a random fault that ends by itself, in seconds."""
     domain_share: float = 0.0
-    """Share of random lasting faults of single groups that hit all groups of a domain at once."""
+    """Share of random permanent faults of single groups that hit all groups of a domain at once."""
     recovery_steps: int = 50
-    """Steps after a random fault in which its groups are not hit again, and count as lost if they may be."""
+    """Steps after a random fault in which its groups are not hit again; those that may be lost count as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Length and seeds of the run."""
 
-    steps: int = 20
+    steps: PositiveInt = 20
     """Optimizer steps to commit."""
-    max_minutes: float | None = None
-    """Minutes from the start of a run to its end with the step under way, if that comes before `steps`."""
-    micro_batch_size: int = 2
-    """Sequences in a microbatch."""
-    seed: int = 1234
-    """Seed of the parameters, the order of the data and the dropout."""
-    params_check_every_steps: int = 10
-    """Steps between comparisons of the parameters of all groups. 0 compares only after recoveries, for checkpoints, and
-    at the end."""
+    max_minutes: PositiveFloat | None = None
+    """Minutes after which the run ends with its current step, if it has not committed `steps` before."""
+    micro_batch_size: PositiveInt = 2
+    """Sequences per microbatch."""
+    seed: NonNegativeInt = 1234
+    """Seed of parameters, data order and dropout."""
+    params_check_every_steps: NonNegativeInt = 10
+    """Steps between comparisons of the groups' parameters; 0 compares only after recoveries, for checkpoints, and at
+    the end."""
     gradient_outlier_factor: float = 1000.0
-    """A group is lost whose gradient exceeds this many times the median of its own last steps; 0 judges no sizes."""
+    """Fences a group whose gradient norm exceeds this many times the median of its own last steps; 0 disables the
+    check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """The machines of the run."""
 
-    num_nodes: int = 1
-    """Nodes, with a supervisor each; ranks are dealt out to them in equal consecutive blocks."""
+    num_nodes: PositiveInt = 1
+    """Nodes, each with one supervisor; ranks are assigned to nodes in equal consecutive blocks."""
     isolate_nodes: bool = False
-    """Gives each node of a run on one machine a network of its own, which faults can cut off; needs root."""
+    """Gives each node of a run on one machine its own network, which faults can cut; needs root."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where ranks compute; auto takes GPUs when there are any."""
-    threads_per_rank: int = 1
-    """Threads of a rank's CPU operations."""
+    """Device that ranks compute on; auto uses GPUs if there are any."""
+    threads_per_rank: PositiveInt = 1
+    """Threads per rank for CPU operations."""
     launcher: Literal["local", "srun", "hand"] = "local"
-    """Who starts supervisors: all here; steps of a Slurm job; or the first here, the others `spare supervise`."""
+    """How supervisors start: all on this machine (local), as steps of a Slurm job (srun), or by `spare supervise` on
+    the other nodes (hand)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,33 +327,33 @@ class SlurmConfig:
     """The job that `spare submit` submits to Slurm."""
 
     partition: str = ""
-    """Partition; the cluster's default when empty."""
+    """Partition; the cluster's default if empty."""
     account: str = ""
-    """Account that pays for the job; the user's default when empty."""
+    """Account that is charged for the job; the user's default if empty."""
     time_limit_minutes: int | None = None
-    """Minutes until Slurm ends the job; the partition's limit when absent."""
+    """Minutes until Slurm ends the job; the partition's limit if absent."""
     end_before_limit_s: int = 300
-    """Seconds before the time limit at which the run ends with the step under way, saves and queues again."""
+    """Seconds before the time limit at which the run finishes its step, saves, and requeues the job."""
     max_requeues: int = 10
-    """Times that the job goes back into the queue, after a wipe-out or at its time limit."""
+    """Times that the job is requeued, after a wipe-out or at its time limit."""
     gpus_per_node: int = 8
-    """GPUs of a node; its ranks take all of them. Without effect on CPUs."""
+    """GPUs per node; its ranks use all of them. Ignored on CPUs."""
     num_spare_nodes: int = 0
-    """Nodes of the job that wait to take the place of lost ones."""
+    """Nodes of the job kept idle to replace lost ones."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, such as --qos=high or --constraint=h100."""
+    """Additional options of sbatch, such as --qos=high or --constraint=h100."""
     setup: tuple[str, ...] = ()
-    """Shell lines that come first: modules, a virtual environment, exports that all nodes are to have."""
+    """Shell lines that run first on every node: modules, a virtual environment, exports."""
     step_options: tuple[str, ...] = ()
-    """Further options of srun for the steps of the nodes, such as --container-image=IMAGE of Pyxis."""
+    """Additional options of srun for the steps of the nodes, such as --container-image=IMAGE of Pyxis."""
     container: tuple[str, ...] = ()
-    """Words before Python in the steps of the nodes, which run it in a container: apptainer, exec, --nv, IMAGE."""
+    """Command before Python in the steps of the nodes, which runs it in a container: apptainer, exec, --nv, IMAGE."""
     python: str = ""
-    """Python in the steps of the nodes, where a container has it elsewhere; that of `spare submit` when empty."""
+    """Path of Python inside the steps, where a container has it elsewhere; that of `spare submit` if empty."""
     doctor: bool = False
-    """Whether the job looks at all its nodes first, as `spare doctor` does, and ends where one has a problem."""
+    """Examines all nodes of the job first, as `spare doctor` does, and ends the job if one has a problem."""
     etcd_port: int = 2379
-    """First of the 6 ports of the etcd that the job brings up on its nodes where control.endpoints is empty."""
+    """First of 6 ports for the etcd that the job starts on its nodes if control.endpoints is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,11 +363,12 @@ class MetricsConfig:
     tensorboard: bool = False
     """Writes event files for TensorBoard into the run's directory."""
     wandb_project: str = ""
-    """Project at Weights & Biases; not told there when empty."""
+    """Project at Weights & Biases; empty sends nothing there."""
     run_id: str = ""
-    """Id of the training there, the same for all runs that continue it; that of the loaded checkpoint when empty."""
-    peak_tflops: float | None = None
-    """Peak of one rank's device in 10^12 operations a second, for `perf/mfu`; none is told when absent."""
+    """Id of the run at Weights & Biases, the same for all runs that continue it; that of the loaded checkpoint if
+    empty."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak rate of one rank's device in 10^12 operations per second, for `perf/mfu`; absent leaves that metric out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +376,7 @@ class RunConfig:
     """The whole configuration of a run."""
 
     name: str = "run"
-    """Name of the run, and of its directory under `runs` unless another is given."""
+    """Name of the run; also of its directory under `runs` unless --run-dir names another."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     spare: SpareConfig = field(default_factory=SpareConfig)

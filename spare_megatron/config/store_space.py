@@ -40,20 +40,20 @@ class StoreSpace:
 def shortage(space: StoreSpace, num_steps: int) -> str:
     """Why etcd may refuse writes before `num_steps` more steps are committed, and the remedy; empty if it will not."""
     if space.is_full:
-        return f"{FULL}, at {held(space.used_bytes, space.limit_bytes)}; {REMEDY}"
+        return f"{FULL}, at {usage(space.used_bytes, space.limit_bytes)}; {REMEDY}"
     needed_bytes = num_steps * STEP_BYTES
     if space.limit_bytes is None or space.used_bytes + needed_bytes <= _WELL_FILLED * space.limit_bytes:
         return ""
     return (
-        f"etcd holds {held(space.used_bytes, space.limit_bytes)}, {num_steps} steps take {gib(needed_bytes)} more, and "
-        f"it refuses all writes when it is full; {REMEDY}"
+        f"etcd holds {usage(space.used_bytes, space.limit_bytes)}, {num_steps} steps take {gib(needed_bytes)} more, "
+        f"and it refuses all writes when it is full; {REMEDY}"
     )
 
 
-def held(used_bytes: int, limit_bytes: int | None) -> str:
+def usage(used_bytes: int, limit_bytes: int | None) -> str:
     """The size of a database, with its quota if known.
 
-    >>> held(3 * 2**29, 2**33)
+    >>> usage(3 * 2**29, 2**33)
     '1.5 GiB of the 8 GiB of its --quota-backend-bytes'
     """
     return gib(used_bytes) + ("" if limit_bytes is None else f" of the {gib(limit_bytes)} of its --quota-backend-bytes")

@@ -94,7 +94,7 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     ours = terms_of(config)
     theirs = {_MEGATRON: ours[_MEGATRON], **theirs}  # checkpoints of earlier versions lack this term
     found = [
-        f"{key} = {_told(ours[key])}, and the checkpoint was trained with {_told(theirs.get(key))}; set it to that"
+        f"{key} = {_shown(ours[key])}, and the checkpoint was trained with {_shown(theirs.get(key))}; set it to that"
         for key in ours
         if key != _CORPUS and ours[key] != theirs.get(key)
     ]
@@ -112,5 +112,5 @@ def other_corpus(theirs: Terms, config: RunConfig) -> str:
     return "" if is_same_corpus(identity, config.data.identity) else identity
 
 
-def _told(value: object) -> object:
+def _shown(value: object) -> object:
     return "none of its fields that change the model" if value == "" else value

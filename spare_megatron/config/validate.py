@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spare_megatron.config.corpus import CorpusFacts
+from spare_megatron.config.limits import violations
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
@@ -77,9 +78,9 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine: the value, the limit, the setting to change."""
     found = [
         *_name(config),
-        *_too_small(config),
+        *violations(config),
+        *_outside_range(config),
         *_infinite(config),
-        *_outside_interval(config),
         *_redundancy(config),
         *spare_problems(config),
         *_indivisible(config),
@@ -130,68 +131,21 @@ def _name(config: RunConfig) -> Iterator[str]:
         yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
 
 
-def _too_small(config: RunConfig) -> Iterator[str]:
-    model, layout, spare, train = config.model, config.layout, config.spare, config.train
-    at_least_one = {
-        "model.num_layers": model.num_layers,
-        "model.hidden_size": model.hidden_size,
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.ffn_hidden_size": 1 if model.ffn_hidden_size is None else model.ffn_hidden_size,
-        "model.seq_length": model.seq_length,
-        "model.vocab_size": model.vocab_size,
-        "layout.num_groups": layout.num_groups,
-        "layout.tensor_parallel": layout.tensor_parallel,
-        "layout.context_parallel": layout.context_parallel,
-        "layout.pipeline_parallel": layout.pipeline_parallel,
-        "layout.virtual_pipeline": layout.virtual_pipeline,
-        "spare.redundancy": spare.redundancy,
-        "spare.microbatches_per_shard": spare.microbatches_per_shard,
-        "spare.groups_per_domain": spare.groups_per_domain,
-        "train.steps": train.steps,
-        "train.micro_batch_size": train.micro_batch_size,
-        "cluster.threads_per_rank": config.cluster.threads_per_rank,
-        "cluster.num_nodes": config.cluster.num_nodes,
-    }
-    at_least_zero = {
-        "train.seed": train.seed,
-        "spare.rejoins": spare.rejoins,
-        "spare.spares": spare.spares,
-        "train.params_check_every_steps": train.params_check_every_steps,
-        "faults.seed": config.faults.seed,
-        "optimizer.warmup_steps": config.optimizer.warmup_steps,
-    }
-    for least, settings in ((1, at_least_one), (0, at_least_zero)):
-        for key, value in settings.items():
-            if value < least:
-                yield f"{key}={value} must be at least {least}; raise it"
+def _outside_range(config: RunConfig) -> Iterator[str]:
     if not _LEAST_BUCKET_MIB <= config.reduce.bucket_mib <= _MOST_BUCKET_MIB:
         yield (
             f"reduce.bucket_mib={config.reduce.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
             f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
         )
-    if train.max_minutes is not None and not train.max_minutes > 0:
-        yield f"train.max_minutes={train.max_minutes} must be above 0; raise it, or remove it to train all steps"
-    factor = train.gradient_outlier_factor
+    factor = config.train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
-        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to judge no sizes; change it"
+        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to disable the check; change it"
 
 
 def _infinite(config: RunConfig) -> Iterator[str]:
     for key, value in settings_of(config):
         if isinstance(value, float) and math.isinf(value):
             yield f"{key}={value} must be finite; choose a number"
-
-
-def _outside_interval(config: RunConfig) -> Iterator[str]:
-    settings = {
-        "model.hidden_dropout": config.model.hidden_dropout,
-        "model.attention_dropout": config.model.attention_dropout,
-        "optimizer.beta1": config.optimizer.beta1,
-        "optimizer.beta2": config.optimizer.beta2,
-    }
-    for key, value in settings.items():
-        if not 0.0 <= value < 1.0:
-            yield f"{key}={value} lies outside [0, 1); choose a value from 0 to below 1"
 
 
 def _redundancy(config: RunConfig) -> Iterator[str]:
@@ -203,13 +157,13 @@ def _redundancy(config: RunConfig) -> Iterator[str]:
         )
     if config.data.access == "shared" and config.spare.granularity == "stack":
         yield (
-            "data.access=shared deals out the microbatches of shards without a host, and spare.granularity=stack moves "
-            "whole shards; set one of them to stacked or microbatch"
+            "data.access=shared assigns single microbatches of shards without a host, but spare.granularity=stack "
+            "moves whole shards; set data.access=stacked or spare.granularity=microbatch"
         )
     if config.spare.groups_per_domain > 1 and config.spare.placement == "consecutive":
         yield (
-            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, and "
-            f"spare.placement=consecutive puts them beside each other; set spare.placement to golomb or "
+            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, but "
+            f"spare.placement=consecutive puts them next to each other; set spare.placement to golomb or "
             f"spare.groups_per_domain to 1"
         )
 
@@ -248,9 +202,9 @@ def _rotation(config: RunConfig) -> Iterator[str]:
     width = config.megatron.get("kv_channels") or model.hidden_size // heads
     if model.position_embedding == "rope" and isinstance(width, int) and width % 2:
         yield (
-            f"model.position_embedding=rope turns pairs of numbers, and a head is {width} wide "
+            f"model.position_embedding=rope rotates pairs of values, but a head is {width} wide "
             f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
-            f"make that even"
+            f"make the width even"
         )
 
 
@@ -289,13 +243,13 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
         if not value > least_s:
             yield f"{key}={value} must be above {least_s:g}; raise it"
         elif value > _MOST_WAIT_S:
-            yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g}, three years, and longer ones overflow; lower it"
+            yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g} (three years), and longer waits overflow; lower it"
     if not min(waits.values()) > 0.0:
         return
     lost, away = "2 x control.heartbeat_interval_s", "control.store_timeout_s"
     reason = {
-        lost: "whoever waits would give up before a lost rank is found",
-        away: "whoever waits would give up while the store may still come back",
+        lost: "waits would time out before a lost rank is detected",
+        away: "waits would time out while the store may still come back",
     }
     limits = {lost: 2 * control.heartbeat_interval_s, away: control.store_timeout_s}
     for inner, outer in (
@@ -312,8 +266,8 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
     if not control.decision_timeout_s > needed_s:
         yield (
             f"control.decision_timeout_s={control.decision_timeout_s} must exceed reduce.timeout_s + "
-            f"control.group_timeout_s = {needed_s}: a decision may have to wait for another group's pipeline and "
-            f"reduction to give up first; raise control.decision_timeout_s or lower one of the others"
+            f"control.group_timeout_s = {needed_s}: a decision may wait until another group's pipeline and reduction "
+            f"have timed out; raise control.decision_timeout_s or lower one of the others"
         )
 
 
@@ -328,8 +282,8 @@ def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
     if config.cluster.isolate_nodes and config.control.store != "embedded":
         yield (
-            f"cluster.isolate_nodes=true reaches no control.store={config.control.store}; set one of them to "
-            f"false or embedded"
+            f"control.store={config.control.store} cannot be reached with cluster.isolate_nodes=true; set the first to "
+            f"embedded or the second to false"
         )
 
 
@@ -340,7 +294,7 @@ def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
             yield (
                 f"{num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
                 f"{config.parallel.ranks_per_group} ranks) need as many GPUs, and there are {machine.num_gpus}; "
-                f"lower the layout or set cluster.device=cpu"
+                f"reduce the layout or set cluster.device=cpu"
             )
         if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":
             yield _only_transformer_engine(config)

@@ -22,34 +22,18 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _settings(checkpoint: CheckpointConfig) -> Iterator[str]:
-    for key in ("interval_steps", "keep_last", "keep_every_steps"):
-        value = getattr(checkpoint, key)
-        if value is not None and value < 1:
-            yield f"checkpoint.{key}={value} must be at least 1; raise it"
-    for key in ("interval_s", "timeout_s", "group_life_s"):
-        value = getattr(checkpoint, key)
-        if value is not None and not value > 0:
-            yield f"checkpoint.{key}={value} must be above 0; raise it"
     for key in ("interval_s", "interval_steps"):
         if checkpoint.cadence == "optimal" and getattr(checkpoint, key) is not None:
             yield f"checkpoint.{key}={getattr(checkpoint, key)} is not used with checkpoint.cadence=optimal; remove one"
     if checkpoint.keep_every_steps is not None and not checkpoint.is_wanted:
         yield (
-            f"checkpoint.keep_every_steps={checkpoint.keep_every_steps} has no effect where no checkpoints are taken; "
+            f"checkpoint.keep_every_steps={checkpoint.keep_every_steps} has no effect without checkpoints; "
             f"set checkpoint.interval_steps or checkpoint.interval_s"
         )
 
 
 def _restarts(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
-    if settings.max_restarts < 0:
-        yield f"checkpoint.max_restarts={settings.max_restarts} must be at least 0; raise it"
-    for key, value in (
-        ("restart_window_s", settings.restart_window_s),
-        ("restart_wait_s", settings.restart_wait_s),
-    ):
-        if not value > 0.0:
-            yield f"checkpoint.{key}={value} must be above 0; raise it"
     if settings.max_restarts and settings.restart_wait_s > config.control.decision_timeout_s:
         yield (
             f"checkpoint.restart_wait_s={settings.restart_wait_s} exceeds control.decision_timeout_s="
@@ -69,7 +53,7 @@ def _fault(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
     if fault.phase in _OF_THE_FIRST_RANK and fault.rank != 0:
         yield f"{where}.phase={fault.phase} is reached by rank 0 alone; set {where}.rank to 0"
     if fault.group is None:
-        yield f"{where}.phase={fault.phase} strikes the group that saves, the groups in turn; name one in {where}.group"
+        yield f"{where}.phase={fault.phase} strikes the group that saves, which changes; set {where}.group"
 
 
 def _unreachable_load(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
@@ -79,27 +63,25 @@ def _unreachable_load(config: RunConfig, index: int, fault: FaultConfig) -> Iter
         return
     at_the_start = "" if fault.phase in PHASES_AFTER_A_WIPE_OUT else ", or set checkpoint.load"
     yield (
-        f"{where} is reached only when a checkpoint is loaded: put faults before it that wipe the run out, with "
-        f"checkpoint.max_restarts, which is {config.checkpoint.max_restarts}, of at least 1{at_the_start}"
+        f"{where} is reached only when a checkpoint is loaded: add faults before it that cause a wipe-out, and raise "
+        f"checkpoint.max_restarts={config.checkpoint.max_restarts} to at least 1{at_the_start}"
     )
 
 
 def snapshot_problems(config: RunConfig) -> Iterator[str]:
     """Every reason why snapshots cannot be taken or have no effect."""
     snapshot = config.snapshot
-    if snapshot.redundancy < 0:
-        yield f"snapshot.redundancy={snapshot.redundancy} must be at least 0; raise it"
     if snapshot.every_steps < 0 or snapshot.every_steps == 1:
         yield (
-            f"snapshot.every_steps={snapshot.every_steps} must be at least 2, for one has to be whole when the next "
-            f"begins, or 0 to take none; change it"
+            f"snapshot.every_steps={snapshot.every_steps} must be at least 2, so that each is complete before the "
+            f"next begins, or 0 to take none; change it"
         )
     if not snapshot.every_steps:
         return
     if not config.checkpoint.max_restarts:
         yield (
-            f"snapshot.every_steps={snapshot.every_steps} has no effect with checkpoint.max_restarts=0, which starts "
-            f"no run again; raise the second, or set the first to 0"
+            f"snapshot.every_steps={snapshot.every_steps} has no effect with checkpoint.max_restarts=0, which "
+            f"allows no restart; raise the second, or set the first to 0"
         )
 
 
@@ -108,12 +90,12 @@ def snapshot_warnings(config: RunConfig) -> Iterator[str]:
     num_copies, num_nodes = config.snapshot.redundancy + 1, config.cluster.num_nodes
     if not config.snapshot.every_steps:
         return
-    wanted = f"snapshot.redundancy={config.snapshot.redundancy} wants {num_copies} copies on different nodes, and"
+    wanted = f"snapshot.redundancy={config.snapshot.redundancy} needs {num_copies} copies on different nodes, but"
     if num_copies > num_nodes:
-        yield f"{wanted} cluster.num_nodes={num_nodes}: each rank's state is kept on {num_nodes}"
+        yield f"{wanted} cluster.num_nodes={num_nodes}: each rank's state is kept on only {num_nodes}"
     optimizer = config.optimizer
     if optimizer.sharding == "stacked" and num_copies > optimizer.redundancy:
         yield (
-            f"{wanted} with optimizer.redundancy={optimizer.redundancy} so many groups have a slice of the "
-            f"optimizer's state: each slice is kept on {optimizer.redundancy}"
+            f"{wanted} with optimizer.redundancy={optimizer.redundancy} only so many groups hold a "
+            f"partition of the optimizer state: each is kept on only {optimizer.redundancy}"
         )

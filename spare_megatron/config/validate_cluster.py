@@ -29,8 +29,8 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
         return
     if config.cluster.isolate_nodes:
         yield (
-            f"cluster.isolate_nodes=true rehearses nodes on one machine, and cluster.launcher={launcher} has nodes; "
-            f"set one of them to false or local"
+            f"cluster.isolate_nodes=true emulates nodes on one machine, but cluster.launcher={launcher} uses real "
+            f"ones; set the first to false or the second to local"
         )
     faults = config.faults
     random = faults.kinds or _STRIKING_ONE_MACHINE if faults.mean_steps is not None else ()
@@ -50,7 +50,7 @@ def launcher_warnings(config: RunConfig) -> Iterator[str]:
         return
     if config.slurm.max_requeues and not config.checkpoint.is_wanted:
         yield (
-            f"slurm.max_requeues={config.slurm.max_requeues}, but no checkpoints are taken: the job would begin anew "
+            f"slurm.max_requeues={config.slurm.max_requeues}, but no checkpoints are taken: the job would start over "
             f"each time; set checkpoint.cadence or checkpoint.interval_steps, or slurm.max_requeues=0"
         )
 
@@ -59,7 +59,7 @@ def _layout_problems(config: RunConfig) -> Iterator[str]:
     """Groups must fill whole nodes, and tensor-parallel ranks must share a node."""
     layout, gpus = config.parallel, config.slurm.gpus_per_node
     if config.cluster.device == "auto":
-        yield "cluster.device=auto cannot be told before the job runs; set it to gpu or cpu"
+        yield "cluster.device=auto cannot be resolved before the job runs; set it to gpu or cpu"
     if min(layout.num_ranks, layout.num_nodes) < 1 or layout.num_ranks % layout.num_nodes:
         return  # reported by `problems`
     per_node, per_group = layout.ranks_per_node, layout.ranks_per_group
@@ -72,13 +72,13 @@ def _layout_problems(config: RunConfig) -> Iterator[str]:
         )
     if per_node % per_group and per_group % per_node:
         yield (
-            f"groups of {per_group} ranks do not fill whole nodes of {per_node}: one node would be a part of several; "
-            f"change cluster.num_nodes={layout.num_nodes} or the layout"
+            f"groups of {per_group} ranks do not fill whole nodes of {per_node}: a group would share a node with a "
+            f"part of another; change cluster.num_nodes={layout.num_nodes} or the layout"
         )
     if per_node % layout.tensor_parallel:
         yield (
-            f"layout.tensor_parallel={layout.tensor_parallel} does not divide the {per_node} ranks of a node, and "
-            f"tensor-parallel ranks are to stand on one; lower it or cluster.num_nodes={layout.num_nodes}"
+            f"layout.tensor_parallel={layout.tensor_parallel} does not divide the {per_node} ranks of a node, but "
+            f"tensor-parallel ranks must share one; lower it or cluster.num_nodes={layout.num_nodes}"
         )
 
 
@@ -87,23 +87,23 @@ def _job_problems(config: RunConfig) -> Iterator[str]:
     limit = slurm.time_limit_minutes
     if config.control.store == "embedded" and num_nodes + slurm.num_spare_nodes > 1:
         yield (
-            f"control.store=embedded serves one machine, and cluster.num_nodes + slurm.num_spare_nodes = "
+            f"control.store=embedded serves one machine, but cluster.num_nodes + slurm.num_spare_nodes = "
             f"{num_nodes + slurm.num_spare_nodes}; set control.store=etcd"
         )
     for key, value in (("partition", slurm.partition), ("account", slurm.account)):
         if value and not _NAME.fullmatch(value):
-            yield f"slurm.{key}={value!r} is no name that Slurm knows: letters, digits and _.,- only; correct it"
+            yield f"slurm.{key}={value!r} is not a valid name in Slurm: letters, digits and _.,- only; correct it"
     for key, command, example, options in (
         ("options", "sbatch", "--qos=high", slurm.options),
         ("step_options", "srun", "--container-image=IMAGE", slurm.step_options),
     ):
         for option in options:
             if not option.startswith("-") or "\n" in option:
-                yield f"slurm.{key}: {option!r} is no option of {command}, such as {example}; correct it"
+                yield f"slurm.{key}: {option!r} is not an option of {command}, such as {example}; correct it"
     if slurm.container and slurm.container[0].startswith("-"):
         yield (
-            f"slurm.container begins with {slurm.container[0]!r}, and a command comes first, such as apptainer; "
-            f"options of srun go into slurm.step_options"
+            f"slurm.container begins with {slurm.container[0]!r}, but must begin with a command, such as apptainer; "
+            f"put options of srun into slurm.step_options"
         )
     for key, number, least in (
         ("end_before_limit_s", slurm.end_before_limit_s, 1),
@@ -116,10 +116,10 @@ def _job_problems(config: RunConfig) -> Iterator[str]:
         if number < least:
             yield f"slurm.{key}={number} must be at least {least}; raise it"
     if slurm.etcd_port + _ETCD_PORTS - 1 > 65535:
-        yield f"slurm.etcd_port={slurm.etcd_port} leaves no {_ETCD_PORTS} ports up to 65535; lower it"
+        yield f"slurm.etcd_port={slurm.etcd_port} leaves fewer than {_ETCD_PORTS} ports up to 65535; lower it"
     if limit is not None and 0 < 60 * limit <= slurm.end_before_limit_s:
         yield (
-            f"slurm.end_before_limit_s={slurm.end_before_limit_s} leaves nothing of "
+            f"slurm.end_before_limit_s={slurm.end_before_limit_s} uses up all of "
             f"slurm.time_limit_minutes={limit}; lower the first or raise the second"
         )
 
@@ -137,7 +137,7 @@ def spare_problems(config: RunConfig) -> Iterator[str]:
         )
     if not (spare.rejoins or config.checkpoint.max_restarts):
         yield (
-            f"spare.spares={spare.spares} is of no use where no group comes back: spare.rejoins={spare.rejoins}, "
+            f"spare.spares={spare.spares} has no effect because no group comes back: spare.rejoins={spare.rejoins}, "
             f"checkpoint.max_restarts=0; raise one of them, or set spare.spares to 0"
         )
 
@@ -147,17 +147,15 @@ def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_lis
     try:
         if ipaddress.ip_address(control.listen_address).is_unspecified:
             yield (
-                f"control.listen_address={control.listen_address} is no single address, and ranks could not connect "
-                f"to it; name one address of this machine"
+                f"control.listen_address={control.listen_address} is not a single address that ranks can connect "
+                f"to; name one address of this machine"
             )
     except ValueError:
-        yield f"control.listen_address={control.listen_address} is no IP address; name one of this machine"
-    if control.vote_fan_in < 1:
-        yield f"control.vote_fan_in={control.vote_fan_in} must be at least 1, with which every group votes directly"
+        yield f"control.listen_address={control.listen_address} is not an IP address; name one of this machine"
     if control.store == "embedded":
         if not can_listen:
             yield (
-                f"control.listen_address={control.listen_address} is no address of this machine, or its network is "
+                f"control.listen_address={control.listen_address} is not an address of this machine, or its network is "
                 f"down; name one that `ip address` shows"
             )
         for key in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file"):
@@ -180,7 +178,7 @@ def store_warnings(control: ControlConfig) -> Iterator[str]:
         if not ipaddress.ip_address(control.listen_address).is_loopback:
             yield (
                 f"control.listen_address={control.listen_address}: the embedded store has no authentication, and "
-                f"whoever reaches this address can end or falsify the run; keep the network closed, or use "
+                f"anyone who reaches this address can end or falsify the run; keep the network private, or use "
                 f"control.store=etcd with TLS"
             )
     elif (
@@ -188,7 +186,7 @@ def store_warnings(control: ControlConfig) -> Iterator[str]:
         and not _is_encrypted(control)
         and not all(_is_loopback(endpoint) for endpoint in control.endpoints)
     ):
-        yield "control.endpoints are http: passwords and decisions travel in the clear; use https"
+        yield "control.endpoints are http: passwords and decisions travel unencrypted; use https"
 
 
 def _endpoint_problems(endpoints: tuple[str, ...]) -> Iterator[str]:

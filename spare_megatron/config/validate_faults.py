@@ -37,8 +37,8 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
     may_come_back = config.spare.rejoins > 0 or config.checkpoint.max_restarts > 0
     if len(trace) > num_groups and not may_come_back:
         yield (
-            f"faults.trace has {len(trace)} faults for layout.num_groups={num_groups}; each hits a group of its own, "
-            f"so shorten it or raise layout.num_groups"
+            f"faults.trace has {len(trace)} faults for layout.num_groups={num_groups}; each hits a different group; "
+            f"shorten the trace or raise layout.num_groups"
         )
     hit_by: dict[int, int] = {}
     for index, fault in enumerate(trace):
@@ -46,7 +46,7 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
         if not may_come_back and fault.group is not None and hit_by.setdefault(fault.group, index) != index:
             yield (
                 f"faults.trace[{index}].group={fault.group} is the group that faults.trace[{hit_by[fault.group]}] "
-                f"hits; a group is lost once, so name another, or have groups come back with spare.rejoins or "
+                f"hits; a group is lost only once: name another, or let groups come back with spare.rejoins or "
                 f"checkpoint.max_restarts"
             )
 
@@ -67,7 +67,7 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
             f"choose another phase or raise layout.pipeline_parallel"
         )
     if fault.phase is FaultPoint.PATCH and index == 0:
-        yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
+        yield f"{where}.phase=patch is never reached: no group is lost before it; add a fault before it"
     if fault.phase in PHASES_WITH_SLICES and config.optimizer.sharding == "replicated":
         yield (
             f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
@@ -83,12 +83,13 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
 
 def _unreachable_repair(where: str, index: int, fault: FaultConfig) -> Iterator[str]:
     if index == 0:
-        yield f"{where}.phase=repair is never reached: no group is lost before it; put a fault before it"
+        yield f"{where}.phase=repair is never reached: no group is lost before it; add a fault before it"
     if fault.group is None:
-        yield f"{where}.phase=repair strikes who copies what a lost group held; name one in {where}.group"
+        yield f"{where}.phase=repair strikes a group that copies lost partitions; set {where}.group"
     if fault.kind == "hang":
         yield (
-            f"{where}.kind=hang at phase=repair holds up a thread that nobody waits for; choose another kind or phase"
+            f"{where}.kind=hang at phase=repair stalls a background thread that no step waits for; choose another kind "
+            f"or phase"
         )
 
 
@@ -96,13 +97,13 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
     where = f"faults.trace[{index}]"
     if index == 0 or not config.spare.rejoins:
         yield (
-            f"{where}.phase={fault.phase} is reached only when a lost group comes back: put a fault before it, and set "
-            f"spare.rejoins, which is {config.spare.rejoins}, to at least 1"
+            f"{where}.phase={fault.phase} is reached only when a lost group comes back: add a fault before it, and "
+            f"raise spare.rejoins={config.spare.rejoins} to at least 1"
         )
     if fault.group is None:
-        yield f"{where}.phase={fault.phase} strikes who gives the state and who takes it; name one in {where}.group"
+        yield f"{where}.phase={fault.phase} strikes the donor or the group that comes back; set {where}.group"
     if fault.phase is FaultPoint.JOIN_TRANSFER and fault.kind not in ("kill", "stop"):
-        yield f"{where}.kind={fault.kind} cannot strike a thread beside the training; choose kill or stop"
+        yield f"{where}.kind={fault.kind} cannot strike the background transfer; choose kill or stop"
 
 
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
@@ -110,39 +111,39 @@ def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterat
         yield f"{where}.kind=cut needs a network that can be cut; set cluster.isolate_nodes=true"
     if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
         yield (
-            f"{where}.kind={fault.kind} strikes a store that the run has started itself, and "
+            f"{where}.kind={fault.kind} strikes a store that the run starts itself, but "
             f"control.store={config.control.store}; set that to embedded or choose another kind"
         )
     if fault.seconds is None:
         if fault.kind in ("slow", "clock_jump"):
-            yield f"{where}.kind={fault.kind} needs {where}.seconds: by how much?"
+            yield f"{where}.kind={fault.kind} needs {where}.seconds, the delay or offset; set it"
     elif fault.kind in _FOR_GOOD:
-        yield f"{where}.seconds={fault.seconds} means nothing for kind={fault.kind}, which is for good; remove it"
+        yield f"{where}.seconds={fault.seconds} has no effect on kind={fault.kind}, which is permanent; remove it"
     elif fault.kind == "clock_jump":
         if not abs(fault.seconds) <= _MOST_SECONDS:
             yield f"{where}.seconds={fault.seconds} must lie within {_MOST_SECONDS:g} on either side of 0; change it"
     elif not 0 < fault.seconds <= _MOST_SECONDS:
         yield (
             f"{where}.seconds={fault.seconds} must be above 0 and at most {_MOST_SECONDS:g}; change it, or remove it "
-            f"for a fault that lasts"
+            f"for a permanent fault"
         )
 
 
 def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
     if fault.kind in ("nan", "bit_flip") and fault.phase not in _WHILE_SUMS_GROW:
         yield (
-            f"{where}.kind={fault.kind} strikes the local gradient sums, which nobody reads any more at "
+            f"{where}.kind={fault.kind} strikes the local gradient sums, which are no longer read at "
             f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
         )
     if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
         yield (
-            f"{where}.kind=moment_flip strikes what the first update makes, and {where}.step="
-            f"{'absent' if fault.step is None else fault.step} may come before it; name a step above 0"
+            f"{where}.kind=moment_flip strikes moments, which the first update creates, but {where}.step="
+            f"{'absent' if fault.step is None else fault.step} may come before it; set a step above 0"
         )
     if fault.bit is None:
         return
     if fault.kind not in ("bit_flip", "param_flip", "moment_flip"):
-        yield f"{where}.bit={fault.bit} means nothing for kind={fault.kind}; remove it"
+        yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
     num_bits = 64 if fault.kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
     if not 0 <= fault.bit < num_bits:
         yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
@@ -161,7 +162,7 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
     if faults.mean_steps is None:
         return
     if faults.trace:
-        yield "faults.mean_steps draws faults, and faults.trace states them; remove one of them"
+        yield "faults.mean_steps draws faults, but faults.trace lists them; remove one of them"
     if config.optimizer.sharding == "stacked":
         yield from _too_few_hosts(config)
     for key, value, least in (
@@ -183,13 +184,13 @@ def _too_few_hosts(config: RunConfig) -> Iterator[str]:
     hosts = config.optimizer.redundancy
     if hosts < 2:
         yield (
-            f"faults.mean_steps draws faults that are masked for sure, and with optimizer.redundancy={hosts} each lost "
-            f"group takes the only copy of a slice along; raise that to at least 2"
+            f"faults.mean_steps draws faults that must be masked, but with optimizer.redundancy={hosts} each lost "
+            f"group holds the only copy of a partition; raise that to at least 2"
         )
     if "param_flip" in config.faults.kinds and hosts < LEAST_HOSTS_TO_COMPARE:
         yield (
-            f"faults.kinds has param_flip, which ends a run with optimizer.redundancy={hosts}: most hosts of a slice "
-            f"are not right then; remove it, or raise that to at least {LEAST_HOSTS_TO_COMPARE}"
+            f"faults.kinds has param_flip, which ends a run with optimizer.redundancy={hosts}: no majority of a "
+            f"partition's hosts is correct then; remove it, or raise that to at least {LEAST_HOSTS_TO_COMPARE}"
         )
 
 
@@ -197,15 +198,15 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
     for kind in dict.fromkeys(config.faults.kinds):
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
-            yield f"{where} ends the run; remove it, and state it in faults.trace to see that"
+            yield f"{where} ends the run; remove it, or list it in faults.trace instead"
         if kind == "moment_flip":
-            yield f"{where} is never drawn; remove it, and state it in faults.trace"
+            yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
-            yield f"{where} needs a control store of the run's own; remove it, or set control.store=embedded"
+            yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"
         if kind == "cut" and not config.cluster.isolate_nodes:
             yield f"{where} needs a network that can be cut; remove it, or set cluster.isolate_nodes=true"
         if kind in ("cut", "stop_node", "kill_supervisor") and config.cluster.num_nodes == 1:
-            yield f"{where} hits the only node there is; remove it, or raise cluster.num_nodes"
+            yield f"{where} hits the only node; remove it, or raise cluster.num_nodes"
 
 
 def _too_long(config: RunConfig) -> Iterator[str]:

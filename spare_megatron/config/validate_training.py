@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from spare_megatron.config.building import describe_kind
 from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
 from spare_megatron.config.diagnosis import ranks_per_machine
-from spare_megatron.config.implications import rank_memory
+from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch
@@ -30,14 +30,14 @@ def data_problems(
     """Every reason why no samples could be read; the facts are those of `Machine`."""
     seed = config.train.seed
     if seed > MOST_SEED:
-        yield f"train.seed={seed} exceeds {MOST_SEED}, beyond which no order of the samples can be drawn; lower it"
+        yield f"train.seed={seed} exceeds {MOST_SEED}, the largest seed that can shuffle the samples; lower it"
     num_samples = config.train.steps * global_batch(config)
     index_bytes = INDEX_BYTES_PER_SAMPLE * num_samples
     if memory_bytes is not None and index_bytes > memory_bytes:
         yield (
             f"train.steps={config.train.steps} of {global_batch(config)} sequences each need a sample index of "
-            f"{gib(index_bytes)}, and this machine has {gib(memory_bytes)} of memory for it; lower it: where "
-            f"train.max_minutes ends the run, as many steps as it can come to are enough"
+            f"{gib(index_bytes)}, but this machine has {gib(memory_bytes)} of memory for it; lower train.steps: "
+            f"with train.max_minutes, only as many as the run can reach are needed"
         )
     if not config.data.corpus:
         yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
@@ -52,7 +52,7 @@ def data_problems(
 def _missing(corpus: str) -> str:
     prefix = corpus.removesuffix(".bin").removesuffix(".idx")
     if prefix != corpus:
-        return f"data.corpus={corpus} is a file, and the prefix of its two files is meant; set it to {prefix}"
+        return f"data.corpus={corpus} is a file; set it to the common prefix of the two files, {prefix}"
     return (
         f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
         f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
@@ -64,23 +64,23 @@ def _unfit(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
     data, vocab_size = config.data, config.model.vocab_size
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         yield (
-            f"model.vocab_size={vocab_size} is below the {corpus.vocab_size} tokens that data.corpus={data.corpus} was "
-            f"written with; raise it"
+            f"model.vocab_size={vocab_size} is below the vocabulary of data.corpus={data.corpus}, "
+            f"{corpus.vocab_size} tokens; raise it"
         )
     elif corpus.largest_token >= vocab_size:
         yield (
-            f"data.corpus={data.corpus}: {data.corpus}.bin has token ids up to {corpus.largest_token}, which "
-            f"model.vocab_size={vocab_size} does not have; raise that to at least {corpus.largest_token + 1}"
+            f"data.corpus={data.corpus}: {data.corpus}.bin has token ids up to {corpus.largest_token}, but "
+            f"model.vocab_size={vocab_size}; raise that to at least {corpus.largest_token + 1}"
         )
     if corpus.least_token < 0:
         yield (
-            f"data.corpus={data.corpus}: {data.corpus}.bin has negative token ids, down to {corpus.least_token}; write "
-            f"it anew, with ids from 0"
+            f"data.corpus={data.corpus}: {data.corpus}.bin has negative token ids, down to {corpus.least_token}; "
+            f"rewrite it with ids from 0"
         )
     if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
         yield (
-            f"data.corpus={data.corpus} is {corpus.identity!r}, and not data.identity={data.identity!r}; choose that "
-            f"corpus, set data.identity to nothing, or checkpoint.allow_other_corpus=true where a checkpoint is of it"
+            f"data.corpus={data.corpus} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
+            f"clear data.identity, or set checkpoint.allow_other_corpus=true to continue with this one"
         )
 
 
@@ -189,7 +189,7 @@ def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[st
     if machine_bytes is not None and needed > machine_bytes:
         yield (
             f"{num_ranks} ranks on one machine (layout.num_groups={config.layout.num_groups}) need {gib(needed)} for "
-            f"parameters, gradients, buckets and optimizer state, and it has {gib(machine_bytes)} of memory; lower "
+            f"parameters, gradients, buckets and optimizer state, but it has {gib(machine_bytes)} of memory; lower "
             f"layout.num_groups, choose a smaller model, or set optimizer.sharding=stacked"
         )
 
@@ -209,26 +209,14 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
             )
     if metrics.run_id and not _ID.fullmatch(metrics.run_id):
         yield (
-            f"metrics.run_id={metrics.run_id!r} is no id for Weights & Biases: "
-            "at most 64 letters, digits, hyphens and underscores"
+            f"metrics.run_id={metrics.run_id!r} is not a valid id for Weights & Biases; "
+            "use at most 64 letters, digits, hyphens and underscores"
         )
-    if metrics.peak_tflops is not None and not metrics.peak_tflops > 0:
-        yield f"metrics.peak_tflops={metrics.peak_tflops} must be above 0"
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
     """Every reason why the optimizer settings cannot work."""
     settings, steps = config.optimizer, config.train.steps
-    for key, value in (("learning_rate", settings.learning_rate), ("eps", settings.eps)):
-        if not value > 0.0:
-            yield f"optimizer.{key}={value} must be above 0; raise it"
-    for key, value in (
-        ("min_learning_rate", settings.min_learning_rate),
-        ("weight_decay", settings.weight_decay),
-        ("clip_grad", settings.clip_grad),
-    ):
-        if not value >= 0.0:
-            yield f"optimizer.{key}={value} must be at least 0; raise it"
     if settings.min_learning_rate > settings.learning_rate:
         yield (
             f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
@@ -244,16 +232,12 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
 
 def _sharding(config: RunConfig) -> Iterator[str]:
     redundancy, num_groups = config.optimizer.redundancy, config.layout.num_groups
-    if redundancy < 1:
-        yield f"optimizer.redundancy={redundancy} must be at least 1; raise it"
-    if not config.optimizer.repair_mib_per_s > 0.0:
-        yield f"optimizer.repair_mib_per_s={config.optimizer.repair_mib_per_s} must be above 0; raise it"
     if config.optimizer.sharding == "replicated":
         return
     if redundancy > num_groups:
         yield (
-            f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a slice cannot have more hosts "
-            f"than there are groups; lower optimizer.redundancy or raise layout.num_groups"
+            f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a partition cannot have more "
+            f"hosts than there are groups; lower optimizer.redundancy or raise layout.num_groups"
         )
     # A gather's staging buffer holds at least one number per group.
     least = 4 * (num_groups + 1) / 2**20

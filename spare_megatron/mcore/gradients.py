@@ -86,9 +86,6 @@ class GradientSums(Protocol):
     def finish(self, factor: float = 1.0) -> None:
         """Writes all sums, times a factor, to `main_grad` of every parameter."""
 
-    def local_totals(self) -> Totals:
-        """Counts and loss of what was computed here since `reset`. Waits for the device."""
-
     def local_sums(self) -> Sequence[Tensor]:
         """Flat views of the local gradient sums of buckets still to be staged."""
 
@@ -204,9 +201,6 @@ class FloatSums(_Staged):
         for segment in self._segments:
             segment.gradients.mul_(factor)
 
-    def local_totals(self) -> Totals:
-        return Totals(num_microbatches=(self._count,) * len(self.buckets), loss_sum=float(self._loss))
-
     def local_sums(self) -> Sequence[Tensor]:
         return [gradients for pieces in self._pieces[self._next :] for gradients, _ in pieces]
 
@@ -304,10 +298,6 @@ class FixedPointSums(_Staged):
     def finish(self, factor: float = 1.0) -> None:
         for segment in self._segments:
             segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
-
-    def local_totals(self) -> Totals:
-        count, loss = self._extras.tolist()
-        return Totals(num_microbatches=(count,) * len(self.buckets), loss_sum=loss / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:
         return [self._sums[elements.start : elements.stop] for elements in self.buckets[self._next :]]

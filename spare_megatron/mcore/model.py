@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
-from spare_megatron.config.implications import padded_vocab_size
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_training import OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
-from spare_megatron.config.implications import padded_vocab_size
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.data import Corpus

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.integrate import trapezoid
 from scipy.stats import binom
 
 from spare_megatron.planner.endurance import FloatArray, wiped_probabilities
@@ -75,43 +74,6 @@ def domain_coverage_probabilities(counts: IntArray) -> FloatArray:
         else:
             covered *= (1 - wiped_probabilities(num_domains, int(num_needed))) ** int(num_patterns)
     return covered
-
-
-def endured_domains(counts: IntArray) -> float:
-    """Expected losses of whole domains before a wipe-out."""
-    return float(domain_coverage_probabilities(counts)[1:].sum())
-
-
-def wipe_out_probability(counts: IntArray, domain_of: IntArray, num_lost: int) -> float:
-    """P(losing one whole domain, each equally likely, is a wipe-out), after k random losses of groups outside it.
-
-    1 - mean over domains of the product over shards with n >= 1 hosts in it of 1 - C(N - d - (r - n),
-    k - (r - n)) / C(N - d, k), d the groups of the domain. The k = `num_lost` losses are no wipe-out by themselves;
-    ValueError if k exceeds the groups outside a domain.
-
-    Derived; shards are taken as independent, also those with the same hosts outside the domain. Within 0.006 of Monte
-    Carlo for Golomb and 0.05 for consecutive offsets, N = 200, d = 4, r from 3 to 8.
-    """
-    sizes = np.bincount(domain_of)
-    redundancy = int(counts[0].sum())
-    survived = []
-    for domain, size in enumerate(sizes.tolist()):
-        num_outside = len(domain_of) - size
-        if not 0 <= num_lost <= num_outside:
-            raise ValueError(f"num_lost={num_lost} has to be from 0 to {num_outside}, the groups outside a domain")
-        inside = counts[:, domain]
-        log_covered = 0.0
-        for n, num_shards in zip(*np.unique(inside[inside > 0], return_counts=True), strict=True):
-            wiped = wiped_probabilities(num_outside, redundancy - int(n))[num_lost]
-            log_covered += -np.inf if wiped >= 1 else float(num_shards * np.log1p(-wiped))
-        survived.append(np.exp(log_covered))
-    return 1 - float(np.mean(survived))
-
-
-def time_to_wipe_out_s(counts: IntArray, intervals: LossIntervals) -> float:
-    """Mean seconds from all groups up to a wipe-out: the integral over time of `coverage_over_time`."""
-    times_s, covered = coverage_over_time(counts, intervals)
-    return float(trapezoid(covered, times_s))
 
 
 def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[FloatArray, FloatArray]:

@@ -4,7 +4,6 @@ Symbols: N = num_groups, r = redundancy (1 to N, else ValueError), k groups lost
 """
 
 from dataclasses import dataclass
-from math import gamma
 
 import numpy as np
 import numpy.typing as npt
@@ -56,21 +55,6 @@ def lost_counts(num_groups: int) -> LostCounts:
     num_ranges = max(1, int(_SINGLE * np.log(max(num_groups / _SINGLE, 1.0))))
     wide = np.unique(np.rint(np.geomspace(min(num_groups, _SINGLE), num_groups, num_ranges + 1)))
     return LostCounts(first=np.concatenate((first, wide)))
-
-
-def asymptotic_endured_losses(num_groups: int, redundancy: int) -> float:
-    """Expected losses before a wipe-out as SPARe defines it: mu(N, r) = Gamma(1/r) / r * N^(1 - 1/r).
-
-    arXiv 2603.00357: the integral of exp(-N (k/N)^r) over k >= 0, with independent shards and groups drawn with
-    replacement. Against Monte Carlo of Golomb placements, N in {200, 600, 1000}, r from 2 to 20: 0.68% off on average
-    (the paper states 1.13%), at most 4.5% (N = 200, r = 2); `endured_losses` is 0.17% off, at most 0.5%
-    (benchmarks/planner_formulas.py, 8000 orders of losses and more).
-
-    >>> round(asymptotic_endured_losses(600, 20))
-    424
-    """
-    check_redundancy(num_groups, redundancy)
-    return float(gamma(1 / redundancy) / redundancy * num_groups ** (1 - 1 / redundancy))
 
 
 def endured_losses(num_groups: int, redundancy: int) -> float:

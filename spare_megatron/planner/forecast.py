@@ -81,8 +81,8 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
     that of the equivalent independent groups (`equivalent_repair`, `equivalent_domain_repair`). Steps are weighted by
     the groups down: over time since the restart, with spares or domains in the steady state.
 
-    Derived. The stretch is 0.3% low to 4% high against simulated runs (tests/unit/test_planner_outlook.py), rather high
-    because a group that came back has work of all its shards, so that more hosts share a patch.
+    Derived. The stretch is 0.3% low to 4% high against simulated runs (tests/unit/test_planner_forecast.py), and rather
+    high: a group that came back has work of all its shards, so more hosts share a patch.
     """
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     away = absence(facts.num_groups, facts.group_interval_s, rejoin)

@@ -6,17 +6,11 @@ per step, `patch` per round of patches, for each k. Stack granularity is the cas
 """
 
 from dataclasses import dataclass
-from math import comb, floor
+from math import comb
 
 import numpy as np
 
-from spare_megatron.planner.endurance import (
-    FloatArray,
-    asymptotic_endured_losses,
-    coverage_probabilities,
-    lost_counts,
-    wiped_probabilities,
-)
+from spare_megatron.planner.endurance import FloatArray, coverage_probabilities, wiped_probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,44 +94,6 @@ def patch_stacks(
     return np.divide(patch, some, out=np.ones_like(k), where=some > 1e-12)
 
 
-def patch_probabilities(makespans: FloatArray, patch: FloatArray, times: StepTimes) -> FloatArray:
-    """P_k = rho_k / patch: the probability that a step needs a patch, with the patch counted as part of the step.
-
-    P = 1 - exp(-T / loss_interval_s), T = (makespan + P patch) shard_s + reduce_s. The iteration rises from P = 0 and
-    is bounded by 1, so it converges to the least solution. Derived; gives the paper's mean overhead with patches.
-    `mean_step_s` counts rounds of patches instead.
-    """
-    probability = np.zeros_like(makespans)
-    for _ in range(200):
-        step_s = (makespans + probability * patch) * times.shard_s + times.reduce_s
-        probability = -np.expm1(-step_s / times.loss_interval_s)
-    return probability
-
-
-def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = None) -> float:
-    """S_bar = (1 / floor(mu)) sum over k < floor(mu) of (c(k) + rho_k), stacks per step as SPARe counts them.
-
-    arXiv 2603.00357. mu(N, r) is `asymptotic_endured_losses`, c(k) = ceil(N / (N - k)), and rho_k = P_k
-    (`patch_probabilities`, our derivation) with patches of one stack. Without `times` rho is left out: a lower bound.
-    All counts of losses weigh the same, so this is the mean stretch per loss, not per step; `planner.forecast` weights
-    steps by their number and is smaller.
-
-    Without rho 0.69% off Monte Carlo on average, N in {200, 600, 1000}, r from 2 to 20 (the paper states 0.60%),
-    chiefly since mu is low at high r: 0.49% with the mu of Monte Carlo; `mean_makespan` is 0.1% off
-    (benchmarks/planner_formulas.py).
-
-    >>> round(mean_overhead(600, 20), 2)
-    2.34
-    >>> round(mean_overhead(600, 20, StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)), 2)
-    2.8
-    """
-    num_counts = min(floor(asymptotic_endured_losses(num_groups, redundancy)), num_groups)
-    depths = least_makespans(num_groups)[:num_counts]
-    if times is None:
-        return float(depths.mean())
-    return float((depths + patch_probabilities(depths, np.ones_like(depths), times)).mean())
-
-
 def mean_step_s(
     makespans: FloatArray, patch: FloatArray, times: StepTimes, pause_s: FloatArray | float = 0.0
 ) -> FloatArray:
@@ -175,17 +131,3 @@ def borrowed_shards(
     given = np.where(orphaned > 1e-12, np.maximum(given, 1.0), 0.0)
     each = np.ceil(given * num_microbatches / (num_groups - k) - 1e-9)
     return orphaned * np.minimum(given, each)
-
-
-def mean_makespan(num_groups: int, redundancy: int, num_microbatches: int = 1) -> float:
-    """Mean stacks per step over the counts of losses until wipe-out, without patches.
-
-    sum over k of w_k ceil(N m / (N - k)) / m, w_k = P(L > k) / sum of P(L > j): the expectation that `mean_overhead`
-    approximates at floor(mu), for any m.
-
-    >>> round(mean_makespan(600, 9), 3), round(mean_makespan(600, 9, 16), 3)
-    (2.018, 1.394)
-    """
-    counts = lost_counts(num_groups)
-    weights = coverage_probabilities(num_groups, redundancy, counts.middle) * counts.width
-    return float((weights * least_makespans(num_groups, num_microbatches, counts.middle)).sum() / weights.sum())

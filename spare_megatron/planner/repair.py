@@ -12,8 +12,7 @@ import numpy as np
 from scipy.stats import binom
 
 from spare_megatron.core.survival import LONGEST_S, host_chain, shard_survival, spent_s
-from spare_megatron.planner.endurance import FloatArray, LostCounts, lost_counts
-from spare_megatron.planner.overhead import least_makespans
+from spare_megatron.planner.endurance import FloatArray, LostCounts
 
 _RARE = 1e3
 """Wipe-outs at least this many relaxation times apart find the groups in their steady state."""
@@ -65,17 +64,6 @@ class Survival:
         return float(self.shares_s.sum())
 
 
-def num_down_probabilities(num_groups: int, repair: RepairTimes) -> FloatArray:
-    """P(k groups are down) in the steady state, k from 0 to N: Binomial(N, u).
-
-    >>> p = num_down_probabilities(600, RepairTimes(group_interval_s=180000.0, repair_s=600.0))
-    >>> round(float(p @ range(601)), 3)
-    1.993
-    """
-    pmf: FloatArray = binom.pmf(np.arange(num_groups + 1), num_groups, repair.down_share)
-    return pmf
-
-
 def num_down_in_ranges(num_groups: int, counts: LostCounts, down_share: FloatArray) -> FloatArray:
     """P(the number of groups down is in each range of `counts`), groups being independent; shape (..., ranges).
 
@@ -125,16 +113,3 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
     with np.errstate(divide="ignore"):
         hazard = -num_groups * np.log(np.clip(shares[:, 0], 0.0, 1.0))
     return Survival(times_s=times_s, shares_s=spent_s(times_s, hazard))
-
-
-def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int) -> float:
-    """Mean stacks per step in the steady state: sum over k of Binomial(k; N, u) ceil(N m / (N - k)) / m.
-
-    The state with all groups down has no step and is left out.
-
-    >>> round(steady_makespan(600, RepairTimes(group_interval_s=180000.0, repair_s=600.0), 16), 3)
-    1.054
-    """
-    counts = lost_counts(num_groups)
-    weights = num_down_in_ranges(num_groups, counts, np.array([repair.down_share]))
-    return float((weights * least_makespans(num_groups, num_microbatches, counts.middle)).sum() / weights.sum())

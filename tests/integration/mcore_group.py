@@ -23,7 +23,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from spare_megatron.config.implications import padded_vocab_size
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu

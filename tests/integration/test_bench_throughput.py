@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from spare_megatron.cli import bench_throughput
 from spare_megatron.cli.bench_throughput import NUM_WARMUP, training_alone
 from spare_megatron.cli.main import app
-from spare_megatron.config.implications import flops_per_token
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.summary import Summary

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from spare_megatron.config.implications import padded_vocab_size
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.config.validate_training import COUNTED_WITH

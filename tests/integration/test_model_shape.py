@@ -7,8 +7,8 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from spare_megatron.config.implications import flops_per_token, model_shape
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.model_shape import flops_per_token, model_shape
 from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer

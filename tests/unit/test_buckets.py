@@ -7,7 +7,8 @@ from typing import Literal
 
 import pytest
 
-from spare_megatron.config.implications import model_shape, rank_memory
+from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 

@@ -182,7 +182,7 @@ def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_star
     """Also where only this process may not take more, as with ulimit -v."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**33, 2**40))
     told = spare(*train, "--set", "train.steps=100000000", "--set", "train.max_minutes=1", expected=2)
-    assert "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, and this machine has" in told
+    assert "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, but this machine has" in told
 
 
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.loader import ConfigError, load_run_config, loads_run_config
+from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
@@ -169,8 +169,10 @@ def test_an_override_cannot_smuggle_in_a_second_setting() -> None:
     assert load_run_config(None, ["name=1\ntrain.steps = 3"]).config == RunConfig(name="1\ntrain.steps = 3")
 
 
-def test_fault_tables_become_faults() -> None:
-    loaded = loads_run_config('[[faults.trace]]\nphase = "backward"\nstep = 3\n[[faults.trace]]\nphase = "in_reduce"\n')
+def test_fault_tables_become_faults(tmp_path: Path) -> None:
+    preset = tmp_path / "faults.toml"
+    preset.write_text('[[faults.trace]]\nphase = "backward"\nstep = 3\n[[faults.trace]]\nphase = "in_reduce"\n')
+    loaded = load_run_config(preset)
     assert loaded.config.faults.trace == (
         FaultConfig(phase=FaultPoint.BACKWARD, step=3),
         FaultConfig(phase=FaultPoint.IN_REDUCE),
@@ -191,6 +193,8 @@ def test_fault_tables_become_faults() -> None:
         ],
     ],
 )
-def test_a_dumped_configuration_loads_back_to_an_equal_one(overrides: list[str]) -> None:
+def test_a_dumped_configuration_loads_back_to_an_equal_one(overrides: list[str], tmp_path: Path) -> None:
     config = load_run_config(None, overrides).config
-    assert loads_run_config(dump_run_config(config)).config == config
+    preset = tmp_path / "config.toml"
+    preset.write_text(dump_run_config(config))
+    assert load_run_config(preset).config == config

@@ -47,7 +47,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["spare.spares=2", "cluster.num_nodes=4"], "spare.spares=2 exceeds the 1 groups of a node"),
         (
             ["spare.spares=1", *NOBODY_COMES_BACK],
-            "spare.spares=1 is of no use where no group comes back: spare.rejoins=0, checkpoint.max_restarts=0; raise",
+            "spare.spares=1 has no effect because no group comes back: spare.rejoins=0, checkpoint.max_restarts=0",
         ),
         (["spare.groups_per_domain=0"], "spare.groups_per_domain=0 must be at least 1"),
         (
@@ -81,6 +81,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["optimizer.weight_decay=nan"], "optimizer.weight_decay=nan must be at least 0"),
         (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate=1.0 exceeds optimizer.learning_rate=0.001"),
         (["optimizer.warmup_steps=20"], "optimizer.warmup_steps=20 must be below train.steps=20"),
+        (["metrics.peak_tflops=0"], "metrics.peak_tflops=0.0 must be above 0"),
         (["optimizer.redundancy=0"], "optimizer.redundancy=0 must be at least 1"),
         (
             ["optimizer.sharding=stacked", "optimizer.redundancy=5"],
@@ -99,9 +100,9 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["control.store=etcd", 'control.endpoints=["http://a:1", "https://b:1"]'], "mix http and https"),
         (["control.store=etcd", 'control.endpoints=["https://a:1"]', "control.cert_file=c"], "go together"),
         (["control.store=etcd", 'control.endpoints=["http://a:1"]', "control.ca_file=c"], "no effect on http"),
-        (["data.access=shared", "spare.granularity=stack"], "data.access=shared deals out the microbatches"),
-        (["control.listen_address=0.0.0.0"], "control.listen_address=0.0.0.0 is no single address"),
-        (["control.listen_address=localhost"], "control.listen_address=localhost is no IP address"),
+        (["data.access=shared", "spare.granularity=stack"], "data.access=shared assigns single microbatches"),
+        (["control.listen_address=0.0.0.0"], "control.listen_address=0.0.0.0 is not a single address"),
+        (["control.listen_address=localhost"], "control.listen_address=localhost is not an IP address"),
         (["control.store_timeout_s=0"], "control.store_timeout_s=0.0 must be above 0"),
         (["control.startup_timeout_s=-1"], "control.startup_timeout_s=-1.0 must be above 0"),
         (["control.decision_timeout_s=240"], "must exceed reduce.timeout_s + control.group_timeout_s = 240.0"),
@@ -137,27 +138,27 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
                 "control.endpoints=['http://127.0.0.1:1']",
                 "faults.trace=[{phase='forward', kind='kill_store'}]",
             ],
-            "faults.trace[0].kind=kill_store strikes a store that the run has started itself",
+            "faults.trace[0].kind=kill_store strikes a store that the run starts itself",
         ),
         (["faults.trace=[{phase='patch'}]"], "faults.trace[0].phase=patch is never reached"),
         (
             ["faults.trace=[{phase='forward'}, {phase='join', group=1}]", "spare.rejoins=0"],
             "faults.trace[1].phase=join is reached only when a lost group comes back",
         ),
-        (["faults.trace=[{phase='forward'}, {phase='join'}]"], "name one in faults.trace[1].group"),
+        (["faults.trace=[{phase='forward'}, {phase='join'}]"], "set faults.trace[1].group"),
         (["faults.trace=[{phase='repair', group=1}]"], "faults.trace[0].phase=repair is never reached with optimizer"),
         (
             [*STACKED, "faults.trace=[{phase='repair', group=1}]"],
             "faults.trace[0].phase=repair is never reached: no group is lost before it",
         ),
-        ([*STACKED, "faults.trace=[{phase='forward'}, {phase='repair'}]"], "name one in faults.trace[1].group"),
+        ([*STACKED, "faults.trace=[{phase='forward'}, {phase='repair'}]"], "set faults.trace[1].group"),
         (
             [*STACKED, "faults.trace=[{phase='forward'}, {phase='repair', group=1, kind='hang'}]"],
-            "faults.trace[1].kind=hang at phase=repair holds up a thread that nobody waits for",
+            "faults.trace[1].kind=hang at phase=repair stalls a background thread that no step waits for",
         ),
         (
             ["faults.trace=[{phase='forward'}, {phase='join_transfer', group=1, kind='raise'}]"],
-            "faults.trace[1].kind=raise cannot strike a thread beside the training",
+            "faults.trace[1].kind=raise cannot strike the background transfer",
         ),
         (
             ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", *NOBODY_COMES_BACK],
@@ -177,19 +178,19 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["checkpoint.restart_wait_s=601"], "checkpoint.restart_wait_s=601.0 exceeds control.decision_timeout_s=600.0"),
         (
             ["faults.trace=[{phase='in_reduce', kind='nan'}]"],
-            "faults.trace[0].kind=nan strikes the local gradient sums, which nobody reads any more at phase=in_reduce",
+            "faults.trace[0].kind=nan strikes the local gradient sums, which are no longer read at phase=in_reduce",
         ),
         (
             ["faults.trace=[{phase='backward', kind='kill', bit=3}]"],
-            "faults.trace[0].bit=3 means nothing for kind=kill",
+            "faults.trace[0].bit=3 has no effect on kind=kill",
         ),
         (
             ["faults.trace=[{phase='backward', kind='kill', seconds=3.0}]"],
-            "faults.trace[0].seconds=3.0 means nothing for kind=kill, which is for good; remove it",
+            "faults.trace[0].seconds=3.0 has no effect on kind=kill, which is permanent; remove it",
         ),
         (
             ["faults.trace=[{phase='backward', kind='hang', seconds=inf}]"],
-            "faults.trace[0].seconds=inf must be above 0 and at most 1e+06; change it, or remove it for a fault that",
+            "faults.trace[0].seconds=inf must be above 0 and at most 1e+06; change it, or remove it for a permanent",
         ),
         (
             ["faults.trace=[{phase='backward', kind='clock_jump', seconds=nan}]"],
@@ -205,7 +206,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (
             ["faults.trace=[{phase='backward', kind='moment_flip', step=0}]"],
-            "faults.trace[0].kind=moment_flip strikes what the first update makes, and faults.trace[0].step=0 may come",
+            "faults.trace[0].kind=moment_flip strikes moments, which the first update creates, but",
         ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
@@ -213,7 +214,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["reduce.bucket_mib=1e308"], "reduce.bucket_mib=1e+308 lies outside 0.00098 (1 KiB)"),
         (["reduce.bucket_mib=nan"], "reduce.bucket_mib=nan lies outside"),
         (["control.heartbeat_interval_s=1e-6"], "control.heartbeat_interval_s=1e-06 must be above 0.01; raise it"),
-        (["control.startup_timeout_s=1e10"], "control.startup_timeout_s=1e+10 exceeds 1e+08, three years, and longer"),
+        (["control.startup_timeout_s=1e10"], "control.startup_timeout_s=1e+10 exceeds 1e+08 (three years), and longer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
         (["train.seed=4294967296"], "train.seed=4294967296 exceeds 4294967295"),
@@ -232,15 +233,15 @@ def test_a_missing_corpus_comes_with_the_command_that_writes_it() -> None:
     text = only_problem(machine=dataclasses.replace(CPU, has_corpus=False))
     assert "spare preprocess --input DIR --output-prefix c --tokenizer byte" in text
     text = only_problem("data.corpus=x/c.bin", machine=dataclasses.replace(CPU, has_corpus=False))
-    assert "data.corpus=x/c.bin is a file, and the prefix of its two files is meant; set it to x/c" in text
+    assert "data.corpus=x/c.bin is a file; set it to the common prefix of the two files, x/c" in text
 
 
 def test_more_steps_than_memory_has_room_for_their_samples_are_a_problem() -> None:
     """Megatron counts epochs one by one for minutes, and then asks for the memory."""
     machine = dataclasses.replace(CPU, process_memory_bytes=2**34)
     text = only_problem("train.steps=1000000000000", "train.max_minutes=5", machine=machine)
-    assert "train.steps=1000000000000 of 32 sequences each need a sample index of 3.58e+05 GiB, and this" in text
-    assert "this machine has 16 GiB of memory for it; lower it: where train.max_minutes ends the run" in text
+    assert "train.steps=1000000000000 of 32 sequences each need a sample index of 3.58e+05 GiB, but this" in text
+    assert "this machine has 16 GiB of memory for it; lower train.steps: with train.max_minutes" in text
     assert problems(configured("train.steps=1000000"), machine) == []
     assert problems(configured("train.steps=1000000000000"), CPU) == [], "that of the nodes may be unknown"
 
@@ -250,7 +251,7 @@ def test_ranks_that_the_kernel_would_kill_for_memory_are_a_problem_on_cpus_only(
     machine = dataclasses.replace(CPU, memory_bytes=2**38)
     text = only_problem(*large, machine=machine)
     assert "4 ranks on one machine (layout.num_groups=4) need 385 GiB for parameters, gradients, buckets and" in text
-    assert "and it has 256 GiB of memory; lower layout.num_groups" in text
+    assert "but it has 256 GiB of memory; lower layout.num_groups" in text
     assert problems(configured(*large, "cluster.device=gpu"), dataclasses.replace(machine, num_gpus=4)) == []
     by_hand = ("cluster.launcher=hand", "cluster.num_nodes=2", "control.store=etcd", "control.endpoints=['http://a:1']")
     assert problems(configured(*large, *by_hand), machine) == [], "two of them on each machine"
@@ -260,7 +261,7 @@ def test_ranks_that_the_kernel_would_kill_for_memory_are_a_problem_on_cpus_only(
 def test_an_address_of_another_machine_is_no_place_for_the_store() -> None:
     machine = dataclasses.replace(CPU, can_listen=False)
     text = only_problem("control.listen_address=192.0.2.7", machine=machine)
-    assert "control.listen_address=192.0.2.7 is no address of this machine" in text
+    assert "control.listen_address=192.0.2.7 is not an address of this machine" in text
     etcd = ("control.store=etcd", 'control.endpoints=["http://192.0.2.8:2379"]')
     assert problems(configured(*etcd), machine) == []
 
@@ -339,7 +340,7 @@ def test_groups_that_all_host_every_shard_cannot_do_better() -> None:
 def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
     machine = dataclasses.replace(CPU, corpus=corpus_with(vocab_size=300))
     (problem,) = problems(RunConfig(data=DataConfig(corpus="text")), machine)
-    assert "model.vocab_size=256 is below the 300 tokens" in problem
+    assert "model.vocab_size=256 is below the vocabulary of data.corpus=text, 300 tokens" in problem
 
 
 def test_a_store_that_others_can_reach_without_a_secret_is_doubtful() -> None:
@@ -347,7 +348,7 @@ def test_a_store_that_others_can_reach_without_a_secret_is_doubtful() -> None:
     assert "control.listen_address=10.0.0.5: the embedded store has no authentication" in text
     etcd = (*GOLOMB, "control.store=etcd")
     (text,) = warnings(configured(*etcd, 'control.endpoints=["http://etcd-0:2379"]'), CPU)
-    assert "passwords and decisions travel in the clear" in text
+    assert "passwords and decisions travel unencrypted" in text
     assert warnings(configured(*etcd, 'control.endpoints=["http://127.0.0.1:2379"]'), CPU) == []
     assert warnings(configured(*etcd, 'control.endpoints=["https://etcd-0:2379"]'), CPU) == []
 

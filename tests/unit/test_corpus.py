@@ -184,9 +184,8 @@ def test_unfit_data_are_refused_before_anything_is_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tokens = Path(f"{prefix}.bin")
-    assert (
-        f"{tokens} has token ids up to 255, which model.vocab_size=255 does not have; raise that to at least 256"
-        in (refusal(command, prefix, "model.vocab_size=255"))
+    assert f"{tokens} has token ids up to 255, but model.vocab_size=255; raise that to at least 256" in (
+        refusal(command, prefix, "model.vocab_size=255")
     )
     tokens.write_bytes(tokens.read_bytes()[:200])
     assert f"{tokens} has 200 bytes" in refusal(command, prefix)
@@ -203,7 +202,7 @@ def test_negative_token_ids_are_refused(tmp_path: Path) -> None:
 def test_a_corpus_that_is_not_the_one_that_is_asked_for_is_refused(prefix: Path) -> None:
     identity = facts_of(prefix).identity
     told = refusal("config check", prefix, "data.identity='ab12, 205 tokens'")
-    assert f"is '{identity}', and not data.identity='ab12, 205 tokens'; choose that corpus" in told
+    assert f"is '{identity}', not data.identity='ab12, 205 tokens'; use that corpus" in told
 
 
 # ----------------------------------------------------------------------------------------------------------- identity

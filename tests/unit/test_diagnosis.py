@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.diagnosis import NodeFinding, diagnose, nodes_per_group, own_etcd_ports
-from spare_megatron.config.implications import implications
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.node_facts import ClockOffset, Gpu, NodeFacts, NodeMeasurements, Rate
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import STEP_BYTES, StoreSpace
 
@@ -24,8 +24,8 @@ def configured(*overrides: str) -> RunConfig:
 
 
 CONFIG = configured()
-CHECKPOINT = implications(CONFIG).checkpoint_bytes
-RANK = implications(CONFIG).memory.total_bytes
+CHECKPOINT = run_sizes(CONFIG).checkpoint_bytes
+RANK = run_sizes(CONFIG).memory.total_bytes
 GPU = Gpu(name="H100", memory_bytes=80 * GIB, free_bytes=79 * GIB)
 FACTS = NodeFacts(
     host="machine",
@@ -227,7 +227,7 @@ def test_without_checkpoints_their_room_does_not_matter() -> None:
 def test_a_group_on_several_nodes_writes_a_checkpoint_together() -> None:
     wide = configured("layout.num_groups=8", "layout.pipeline_parallel=2", "spare.redundancy=2")
     assert (nodes_per_group(CONFIG), nodes_per_group(wide)) == (1, 2)
-    size = implications(wide).checkpoint_bytes
+    size = run_sizes(wide).checkpoint_bytes
     assert findings(wide, folder_free_bytes=9 * size, write=Rate(bytes_per_s=size / 2 / 1799)) == []
 
 

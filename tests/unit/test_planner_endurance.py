@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
+from benchmarks.paper_model import asymptotic_endured_losses
 from spare_megatron.planner.endurance import (
-    asymptotic_endured_losses,
     coverage_probabilities,
     endured_losses,
     wiped_probabilities,
 )
-from spare_megatron.planner.enumeration import covered_shares
-from spare_megatron.planner.montecarlo import endured_samples
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.enumeration import covered_shares
+from tests.oracle.monte_carlo import endured_samples
 
 GRID = [(n, r) for n in (200, 600, 1000) for r in range(2, 21)]
 

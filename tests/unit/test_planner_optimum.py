@@ -7,16 +7,16 @@ import pytest
 from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
-from benchmarks.paper_model import paper_availability, paper_cadence_s, paper_redundancy, paper_time_to_train
+from benchmarks.paper_model import (
+    mean_overhead,
+    paper_availability,
+    paper_cadence_s,
+    paper_redundancy,
+    paper_time_to_train,
+)
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts, HoldingLimits, Policy
-from spare_megatron.planner.montecarlo import (
-    SimulatedRun,
-    availability_sample,
-    endured_samples,
-    simulated_time_to_train,
-)
-from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_overhead, patch_stacks
+from spare_megatron.planner.overhead import StepTimes, least_makespans, patch_stacks
 from spare_megatron.planner.plan import (
     availability,
     best_availability,
@@ -27,6 +27,12 @@ from spare_megatron.planner.plan import (
 )
 from spare_megatron.planner.readmission import RejoinTimes
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.monte_carlo import (
+    SimulatedRun,
+    availability_sample,
+    endured_samples,
+    simulated_time_to_train,
+)
 
 CHECKPOINT = CheckpointTimes(save_s=60.0, restart_s=3600.0)
 REDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}

@@ -3,19 +3,17 @@
 import numpy as np
 import pytest
 
-from spare_megatron.planner.enumeration import mean_makespans
-from spare_megatron.planner.montecarlo import depth_samples, endured_samples, makespan_samples
+from benchmarks.paper_model import mean_makespan, mean_overhead, patch_probabilities
 from spare_megatron.planner.overhead import (
     StepTimes,
     least_makespans,
-    mean_makespan,
-    mean_overhead,
     mean_step_s,
-    patch_probabilities,
     patch_stacks,
 )
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.reorder import least_load
+from tests.oracle.enumeration import mean_makespans
+from tests.oracle.monte_carlo import depth_samples, endured_samples, makespan_samples
 
 PAPER = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
 

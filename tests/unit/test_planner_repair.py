@@ -2,35 +2,31 @@
 
 import numpy as np
 import pytest
+from scipy.integrate import trapezoid
 
 from spare_megatron.planner.domains import (
     LossIntervals,
+    coverage_over_time,
     domain_coverage_probabilities,
-    endured_domains,
     hosts_per_domain,
-    time_to_wipe_out_s,
-    wipe_out_probability,
 )
 from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
-from spare_megatron.planner.enumeration import covered_domain_shares
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.montecarlo import (
-    domain_samples_s,
-    domain_wipe_out_samples,
-    endured_samples,
-    repair_samples_s,
-)
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.plan import predict
 from spare_megatron.planner.readmission import RejoinTimes
 from spare_megatron.planner.repair import (
     RepairTimes,
-    num_down_probabilities,
     shard_time_to_wipe_out_s,
-    steady_makespan,
     survival,
 )
-from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.placement import IntArray, Placement, make_placement
+from tests.oracle.enumeration import covered_domain_shares
+from tests.oracle.monte_carlo import (
+    domain_samples_s,
+    endured_samples,
+    repair_samples_s,
+)
 
 
 def repair_of(down_share: float) -> RepairTimes:
@@ -53,7 +49,6 @@ def test_the_share_of_groups_down_is_that_of_simulated_groups_with_fixed_repair_
     up_s = np.cumsum(rng.exponential(10.0, (2000, 40)), axis=1) + 2.0 * np.arange(40)
     is_down = ((up_s < 100.0) & (up_s + 2.0 > 100.0)).any(axis=1)  # up until up_s, back 2 s later
     assert is_down.mean() == pytest.approx(repair.down_share, abs=0.02)
-    assert float(num_down_probabilities(50, repair) @ range(51)) == pytest.approx(50 * repair.down_share)
 
 
 def test_a_shard_of_two_hosts_has_the_textbook_time_to_failure() -> None:
@@ -101,7 +96,6 @@ def test_repairs_that_take_forever_are_none() -> None:
 def test_fast_repairs_leave_hardly_any_stretch() -> None:
     repair = RepairTimes(group_interval_s=1.0, repair_s=1e-9)
     assert predict(facts_of(60, repair), "rejoin", 3).stretch == pytest.approx(1.0, abs=1e-3)
-    assert steady_makespan(60, repair, 16) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_times_to_wipe_out_beyond_all_measure_do_not_overflow() -> None:
@@ -119,6 +113,16 @@ def test_repair_times_out_of_range_are_refused(times: tuple[float, float]) -> No
 # ------------------------------------------------------------------------------------------------------- domains
 
 
+def endured_domains(placement: Placement, domain_of: IntArray) -> float:
+    """Expected losses of whole domains before a wipe-out."""
+    return float(domain_coverage_probabilities(hosts_per_domain(placement, domain_of))[1:].sum())
+
+
+def mean_time_s(counts: IntArray, intervals: LossIntervals) -> float:
+    times_s, covered = coverage_over_time(counts, intervals)
+    return float(trapezoid(covered, times_s))
+
+
 def test_hosts_per_domain_of_a_small_ring() -> None:
     counts = hosts_per_domain(make_placement("consecutive", 4, 2), np.array([0, 0, 1, 1]))
     assert counts.tolist() == [[1, 1], [2, 0], [1, 1], [0, 2]]  # shard s is on groups s and s - 1
@@ -128,7 +132,6 @@ def test_a_domain_that_holds_all_hosts_of_a_shard_wipes_out_alone() -> None:
     domain_of = np.arange(12) // 4
     counts = hosts_per_domain(make_placement("consecutive", 12, 3), domain_of)
     assert domain_coverage_probabilities(counts).tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert wipe_out_probability(counts, domain_of, 0) == 1.0
 
 
 def test_domains_of_one_group_are_groups() -> None:
@@ -143,7 +146,7 @@ def test_domains_endured_are_near_those_of_exact_enumeration(size: int, r: int, 
     domain_of = np.arange(n) % (n // size) if is_spread else np.arange(n) // size
     placement = make_placement("golomb", n, r)
     exact = float(covered_domain_shares(placement, domain_of)[1:].sum())
-    assert endured_domains(hosts_per_domain(placement, domain_of)) == pytest.approx(exact, rel=0.2, abs=0.1)
+    assert endured_domains(placement, domain_of) == pytest.approx(exact, rel=0.2, abs=0.1)
 
 
 @pytest.mark.parametrize("r", [3, 5, 8])
@@ -153,7 +156,7 @@ def test_spread_hosts_endure_more_domains(r: int) -> None:
     endured = {}
     for name, domain_of in (("beside", np.arange(n) // size), ("apart", np.arange(n) % (n // size))):
         counted = endured_samples(domain_of[placement.host_array], n // size, 3000, np.random.default_rng([8, r]))
-        endured[name] = endured_domains(hosts_per_domain(placement, domain_of))
+        endured[name] = endured_domains(placement, domain_of)
         print(f"r {r}, {name}: {endured[name]:.2f} domains, counted {counted.mean():.2f}")
         assert endured[name] == pytest.approx(counted.mean(), rel=0.05)
     assert endured["beside"] < endured["apart"] <= endured_losses(n // size, min(r, n // size)) + 5
@@ -168,7 +171,7 @@ def test_time_to_wipe_out_with_domains_is_a_lower_bound_within_8_percent(r: int)
     for domain_of in (np.arange(n) // 4, np.arange(n) % 50):
         samples = domain_samples_s(placement, domain_of, intervals, 2000, np.random.default_rng([8, r]))
         noise_s = samples.std() / np.sqrt(len(samples))
-        found_s = time_to_wipe_out_s(hosts_per_domain(placement, domain_of), intervals)
+        found_s = mean_time_s(hosts_per_domain(placement, domain_of), intervals)
         print(f"r {r}: {found_s:.2f} s, simulated {samples.mean():.2f} +- {noise_s:.2f} s")
         assert 0.92 * samples.mean() - 2 * noise_s < found_s < samples.mean() + 3 * noise_s
 
@@ -176,26 +179,12 @@ def test_time_to_wipe_out_with_domains_is_a_lower_bound_within_8_percent(r: int)
 def test_domains_that_are_hardly_ever_lost_do_not_matter() -> None:
     n, r = 60, 4
     counts = hosts_per_domain(make_placement("golomb", n, r), np.arange(n) // 4)
-    found_s = time_to_wipe_out_s(counts, LossIntervals(group_s=1.0, domain_s=1e9))
+    found_s = mean_time_s(counts, LossIntervals(group_s=1.0, domain_s=1e9))
     shares = coverage_probabilities(n, r)[:n]
     assert found_s == pytest.approx(float((shares / (n - np.arange(n))).sum()), rel=0.08)
-
-
-def test_the_chance_that_a_domain_wipes_out_is_near_the_counted_one() -> None:
-    n, r, lost = 200, 4, 30
-    placement = make_placement("golomb", n, r)
-    for domain_of in (np.arange(n) // 4, np.arange(n) % 50):
-        counts = hosts_per_domain(placement, domain_of)
-        hits = domain_wipe_out_samples(placement, domain_of, lost, 4000, np.random.default_rng(3))
-        chance = wipe_out_probability(counts, domain_of, lost)
-        print(f"P(domain wipes out) {chance:.4f}, counted {hits.mean():.4f}")
-        assert chance == pytest.approx(hits.mean(), abs=0.02)
 
 
 def test_domains_that_do_not_fit_are_refused() -> None:
     placement = make_placement("golomb", 7, 3)
     with pytest.raises(ValueError, match="do not fit 7 groups"):
         hosts_per_domain(placement, np.arange(6))
-    counts = hosts_per_domain(placement, np.arange(7))
-    with pytest.raises(ValueError, match="num_lost=7 has to be from 0 to 6"):
-        wipe_out_probability(counts, np.arange(7), 7)

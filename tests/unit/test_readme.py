@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,10 +37,10 @@ def settings(kind: type[Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def rows() -> dict[str, str]:
-    """Setting -> default as the table has them."""
-    table = SETTINGS.read_text()
-    return dict(re.findall(r"^\| `([a-z_]+(?:\.[a-z0-9_]+)?)` \| (.*?) \|", table, re.MULTILINE))
+def rows() -> dict[str, tuple[str, str]]:
+    """Setting -> default and meaning as the table has them."""
+    found = re.findall(r"^\| `([a-z_]+(?:\.[a-z0-9_]+)?)` \| (.*?) \| (.*) \|$", SETTINGS.read_text(), re.MULTILINE)
+    return {key: (default, meaning) for key, default, meaning in found}
 
 
 def as_text(default: Any) -> str:
@@ -51,8 +51,24 @@ def as_text(default: Any) -> str:
     return str(default) if default not in ("", ()) else "empty"
 
 
-def test_every_setting_is_listed_with_its_default() -> None:
-    assert rows() == {key: as_text(default) for key, default in settings(schema.RunConfig).items()}
+def helps() -> dict[str, str]:
+    """Setting -> the string below its field in the schema."""
+    sections = {
+        node.name: node for node in ast.parse(Path(schema.__file__).read_text()).body if isinstance(node, ast.ClassDef)
+    }
+
+    def of(name: str, prefix: str) -> Iterator[tuple[str, str]]:
+        body = sections[name].body
+        for field, following in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign):
+                continue
+            kind = ast.unparse(field.annotation)
+            if kind in sections:
+                yield from of(kind, f"{ast.unparse(field.target)}.")
+            elif isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                yield f"{prefix}{ast.unparse(field.target)}", " ".join(str(following.value.value).split())
+
+    return {key: text for key, text in of("RunConfig", "") if key != "megatron"}
 
 
 def test_every_setting_has_its_help_below_it() -> None:
@@ -62,6 +78,11 @@ def test_every_setting_has_its_help_below_it() -> None:
             if isinstance(field, ast.AnnAssign):
                 is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                 assert is_text, f"{section.name}.{ast.unparse(field.target)}"
+
+
+def test_every_setting_is_listed_with_its_default_and_help() -> None:
+    defaults = settings(schema.RunConfig)
+    assert rows() == {key: (as_text(default), helps().get(key)) for key, default in defaults.items()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

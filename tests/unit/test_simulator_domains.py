@@ -9,11 +9,11 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.planner.montecarlo import endured_samples
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.monte_carlo import endured_samples
 from tests.unit.journal_in_memory import check_journal
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.core.fault_points import FaultPoint
@@ -13,7 +14,7 @@ from spare_megatron.core.fault_points import FaultPoint
 def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:
     config = RunConfig(checkpoint=CheckpointConfig(**settings))
     config = replace(config, faults=replace(config.faults, trace=() if fault is None else (fault,)))
-    (problem,) = checkpoint_problems(config)
+    (problem,) = [*violations(config), *checkpoint_problems(config)]
     return problem
 
 
@@ -29,7 +30,7 @@ def fault(**fields: Any) -> FaultConfig:
         ({"interval_s": 0.0}, "checkpoint.interval_s=0.0 must be above 0"),
         ({"timeout_s": -1.0}, "checkpoint.timeout_s=-1.0 must be above 0"),
         ({"interval_steps": 1, "keep_every_steps": 0}, "checkpoint.keep_every_steps=0 must be at least 1"),
-        ({"keep_every_steps": 9}, "has no effect where no checkpoints are taken"),
+        ({"keep_every_steps": 9}, "has no effect without checkpoints"),
     ],
 )
 def test_what_says_nothing_or_the_impossible_is_refused(settings: dict[str, Any], text: str) -> None:
@@ -41,7 +42,7 @@ def test_what_says_nothing_or_the_impossible_is_refused(settings: dict[str, Any]
     [
         ({"kind": "nan"}, "faults.trace[0].kind=nan cannot strike a save; choose one of kill, stop"),
         ({"rank": 1}, "faults.trace[0].phase=save_rename is reached by rank 0 alone"),
-        ({"group": None}, "name one in faults.trace[0].group"),
+        ({"group": None}, "set faults.trace[0].group"),
     ],
 )
 def test_faults_that_no_save_can_meet_are_refused(fields: dict[str, Any], text: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, OptimizerConfig, RunConfig, SnapshotConfig
 from spare_megatron.config.validate_checkpoint import snapshot_problems, snapshot_warnings
 
@@ -19,7 +20,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("config", "named"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_with_the_setting_to_change(config: RunConfig, named: str) -> None:
-    (text,) = snapshot_problems(config)
+    (text,) = [*violations(config), *snapshot_problems(config)]
     assert named in text
 
 
@@ -30,13 +31,13 @@ def test_good_settings_and_none_are_neither_refused_nor_doubted() -> None:
 
 def test_more_copies_than_nodes_are_doubted() -> None:
     (text,) = snapshot_warnings(replace(GOOD, cluster=ClusterConfig(num_nodes=1)))
-    assert "snapshot.redundancy=1 wants 2 copies" in text
+    assert "snapshot.redundancy=1 needs 2 copies" in text
     assert "cluster.num_nodes=1" in text
 
 
 def test_more_copies_of_slices_than_they_have_hosts_are_doubted() -> None:
     (text,) = snapshot_warnings(replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=1)))
-    assert "snapshot.redundancy=1 wants 2 copies" in text
-    assert "each slice is kept on 1" in text
+    assert "snapshot.redundancy=1 needs 2 copies" in text
+    assert "each is kept on only 1" in text
     stacked = replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=2))
     assert [*snapshot_problems(stacked), *snapshot_warnings(stacked)] == []

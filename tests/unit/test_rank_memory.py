@@ -1,4 +1,4 @@
-"""What a configuration comes to after losses, too."""
+"""Memory of the fullest rank, also after losses, and `spare config show`."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.implications import rank_memory
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.planner.endurance import endured_losses
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -134,23 +134,6 @@ def domain_samples_s(
     return np.array([row[placement.host_array].max(axis=1).min() for row in lost_s])
 
 
-def domain_wipe_out_samples(
-    placement: Placement, domain_of: IntArray, num_lost: int, num_samples: int, rng: Generator
-) -> FloatArray:
-    """1 where losing a random domain is a wipe-out after `num_lost` random losses outside it, else 0.
-
-    Draws in which the earlier losses are a wipe-out by themselves are left out.
-    """
-    found = []
-    for _ in range(num_samples):
-        hit = domain_of == rng.integers(int(domain_of.max()) + 1)
-        is_up = np.ones(placement.num_groups, dtype=np.bool_)
-        is_up[rng.choice(np.flatnonzero(~hit), num_lost, replace=False)] = False
-        if is_up[placement.host_array].any(axis=1).all():
-            found.append(float(not (is_up & ~hit)[placement.host_array].any(axis=1).all()))
-    return np.array(found)
-
-
 def availability_sample(cadence_s: float, checkpoint: CheckpointTimes, wipe_out_times_s: FloatArray) -> float:
     """Share of time spent on saved work, over runs that each end with a wipe-out after one of these times.
 

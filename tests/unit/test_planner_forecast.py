@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from spare_megatron.planner.domains import (
     LossIntervals,
@@ -14,7 +15,6 @@ from spare_megatron.planner.domains import (
     num_down_in_domains,
 )
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.montecarlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.plan import predict
 from spare_megatron.planner.readmission import (
@@ -24,11 +24,12 @@ from spare_megatron.planner.readmission import (
     hardware_wait_s,
     num_down_with_spares,
 )
-from spare_megatron.planner.repair import RepairTimes, num_down_probabilities, survival
+from spare_megatron.planner.repair import RepairTimes, survival
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import make_placement
+from tests.oracle.monte_carlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
 
 NEVER_S = 1e15
 
@@ -172,7 +173,7 @@ def test_groups_without_hardware_are_those_that_are_in_repair_beyond_the_spares(
 
 def test_groups_that_are_down_independently_are_equivalent_to_themselves() -> None:
     away = RepairTimes(group_interval_s=600.0, repair_s=30.0)
-    found = equivalent_repair(3, num_down_probabilities(100, away), 600.0)
+    found = equivalent_repair(3, binom.pmf(np.arange(101), 100, away.down_share), 600.0)
     # C(k, 2) / C(N - 1, 2) of a Binomial(N) is u^2 N / (N - 2).
     assert found.down_share == pytest.approx(away.down_share * (100 / 98) ** 0.5, rel=1e-3)
 
@@ -184,10 +185,10 @@ def test_domains_of_independent_groups_are_binomial() -> None:
     intervals = LossIntervals(group_s=600.0, domain_s=NEVER_S)
     of_four = domain_down_probabilities(4, intervals, 60.0)
     away = RepairTimes(group_interval_s=600.0, repair_s=60.0)
-    np.testing.assert_allclose(of_four, num_down_probabilities(4, away), atol=1e-9)
+    np.testing.assert_allclose(of_four, binom.pmf(np.arange(5), 4, away.down_share), atol=1e-9)
     of_two = domain_down_probabilities(2, intervals, 60.0)
     all_groups = num_down_in_domains(np.array([4, 4, 2]), {4: of_four, 2: of_two})
-    np.testing.assert_allclose(all_groups, num_down_probabilities(10, away), atol=1e-9)
+    np.testing.assert_allclose(all_groups, binom.pmf(np.arange(11), 10, away.down_share), atol=1e-9)
 
 
 def test_a_domain_that_is_lost_as_one_is_down_as_one_host() -> None:

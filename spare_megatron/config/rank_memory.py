@@ -1,0 +1,86 @@
+"""Memory of the fullest rank: weights, gradients, reduction buckets, optimizer state and activations."""
+
+from dataclasses import dataclass
+
+from spare_megatron.config.model_shape import model_shape, padded_vocab_size
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.bucket_window import MAX_STAGED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of the fullest rank, without the overhead of libraries and allocators.
+
+    Attributes:
+        weights_bytes: Parameters in the precision that layers compute with.
+        gradients_bytes: Buffers in which gradients are summed.
+        reduction_bytes: Buckets staged at a time, at most.
+        optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
+        activations_bytes: Peak of what the forward pass keeps for the backward pass; an estimate.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    reduction_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.reduction_bytes + self.activations_bytes
+
+
+def rank_memory(config: RunConfig) -> RankMemory:
+    """The memory of the fullest rank of a configuration without problems."""
+    layout = config.layout
+    parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
+    weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
+    # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
+    number_bytes = 8 if config.reduce.mode == "reproducible" else 4
+    sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
+    optimizer = config.optimizer
+    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
+    return RankMemory(
+        weights_bytes=parameters * weights_bytes,
+        gradients_bytes=parameters * sums,
+        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.reduce.bucket_mib * 2**20)),
+        optimizer_bytes=round(parameters * optimizer_bytes * held),
+        activations_bytes=_activations_bytes(config),
+    )
+
+
+def state_bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
+    """Bytes of a parameter in compute precision, and of its optimizer state (see `RankMemory`)."""
+    return (2, 12) if config.model.precision == "bf16" else (4, 8)
+
+
+def _activations_bytes(config: RunConfig) -> int:
+    """Activation bytes of the fullest stage.
+
+    Korthikanti et al., arXiv 2205.05198, without attention scores, which are never stored: a layer keeps s b h (10 +
+    24/t) bytes in 16 bits (s tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence
+    parallelism, 2 s b h with full recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first
+    of p stages keeps p microbatches: losses may give a group that many even if a shard has fewer.
+    """
+    model, layout, megatron = config.model, config.layout, config.megatron
+    tensor = layout.tensor_parallel
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    parted = 8 + 4 * ffn / model.hidden_size * (1.5 if megatron.get("gated_linear_unit") else 1.0)
+    whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)
+    per_token = model.hidden_size * (whole + parted / tensor)
+    if megatron.get("recompute_granularity") == "full":
+        per_token = 2.0 * model.hidden_size
+    if model.precision == "fp32":
+        per_token *= 2
+    tokens = config.train.micro_batch_size * model.seq_length / layout.context_parallel
+    stages = layout.pipeline_parallel
+    layers = model.num_layers / stages
+    num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
+    in_flight = float(min(stages, num_shards * config.spare.microbatches_per_shard))
+    if layout.virtual_pipeline > 1:
+        in_flight = stages + (stages - 1) / layout.virtual_pipeline  # microbatches padded to a multiple of stages
+    logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
+    first = layers * in_flight * tokens * per_token
+    last = layers * tokens * per_token + logits
+    return round(max(first + (logits if stages == 1 else 0), last))

@@ -1,0 +1,41 @@
+"""Sizes of a run that follow from its configuration: ranks, parameters, batch, tokens, memory, checkpoint."""
+
+from dataclasses import dataclass
+
+from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.rank_memory import RankMemory, rank_memory, state_bytes_per_parameter
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import global_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSizes:
+    """Derived sizes of a run; counts per step cover all groups, `checkpoint_bytes` counts all state once."""
+
+    num_ranks: int
+    ranks_per_group: int
+    num_parameters: int
+    microbatches_per_step: int
+    sequences_per_step: int
+    tokens_per_step: int
+    tokens: int
+    memory: RankMemory
+    checkpoint_bytes: int
+
+
+def run_sizes(config: RunConfig) -> RunSizes:
+    """Derives the sizes of a configuration without problems."""
+    sequences = global_batch(config)
+    tokens = sequences * config.model.seq_length
+    num_parameters = model_shape(config).num_parameters
+    return RunSizes(
+        num_ranks=config.parallel.num_ranks,
+        ranks_per_group=config.parallel.ranks_per_group,
+        num_parameters=num_parameters,
+        microbatches_per_step=config.layout.num_groups * config.spare.microbatches_per_shard,
+        sequences_per_step=sequences,
+        tokens_per_step=tokens,
+        tokens=tokens * config.train.steps,
+        memory=rank_memory(config),
+        checkpoint_bytes=num_parameters * sum(state_bytes_per_parameter(config)),
+    )

@@ -27,7 +27,7 @@ def campaign(
         typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
+        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Must not hold a run already.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and progress on stderr.")] = False,
 ) -> None:

@@ -215,7 +215,7 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def _show_job(job: Mapping[str, Any]) -> None:
     told = [f"{name} {job[name]}" for name in ("reason", "nodes") if job[name] not in ("", "None", "(null)")]
-    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'forgotten by Slurm'}", *told)))
+    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'unknown to Slurm'}", *told)))
     for name, run in job["runs"].items():
         typer.echo(f"  {name}: {_describe(run)}")
 

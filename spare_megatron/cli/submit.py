@@ -178,13 +178,13 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
 
     if (folder / JOB_FILE).exists():
         job_id = job_of(folder)
-        state = job_fields(job_id).get("JobState", "forgotten by Slurm")
+        state = job_fields(job_id).get("JobState", "unknown to Slurm")
         raise ValueError(
             f"--run-dir {folder} is that of job {job_id}, which is {state}: see `spare status {folder}`; choose "
             f"another, and checkpoint.folder={folder}/checkpoints to go on from there"
         )
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty; a job never writes over another: choose another --run-dir")
+        raise FileExistsError(f"{folder} is not empty; a job never overwrites another: choose another --run-dir")
     check_writable("--run-dir", folder)
     for checkpoints in [Path(config.checkpoint.folder).absolute() for config in configs if config.checkpoint.folder]:
         check_writable("checkpoint.folder", checkpoints)

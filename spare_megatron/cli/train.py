@@ -36,7 +36,7 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
+        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Must not hold a run already.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Begin with the newest checkpoint of checkpoint.folder, if it holds any.")

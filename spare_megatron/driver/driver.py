@@ -125,7 +125,7 @@ class Driver:
             KeyboardInterrupt: After all processes have ended.
         """
         self._interrupts = interrupts
-        end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
+        end = EndRecord(outcome="interrupted", reason="the driver was asked to stop")
         hub: Child | None = None
         store: Child | None = None
         spec: StoreSpec | None = None

@@ -134,7 +134,7 @@ class _RemoteSupervisor:
                     retry_at_s = time.monotonic() + retry_s
         finally:
             door.close()
-        say(f"node {spec.node}: no supervisor has come")
+        say(f"node {spec.node}: no supervisor has connected")
         return None
 
     def _why_missing(self, *, has_come: bool) -> str:
@@ -143,10 +143,10 @@ class _RemoteSupervisor:
         if has_come:
             reason = "its supervisor was lost before training began"
         elif code is not None:
-            reason = f"its supervisor has not come: what was to start it ended with {describe_exit(code)}"
+            reason = f"its supervisor did not connect: the command that starts it ended with {describe_exit(code)}"
         else:
             timeout_s = self._spec.config.control.startup_timeout_s
-            reason = f"its supervisor has not come within control.startup_timeout_s={timeout_s:g}"
+            reason = f"its supervisor did not connect within control.startup_timeout_s={timeout_s:g}"
         return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
     def _start(self) -> subprocess.Popen[bytes] | None:

@@ -95,7 +95,7 @@ class SnapshotClient:
             with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
                 return converse(connection)
         except (AuthenticationError, EOFError, OSError) as error:
-            raise SnapshotServerGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
+            raise SnapshotServerGone(f"the node's snapshot server is gone: {type(error).__name__}: {error}") from error
 
 
 def _expect_memory(connection: Connection) -> None:

@@ -100,7 +100,7 @@ class SnapshotLoader:
         try:
             told = asking.submit(self._snapshot_server.held, self._store.local_host()).result(self._timeout_s)
         except (SnapshotServerGone, TimeoutError) as error:
-            rejected = (f"rank {self._position}: {error or 'the snapshot_server of its node does not answer'}",)
+            rejected = (f"rank {self._position}: {error or 'the snapshot server of its node does not answer'}",)
         else:
             held, slices = told.held, told.slices
             rejected = tuple(

@@ -130,7 +130,7 @@ class SnapshotServer:
                 memories[part] = self._memory(part, num_bytes)
         except OSError as error:
             self._give_back(memories)
-            connection.send(f"its keeper has no {sum(wanted.num_bytes.values())} bytes: {error}")
+            connection.send(f"its snapshot server has no {sum(wanted.num_bytes.values())} bytes: {error}")
             return
         try:
             connection.send("")
@@ -153,7 +153,7 @@ class SnapshotServer:
                 connection.send("")
                 send_handle(connection, memory.fd, os.getpid())
                 return
-        connection.send(f"its keeper does not hold attempt {attempt} of rank {part.name}")
+        connection.send(f"its snapshot server does not hold attempt {attempt} of rank {part.name}")
 
     def _memory(self, part: Part, num_bytes: int) -> _Memory:
         with self._lock:

@@ -33,7 +33,7 @@ class _Copy:
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
-    failure: str = "its keeper has not answered"
+    failure: str = "its snapshot server did not answer"
 
 
 class Snapshotter:
@@ -151,7 +151,7 @@ class Snapshotter:
     def _write(self, copy: _Copy, memories: Sequence[mmap.mmap]) -> None:
         with self._may_read:
             if self._is_given_up:
-                raise _GivenUp("its keeper answered too late")
+                raise _GivenUp("its snapshot server answered too late")
             for part, memory in zip(copy.parts.values(), memories, strict=True):
                 part.write(memory)
         self._copied.set()

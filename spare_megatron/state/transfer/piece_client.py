@@ -48,7 +48,7 @@ class PieceClient:
         try:
             nonce = bytes(receive(self._connection, NONCE_BYTES, greeted_within_s, may_end=True, is_over=is_over))
             if not nonce:
-                raise TurnedAway(f"{address.host} serves as many as it may")
+                raise TurnedAway(f"{address.host} has no free connection")
         except TransferBroken:
             self.close()
             raise

@@ -45,11 +45,11 @@ def confirm(
     end_s = time.monotonic() + timeout_s
     while (verdict := majority_holds(digest, _told(action, head, agreement))) is None:
         if time.monotonic() > end_s:
-            raise JoinFailed(f"too few groups have told their parameters within {timeout_s:g} s")
+            raise JoinFailed(f"too few groups published digests of their parameters within {timeout_s:g} s")
         time.sleep(_VOTE_POLL_S)
         probe.progress()
     if not verdict:
-        raise JoinFailed("the state that was taken over is not that of the other groups")
+        raise JoinFailed("the copied state differs from that of the other groups")
     probe(FaultPoint.JOIN_DONE)
 
 

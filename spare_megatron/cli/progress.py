@@ -196,7 +196,7 @@ class RunProgress:
         run_state = self._follower.run_state
         with contextlib.suppress(OSError):  # from the journal's storage: the next poll retries
             self._follower.poll()
-        self._print(*self._lines.take(run_state, time.time()))
+        self._print(*self._lines.poll(run_state, time.time()))
         return run_state
 
     def _tell(self, text: str) -> None:

@@ -77,7 +77,7 @@ class NewLines:
         self._told = (-1, 0)  # newest attempt and number of restarts in the last step line
         self._next_at_s = 0.0
 
-    def take(self, run_state: RunState, now_s: float) -> list[str]:
+    def poll(self, run_state: RunState, now_s: float) -> list[str]:
         """The new lines, ordered by time."""
         if run_state.num_events > self._num_events or run_state.end is not None:
             self._next_at_s = now_s  # show an earlier step before the event

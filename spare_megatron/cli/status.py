@@ -171,7 +171,7 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
     lines, is_left = NewLines(has_steps=True), False
     while True:
         run_state, now_s = poll(), time.time()
-        for text in lines.take(run_state, now_s):
+        for text in lines.poll(run_state, now_s):
             typer.echo(text)
         if run_state.end is not None:
             return

@@ -79,11 +79,11 @@ def run_and_show(
             progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir), console))
         progress.take(Starting(what=plan_of(config)))
 
-        def tell(event: "RunEvent") -> None:
+        def on_event(event: "RunEvent") -> None:
             for take in (progress.take, *listeners):
                 take(event)
 
-        return start_run(config, run_dir, tell, launcher=launcher)
+        return start_run(config, run_dir, on_event, launcher=launcher)
 
 
 def plan_of(config: "RunConfig") -> str:
@@ -99,5 +99,5 @@ def plan_of(config: "RunConfig") -> str:
         named.append(f"and {len(faults) - _MOST_FAULTS} more")
     ranks = f"{layout.ranks_per_group} rank{'s' if layout.ranks_per_group > 1 else ''}"
     return f"{config.name}, {config.train.steps} steps in {layout.num_groups} groups of {ranks}" + (
-        f"; to be injected: {'; '.join(named)}" if named else ""
+        f"; faults to inject: {'; '.join(named)}" if named else ""
     )

@@ -21,7 +21,7 @@ from spare_megatron.simulator.scenario import CostModel
 
 LEAST_STEPS = 5
 """Medians over fewer steps are left out of the figures."""
-WHAT = {"steps": "median steps", "recovery": "median recovery", "join": "median taking in"}
+WHAT = {"steps": "median steps", "recovery": "median recovery", "join": "median admission"}
 
 
 def run_once(config_file: Path, overrides: list[str], seed: int, folder: Path) -> Journal:

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     config = training_alone(load_run_config(options.config, [f"train.steps={options.steps}", *options.set]).config)
-    found = measure(config, options.pairs, has_plain=True, tell=lambda text: print(text, file=sys.stderr))
+    found = measure(config, options.pairs, has_plain=True, report=lambda text: print(text, file=sys.stderr))
     ours, plain = found.speeds["ours"], found.speeds["plain"]
     if options.json:
         result = {

@@ -34,20 +34,22 @@ def throughput(
     config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
     ] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="Runs of ours, and as many of plain Megatron in turn.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of each run; the first 5 are not measured.")] = 40,
-    alone: Annotated[bool, typer.Option("--alone", help="Leave plain Megatron out.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Number of runs, each paired with one of plain Megatron.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each run, of which the first 5 are not measured.")] = 40,
+    alone: Annotated[bool, typer.Option("--alone", help="Do not run plain Megatron.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Train a configuration while nothing fails, beside plain Megatron on the same model, data and settings.
+    """Measure the speed without faults, beside plain Megatron.
 
-    Faults, checkpoints, snapshots, metrics and train.max_minutes of the preset are left out. Operations of the model
-    are counted as 2 for each element of a matrix that a token is multiplied with, and 4 x sequence length x width of
-    all heads a layer for attention, three times for forward and backward pass; redundant and recomputed ones do not
-    count. MFU is these over metrics.peak_tflops.
+    Trains the same model, data and settings with and without this package, without the faults, checkpoints, snapshots,
+    metrics and time limit of the preset.
+
+    Model operations per token: 2 for each element of a matrix that it is multiplied with, plus 4 x sequence length x
+    width of all heads per layer for attention, times 3 for forward and backward pass. Redundant and recomputed
+    operations do not count. MFU is their rate over metrics.peak_tflops.
 
     Exit codes: 0 measured, 1 a run failed or lost a group, 2 the configuration cannot run, 130 interrupted.
     """
@@ -65,7 +67,7 @@ def throughput(
             raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
         try:
             with raising():
-                result = measure(loaded, pairs, has_plain=not alone, tell=partial(console.print, highlight=False))
+                result = measure(loaded, pairs, has_plain=not alone, report=partial(console.print, highlight=False))
         except RuntimeError as error:
             typer.echo(f"spare bench throughput: {error}", err=True)
             raise typer.Exit(1) from error
@@ -77,7 +79,7 @@ def throughput(
         console.print(", ".join(f"{name}: {value}" for name, value in kernels.items()), highlight=False)
         _print(result, console)
     if out is not None:
-        with explained_errors("bench throughput"):  # what has been measured is told by then
+        with explained_errors("bench throughput"):  # the figures are printed by now
             from spare_megatron.journal.output import whole_file
 
             with whole_file("--out", out) as file:

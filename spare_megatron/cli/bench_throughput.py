@@ -115,14 +115,14 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
     if has_plain and config.layout.virtual_pipeline > 1:
         yield f"layout.virtual_pipeline={config.layout.virtual_pipeline}: plain Megatron is not interleaved here; set 1"
     if has_plain and config.layout.context_parallel > 1:
-        yield f"layout.context_parallel={config.layout.context_parallel}: plain Megatron does without here; set 1"
+        yield f"layout.context_parallel={config.layout.context_parallel}: the plain Megatron baseline has none; set 1"
 
 
-def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callable[[str], None]) -> Throughput:
+def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Callable[[str], None]) -> Throughput:
     """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first.
 
     Plain Megatron uses its DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward
-    pass if ours does. `tell` gets lines of progress. Raises RuntimeError if a run does not end as it should.
+    pass if ours does. `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
     """
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
@@ -132,7 +132,8 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callabl
     for pair in range(num_pairs):
         for way in ways if pair % 2 == 0 else reversed(ways):
             runs[way].append(ways[way](config))
-            tell(f"run {pair + 1} of {num_pairs}, {way}: {statistics.median(runs[way][-1].step_s) * 1e3:.1f} ms a step")
+            step_ms = statistics.median(runs[way][-1].step_s) * 1e3
+            report(f"run {pair + 1} of {num_pairs}, {way}: {step_ms:.1f} ms a step")
         if has_plain:
             ours_s, plain_s = (statistics.median(runs[way][-1].step_s) for way in (OURS, PLAIN))
             ratios.append(ours_s / plain_s)
@@ -160,7 +161,7 @@ def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[Ru
         raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {reasons}")
     if summary.groups_lost:
         raise RuntimeError(
-            f"groups were lost {summary.groups_lost} times, so that the run says nothing of steps while nothing "
+            f"groups were lost {summary.groups_lost} times, so the run does not measure fault-free steps "
             f"fails: {'; '.join(losses)}"
         )
 

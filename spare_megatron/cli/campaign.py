@@ -18,23 +18,29 @@ if TYPE_CHECKING:
 
 
 def campaign(
-    config: Annotated[Path, typer.Argument(help="The run preset, a TOML file whose [faults] has a trace or a rate.")],
+    config: Annotated[Path, typer.Argument(help="The run preset, a TOML file with faults.trace or faults.mean_steps.")],
     minutes: Annotated[
-        float | None, typer.Option(help="End the run after this time, committed steps or not (train.max_minutes).")
+        float | None, typer.Option(help="End the run after this many minutes, whatever train.steps is.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
+        Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and progress on stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, progress on stderr.")] = False,
 ) -> None:
-    """Train under many faults, and say whether all were masked and nothing was left behind.
+    """Train under injected faults and check that all were masked.
 
-    Exit codes: 0 the journal is valid, every fault that was due struck, no process outlived the run and none grew;
-    1 something of that is not so; 2 the configuration cannot run; 130 interrupted.
+    Example: `spare campaign configs/run/campaign_cpu.toml --minutes 10`
+
+    Exit codes:
+
+    - 0: the journal is valid, every due fault struck, no process outlived the run or grew
+    - 1: at least one of these does not hold
+    - 2: the configuration cannot run
+    - 130: interrupted
     """
     from spare_megatron.cli.campaign_table import print_campaign
     from spare_megatron.driver.process_watch import ProcessWatch, process_problems

@@ -67,7 +67,7 @@ def _rows(
     yield "outcome", summary.outcome + (f": {summary.outcome_reason}" if summary.outcome_reason else "")
     yield "spare check", summary.verdict
     yield "steps committed", str(summary.steps_committed)
-    yield "losses of groups, taken in again", f"{figures.losses}, {figures.admissions}"
+    yield "losses, admissions of groups", f"{figures.losses}, {figures.admissions}"
     yield "microbatches recomputed", str(summary.microbatches_recomputed)
     if figures.recovery_p50_s is not None and figures.recovery_p99_s is not None:
         yield (
@@ -78,8 +78,8 @@ def _rows(
         goodput = figures.goodput
         yield "step, longest pause", f"{format_duration(goodput.step_s)}, {format_duration(goodput.longest_pause_s)}"
         yield "goodput", f"{goodput.goodput:.1%}"
-    yield "most that a process grew by", _held(processes.growth)
-    yield "most that a process held", _held(processes.largest)
+    yield "largest growth of a process", _held(processes.growth)
+    yield "largest process", _held(processes.largest)
     yield "processes, orphans", f"{processes.num_processes}, {len(processes.orphans)}"
     yield "run directory", str(run_dir)
 

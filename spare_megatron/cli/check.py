@@ -16,9 +16,11 @@ def check(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Prove from its journal that a run counted every microbatch of every committed step exactly once.
+    """Prove a run from its journal.
 
-    Exit codes: 0 valid, 1 invalid, 3 unknown (the journal lacks what the proof needs).
+    The proof: every committed step counted each microbatch exactly once, and all groups kept the same parameters.
+
+    Exit codes: 0 valid, 1 invalid, 2 no journal, 3 unknown (the journal lacks records that the proof needs).
     """
     from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check as check_view

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="checkpoint",
-    help="Checkpoints: list those of a run, verify every byte of them, show what one holds.",
+    help="List, verify or show checkpoints.",
     no_args_is_help=True,
 )
 
 _PATH = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints, or the directory of a run.")]
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or array.")]
 
 
 @app.command("list")
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
-    """List checkpoints, the newest first, by what their manifests say."""
+    """List checkpoints by their manifests, newest first."""
     with explained_errors("checkpoint list"):
         entries = [_entry(checkpoint) for checkpoint in _checkpoints(path)]
     if as_json:
@@ -52,12 +52,12 @@ def _entry(checkpoint: Path) -> dict[str, Any]:
 
 @app.command()
 def verify(path: _PATH, as_json: _JSON = False) -> None:
-    """Read every file of checkpoints against its SHA-256.
+    """Verify every byte of checkpoints against its SHA-256.
 
-    Saves that were interrupted are named, too: nothing uses them, and they are no damage.
+    Interrupted saves are listed, too, with the command that removes them. No run uses them, and they do not count as
+    damage.
 
-    Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none,
-    130 interrupted.
+    Exit codes: 0 all are whole, 1 one is damaged or refused, 2 there is none, 130 interrupted.
     """
     from spare_megatron.state.checkpoint import verification
     from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at, leftovers
@@ -86,7 +86,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 
 @app.command()
 def show(path: _PATH, as_json: _JSON = False) -> None:
-    """Show what the newest checkpoint of a path holds, by its manifest."""
+    """Show the manifest of the newest checkpoint."""
     from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, read_manifest, refusal_of
 
     with explained_errors("checkpoint show"):

@@ -22,7 +22,7 @@ _Preset = Annotated[Path, typer.Argument(help="The run preset, a TOML file.")]
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -30,7 +30,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @app.command("show")
 def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print every setting with its origin, and what the numbers come to: ranks, parameters, batch, memory."""
+    """Print every setting with its origin, and the resulting sizes.
+
+    Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint.
+    """
     from spare_megatron.cli.config_table import print_settings, print_sizes
     from spare_megatron.config.resolved import settings
     from spare_megatron.config.run_sizes import run_sizes
@@ -54,13 +57,13 @@ def check(
     preset: _Preset,
     overrides: Overrides = None,
     elsewhere: Annotated[
-        bool, typer.Option("--elsewhere", help="For a machine with as many GPUs and the data that it needs.")
+        bool, typer.Option("--elsewhere", help="Assume a machine with the GPUs and data that the configuration needs.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say everything that keeps a configuration from running here, and what may not be meant.
+    """Report whether a configuration can run here.
 
-    Exit codes: 0 it can run, 2 it cannot.
+    Prints every problem, and warnings about settings that may be mistakes. Exit codes: 0 it can run, 2 it cannot.
     """
     from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.validate import problems, warnings

@@ -39,8 +39,8 @@ def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:
     batch = f"{facts.microbatches_per_step} microbatches, {facts.sequences_per_step} sequences"
     yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
     yield "tokens of the run", format_large(facts.tokens)
-    yield "losses endured", f"{format_count(endured_losses)} on average, if no group came back"
-    yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, and what libraries take"
+    yield "losses endured", f"{format_count(endured_losses)} on average, without rejoins"
+    yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, plus libraries"
     for name, size in (
         ("parameters", memory.weights_bytes),
         ("gradients", memory.gradients_bytes),

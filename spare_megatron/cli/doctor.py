@@ -32,21 +32,28 @@ def doctor(
     config: PresetOption = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the nodes meet, on storage that all share; left as it was found.")
+        Path | None,
+        typer.Option(
+            help="Folder on shared storage where nodes meet; left as it was found. [default: runs/doctor-WORD]"
+        ),
     ] = None,
     node: Annotated[
-        int | None, typer.Option(help="Be this node for a `spare doctor` with the same --folder elsewhere.", min=0)
+        int | None,
+        typer.Option(help="Act as this node for the `spare doctor` with the same --folder on node 0.", min=0),
     ] = None,
-    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes, or of a node for the first.", min=0)] = 300,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as one JSON object.")] = False,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for other nodes, in seconds.", min=0)] = 300,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as one JSON object.")] = False,
 ) -> None:
-    """Look at all nodes of a run before it: GPUs, versions, clocks, storage, limits, ports, network, corpus.
+    """Examine all nodes of a run before it starts.
 
-    In a job of Slurm (cluster.launcher=srun) on all its nodes; by hand on this one and those where the same is started
-    with --node; else on this machine. Exit codes: 0 no problems, 1 problems, 2 it could not be looked.
+    Checks GPUs, versions, clocks, storage, limits, ports, control store, network and corpus: in a Slurm job
+    (cluster.launcher=srun) on all nodes of the job, with cluster.launcher=hand on this machine and on those where
+    `spare doctor --node` runs, otherwise on this machine.
+
+    Exit codes: 0 no problems, 1 problems, 2 the examination failed.
     """
     with explained_errors("doctor"):
         if node is not None:

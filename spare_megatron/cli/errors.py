@@ -43,11 +43,11 @@ def do_each(tasks: Sequence[Callable[[], None]]) -> None:
             task()
         except (ValueError, OSError, MemoryError) as error:
             failures.append(error)
-    told = [error for error in failures if not isinstance(error, BrokenPipeError)] or failures[:1]
-    if len(told) > 1:
-        raise ValueError("; ".join(str(error) for error in told))
-    if told:
-        raise told[0]
+    failed = [error for error in failures if not isinstance(error, BrokenPipeError)] or failures[:1]
+    if len(failed) > 1:
+        raise ValueError("; ".join(str(error) for error in failed))
+    if failed:
+        raise failed[0]
 
 
 def _has_reader(stream: IO[str]) -> bool:

@@ -12,16 +12,19 @@ _MOST_LOGS = 10
 
 
 def logs(
-    folder: Annotated[Path, typer.Argument(help="A run's directory, or the folder that `spare submit` printed.")],
+    folder: Annotated[Path, typer.Argument(help="Directory of a run, or folder of a job.")],
     group: Annotated[
-        int | None, typer.Argument(help="A group; when absent a job's own log, or of a run the logs last written to.")
+        int | None,
+        typer.Argument(
+            help="Print the logs of this group's ranks. [default: a job's own log; of a run the logs written last]"
+        ),
     ] = None,
-    lines: Annotated[int, typer.Option(help="Last lines of each file to print.", min=1)] = 40,
+    lines: Annotated[int, typer.Option(help="Number of lines to print from the end of each file.", min=1)] = 40,
 ) -> None:
-    """Print the end of the logs of a run, or of a job and its newest run.
+    """Print the end of the logs of a run or job.
 
-    A run has a log for each supervisor and for each life of each rank, which hold what these print: nothing, unless
-    something is wrong. What happened in the run `spare status` tells.
+    Each supervisor, and each incarnation of each rank, has a log of what it prints: nothing unless something is wrong.
+    For a job with a GROUP, the logs are those of its newest run. `spare status` shows what happened in a run.
     """
     with explained_errors("logs"):
         files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
@@ -59,9 +62,9 @@ def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
 
 
 def cancel(
-    folder: Annotated[Path, typer.Argument(help="The folder that `spare submit` printed.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the job, as `spare submit` printed it.")],
 ) -> None:
-    """End a job. What it has committed and saved stays."""
+    """Cancel a Slurm job. Its runs and checkpoints stay."""
     from spare_megatron.driver.slurm.commands import cancel as end
     from spare_megatron.driver.slurm.commands import job_of
 
@@ -72,13 +75,16 @@ def cancel(
 
 
 def supervise(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of the run, on storage that all nodes share.")],
-    node: Annotated[int, typer.Option(help="Which of cluster.num_nodes this machine is.", min=0)],
-    wait_s: Annotated[float, typer.Option(help="Longest wait for the driver of the run.", min=0)] = 300.0,
+    run_dir: Annotated[Path, typer.Argument(help="Directory of the run, on shared storage.")],
+    node: Annotated[int, typer.Option(help="Number of this node, below cluster.num_nodes.", min=0)],
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the driver, in seconds.", min=0)] = 300.0,
 ) -> None:
-    """Look after one node of a run that `spare train` drives elsewhere (cluster.launcher=hand or srun).
+    """Run one node of a training whose driver is elsewhere.
 
-    The node goes on without the driver if that is lost. Exit codes: 0 the node has done its part, 2 nobody awaits it.
+    For runs with cluster.launcher=hand; `spare train` runs on node 0. Example for node 1:
+    `spare supervise /shared/runs/mine --node 1`
+
+    The node continues if the driver is lost. Exit codes: 0 the node is done, 2 no driver expects it.
     """
     import os
 

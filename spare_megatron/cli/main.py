@@ -33,6 +33,7 @@ app = typer.Typer(
     name="spare",
     help="GPT pretraining on megatron-core that masks the loss of data-parallel groups.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # rewraps paragraphs; rich markup would drop [faults]
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -53,7 +54,7 @@ def _spare(
     """GPT pretraining on megatron-core that masks the loss of data-parallel groups."""
 
 
-_BEFORE, _RUN, _AFTER = "Before a run", "A run", "What it has left"
+_BEFORE, _RUN, _AFTER = "Before a run", "Runs and jobs", "After a run"
 
 app.command("plan", rich_help_panel=_BEFORE)(plan.plan)
 app.command("simulate", rich_help_panel=_BEFORE)(simulate.simulate)

@@ -30,65 +30,69 @@ from spare_megatron.cli.plan_question import (
 )
 from spare_megatron.journal.quantities import format_duration
 
-_Groups = Annotated[int, typer.Option(help="Data-parallel groups; as many shards of every batch.")]
-_Restart = Annotated[str, typer.Option(help="From a wipe-out to training again, as in 60m.")]
-_Save = Annotated[str, typer.Option(help="How long training stands still for one save, as in 60s.")]
-_Mtbf = Annotated[str | None, typer.Option(help="Mean time between two losses of any group, as in 300s, 5m or 2h.")]
-_Rate = Annotated[float | None, typer.Option(help="In place of --mtbf; with --gpus-per-node and --gpus-per-group.")]
+_Groups = Annotated[int, typer.Option(help="Number of data-parallel groups, and of shards.")]
+_Restart = Annotated[str, typer.Option(help="Time from a wipe-out until training continues, as in 60m.")]
+_Save = Annotated[str, typer.Option(help="Time that training stalls for one save, as in 60s.")]
+_Mtbf = Annotated[str | None, typer.Option(help="Mean time between losses of any group, as in 300s, 5m or 2h.")]
+_Rate = Annotated[
+    float | None, typer.Option(help="Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group.")
+]
 _Gpus = Annotated[int | None, typer.Option(help="For --failures-per-node-day.")]
-_Step = Annotated[str | None, typer.Option(help="Compute of one shard on one group.", show_default=ASSUMED_STEP)]
+_Step = Annotated[str | None, typer.Option(help="Time to compute one shard on one group.", show_default=ASSUMED_STEP)]
 _Reduce = Annotated[
-    str | None, typer.Option(help="Rest of a step, the reduction above all.", show_default="10ms per group")
+    str | None, typer.Option(help="Time of the rest of a step, mostly the reduction.", show_default="10ms per group")
 ]
 _Microbatches = Annotated[
     int | None, typer.Option(help="Microbatches per shard.", show_default=str(ASSUMED_MICROBATCHES))
 ]
 _Repair = Annotated[
-    str | None, typer.Option(help="From the loss of a group until its hardware is repaired, as in 10m: groups rejoin.")
+    str | None,
+    typer.Option(help="Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."),
 ]
 _Transfer = Annotated[
-    str | None, typer.Option(help="How long a group with hardware again fetches the state.", show_default="0s")
+    str | None, typer.Option(help="Time that a repaired group needs to copy the state.", show_default="0s")
 ]
 _Join = Annotated[
-    str | None, typer.Option(help="How long everybody waits when groups are taken in, as in 30s.", show_default="0s")
+    str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.", show_default="0s")
 ]
 _Spares = Annotated[
-    int | None, typer.Option(help="Idle hardware, in groups, that replaces lost ones at once.", show_default="0")
+    int | None, typer.Option(help="Spare groups, idle until they replace lost ones at once.", show_default="0")
 ]
-_PerDomain = Annotated[
-    int | None, typer.Option(help="Groups of consecutive ids that stand in one rack or power domain.")
-]
+_PerDomain = Annotated[int | None, typer.Option(help="Groups in one rack or power domain, with consecutive ids.")]
 _DomainMtbf = Annotated[
-    str | None, typer.Option(help="Mean time between two losses of any whole domain, as in 7d; beside --mtbf.")
+    str | None, typer.Option(help="Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
 ]
 _LastResort = Annotated[
-    bool, typer.Option("--last-resort", help="Any group can read any shard: only the loss of all groups is a wipe-out.")
+    bool,
+    typer.Option(
+        "--last-resort", help="Let any group read any shard, so that only the loss of all groups is a wipe-out."
+    ),
 ]
 _Fetch = Annotated[
-    str | None, typer.Option(help="How long a group reads a shard that is not in its stack.", show_default="0s")
+    str | None, typer.Option(help="Time to read a shard that is not in a group's stack.", show_default="0s")
 ]
 _PolicyName = Annotated[
     str | None,
     typer.Option(
-        help="stack: whole shards, as in the SPARe paper. microbatch: as `spare train` does by default. rejoin: "
-        "microbatch, and lost groups come back. All that apply are in the table and under `alternatives` of --json.",
-        show_default="rejoin with --repair, else microbatch with --microbatches, else stack",
+        help="stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin is "
+        "microbatch with lost groups that come back.",
+        show_default="see above",
     ),
 ]
-_Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard; the best when absent.")]
+_Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard. [default: the best]")]
 _SliceCopy = Annotated[
     str | None,
     typer.Option(
-        help="How long a group copies one slice of the optimizer state whose host is lost.",
+        help="Time to copy one partition (slice) of the optimizer state whose host is lost.",
         show_default=ASSUMED_SLICE_COPY,
     ),
 ]
-_ShardSize = Annotated[str | None, typer.Option(help="Memory of one shard, as in 64MiB.")]
-_Memory = Annotated[str | None, typer.Option(help="Memory a group may use for its shards, as in 2GB.")]
-_ReadRate = Annotated[str | None, typer.Option(help="At which a group can read shards, as in 1GB/s.")]
+_ShardSize = Annotated[str | None, typer.Option(help="Size of one shard in memory, as in 64MiB.")]
+_Memory = Annotated[str | None, typer.Option(help="Memory limit of a group for its shards, as in 2GB.")]
+_ReadRate = Annotated[str | None, typer.Option(help="Rate at which a group reads shards, as in 1GB/s.")]
 
 _HOPELESS = 1e6
-"""Times as long as without losses: nobody waits for that."""
+"""Time to train over that without losses from which on a plan is refused."""
 
 
 def plan(
@@ -116,14 +120,21 @@ def plan(
     shard_size: _ShardSize = None,
     memory: _Memory = None,
     read_rate: _ReadRate = None,
-    plot: Annotated[Path | None, typer.Option(help="Write three curves to this PNG file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw time to train, endured losses and lost time into this PNG file."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say which redundancy and cadence train fastest, and what to expect of them.
+    """Plan redundancy and checkpoint cadence for a cluster.
 
-    Estimates, not measurements. The answer is for the policy that what you say implies: with only --mtbf, --restart and
-    --save that of the SPARe paper (stack), whose figures can be compared; --microbatches or --repair give what
-    `spare train` does. Exit code 2: bad input.
+    Estimates the fastest redundancy and cadence, and what to expect of them; nothing is measured. Without --policy,
+    --repair implies rejoin, --microbatches or --last-resort microbatch, and otherwise it is stack, as in the SPARe
+    paper. The table compares all policies that apply.
+
+    Example: `spare plan --groups 600 --mtbf 300s --restart 60m --save 60s --microbatches 16`
+
+    Exit code 2: invalid input.
     """
     question = Question(
         groups=groups,
@@ -187,7 +198,7 @@ def answer_to(question: Question) -> Answer:
         raise ValueError(
             f"no training at redundancy {best.redundancy}: with a loss every "
             f"{format_duration(facts.times.loss_interval_s)} a step of {format_duration(facts.times.step_s)} and a "
-            f"save of {format_duration(facts.checkpoint.save_s)} are hardly ever done; check --mtbf (or the failure "
+            f"save of {format_duration(facts.checkpoint.save_s)} rarely complete; check --mtbf (or the failure "
             f"rate), --step and --save"
         )
     names = {

@@ -130,7 +130,7 @@ def _rejoin(returning: Returning) -> "RejoinTimes | None":
     if returning.repair is None:
         for option, value in (("transfer", returning.transfer), ("join", returning.join), ("spares", returning.spares)):
             if value is not None:
-                raise ValueError(f"--{option} {value} needs --repair: after which time is a lost group repaired?")
+                raise ValueError(f"--{option} {value} needs --repair, the time from a loss until the group is repaired")
         return None
     if returning.spares is not None and returning.spares < 0:
         raise ValueError(f"--spares {returning.spares} is below 0")
@@ -207,7 +207,7 @@ def policy_of(question: Question) -> "Policy":
         case "stack" if is_last_resort:
             raise ValueError("--last-resort shares out single microbatches, --policy stack moves whole shards")
         case "rejoin" if repair is None:
-            raise ValueError("--policy rejoin needs --repair: after which time is a lost group back, as in 10m?")
+            raise ValueError("--policy rejoin needs --repair, the time until a lost group is back, as in 10m")
         case "stack" | "microbatch" | "rejoin":
             return question.policy
         case _:

@@ -22,7 +22,7 @@ _LONG_CADENCE_S = 86400.0
 def print_answer(answer: Answer) -> None:
     console = RunConsole()
     console.print(_two_columns("plan", _plan_rows(answer)))
-    console.print(_two_columns("optimizer state in slices", _partition_rows(answer)))
+    console.print(_two_columns("partitioned optimizer state", _partition_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))
     console.print(_alternatives(answer))
     if answer.plan.redundancy == 1 and not answer.facts.last_resort:
@@ -61,8 +61,8 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
 def _partition_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     slices = answer.slices
     copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
-    yield "redundancy", f"{_hosts(slices.redundancy)} per slice"
-    yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, a copy of a slice taking {copy}"
+    yield "redundancy", f"{_hosts(slices.redundancy)} per partition"
+    yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, if a copy of a partition takes {copy}"
     yield "without copies", format_duration(slices.time_to_wipe_out_without_copies_s)
     yield "time to train", f"{slices.time_to_train_ratio:.2f} x"
 

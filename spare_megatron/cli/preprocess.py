@@ -41,21 +41,25 @@ class SkippedFiles:
 
 
 def preprocess(
-    inputs: Annotated[list[Path], typer.Option("--input", help="A text file or a folder of them; repeatable.")],
-    output_prefix: Annotated[Path, typer.Option(help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")],
-    tokenizer: Annotated[str, typer.Option(help="How text becomes tokens: byte.")] = "byte",
+    inputs: Annotated[list[Path], typer.Option("--input", help="Text file, or folder of text files. Repeatable.")],
+    output_prefix: Annotated[
+        Path, typer.Option(help="Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.")
+    ],
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer; byte is the only one.")] = "byte",
     suffix: Annotated[
-        list[str] | None, typer.Option(help="Take only files with this suffix from folders; repeatable.")
+        list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave out folders of this name; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Write text files as the indexed dataset that `spare train` reads.
+    """Convert text files to the dataset that `spare train` reads.
 
-    Each file is a document of its bytes, in sorted order of the paths. Files in a folder that are not UTF-8 or hold
-    byte 0, which marks the end of a document, are skipped and counted; a file that is named is refused. JSON lines,
-    which hold many documents, are refused.
+    Each file becomes one document, in sorted order of the paths. Files in folders are skipped and counted if they are
+    not UTF-8 or contain byte 0, which marks the end of a document; a file that is named itself is refused. JSON lines
+    are refused, because they hold many documents.
+
+    Example: `spare preprocess --input DIR --suffix .txt --output-prefix data/corpus`
     """
     with explained_errors("preprocess"):
         if tokenizer != "byte":

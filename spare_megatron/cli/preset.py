@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PresetArgument = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="The run preset, a TOML file.", show_default=False)
 ]
-PresetOption = Annotated[Path | None, typer.Option("--config", help="The run preset, where it is not an argument.")]
+PresetOption = Annotated[Path | None, typer.Option("--config", help="The run preset, if not given as an argument.")]
 
 
 def one_preset(argument: Path | None, option: Path | None, command: str) -> Path:

@@ -100,33 +100,33 @@ class RunProgress:
             self._next_poll_s = 0.0
         match event:
             case Starting(what=what):
-                self._tell(f"starting: {what}")
+                self._show(f"starting: {what}")
             case RanksReady(group=group) if group in self._absent:
                 self._absent.discard(group)  # each node of the group reports it
-                self._tell(f"group {group} is up again and waits for the end of a step")
+                self._show(f"group {group} is up again and waits for the end of a step")
             case StepCommitted():
                 self._committed(event)
             case GroupRejoined(member=member, step=step):
-                self._tell_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
+                self._show_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
             case GroupRestarted():
                 self._wiped_out_at = self._reported = None
             case CheckpointRejected(reason=reason):
-                self._tell(f"checkpoint rejected: {reason}; trying the one before")
+                self._show(f"checkpoint rejected: {reason}; trying the one before")
             case MetricsLost(reason=reason):
-                self._tell(f"{reason}; metrics.jsonl has all of them, and training goes on")
+                self._show(f"{reason}; metrics.jsonl has all of them, and training goes on")
             case RecordsHeld() | RecordsLost():
-                self._tell(self._describe_records(event))
+                self._show(self._describe_records(event))
             case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
                 self._absent.add(group)
                 record = LossRecord(group=group, rank=rank, cause=cause, entry_index=0, is_given_up=event.is_given_up)
-                self._tell_unrecorded(text_of_loss(record, is_known=False))
+                self._show_unrecorded(text_of_loss(record, is_known=False))
                 if text:
-                    self._tell(f"group {group} rank {rank} raised:\n{text.rstrip()}")
+                    self._show(f"group {group} rank {rank} raised:\n{text.rstrip()}")
             case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
-                self._store_told(event)
+                self._show_store(event)
             case RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
                 self._wiped_out_at = step  # each group reports it
-                self._tell(f"wiped out after {step} committed steps: {reason}")
+                self._show(f"wiped out after {step} committed steps: {reason}")
 
     def _describe_records(self, event: RecordsHeld | RecordsLost) -> str:
         if isinstance(event, RecordsLost):
@@ -142,22 +142,22 @@ class RunProgress:
             f"in memory, and are lost if there is no room when the run ends: make room there. Training goes on"
         )
 
-    def _store_told(self, event: StoreAwaited | StoreAway | StoreBack | StoreMeasured) -> None:
+    def _show_store(self, event: StoreAwaited | StoreAway | StoreBack | StoreMeasured) -> None:
         match event:
             case StoreAwaited(endpoints=endpoints, reason=reason, limit_s=limit_s):
-                self._tell(
+                self._show(
                     f"warning: etcd at {', '.join(endpoints)} (control.endpoints) does not answer: {reason}; it is "
-                    f"waited for when all else is ready, control.store_timeout_s={limit_s:g} s at most"
+                    f"awaited at the end of the start, for control.store_timeout_s={limit_s:g} s at most"
                 )
             case StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node reports it
                 self._is_store_away = True
-                self._tell(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
+                self._show(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
             case StoreBack(away_s=away_s) if self._is_store_away:
                 self._is_store_away = False
-                self._tell(f"the control store answers again after {away_s:.1f} s")
+                self._show(f"the control store answers again after {away_s:.1f} s")
             case StoreMeasured(shortage=shortage):
                 if shortage and not self._is_store_short:
-                    self._tell(f"warning: {shortage}")
+                    self._show(f"warning: {shortage}")
                 self._is_store_short = bool(shortage)
 
     def _committed(self, event: StepCommitted) -> None:
@@ -179,7 +179,7 @@ class RunProgress:
             makespan=event.makespan,
             step_s=event.step_s,
         )
-        self._tell("  ".join(figures_of(run, update, event.num_alive)))
+        self._show("  ".join(figures_of(run, update, event.num_alive)))
 
     def _is_behind(self, now_s: float) -> bool:
         if self._reported is None or now_s - self._reported[1] < _BEHIND_S:
@@ -187,19 +187,19 @@ class RunProgress:
         newest = self._follow().newest
         return newest is None or newest.step < self._reported[0]
 
-    def _tell_unrecorded(self, text: str) -> None:
+    def _show_unrecorded(self, text: str) -> None:
         if self._is_behind(time.time()) and text not in self._lines.unrecorded:
             self._lines.unrecorded.add(text)
-            self._tell(text)
+            self._show(text)
 
     def _follow(self) -> RunState:
         run_state = self._follower.run_state
         with contextlib.suppress(OSError):  # from the journal's storage: the next poll retries
             self._follower.poll()
-        self._print(*self._lines.take(run_state, time.time()))
+        self._print(*self._lines.poll(run_state, time.time()))
         return run_state
 
-    def _tell(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         self._follow()  # shows the events that the text may refer to first
         self._print(self._lines.stamped(text, time.time()))
 

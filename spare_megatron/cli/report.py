@@ -19,14 +19,15 @@ PROOF_S = 10.0
 
 
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Directory of a run, or of two to compare.")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directory of a run, or of two runs to compare.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the page; report.html in the (first) directory when absent.")
+        Path | None, typer.Option(help="File to write. [default: report.html in the first directory]")
     ] = None,
 ) -> None:
-    """Write one HTML page: what happened in a run and what it cost. It needs no network, and takes two runs, too.
+    """Write an HTML report of a run, or of two runs side by side.
 
-    A run that is still going on gives a page as well, of what has happened so far.
+    The page is one file and needs no network. For a run that goes on it shows what has happened so far. Prints the
+    path of the file.
     """
     from spare_megatron.journal.follow import read_run_state
     from spare_megatron.journal.output import whole_file
@@ -59,7 +60,7 @@ def config_of(run_dir: Path) -> str:
 
     try:
         return without_exports((run_dir / "config.toml").read_text())
-    except (FileNotFoundError, PermissionError):  # a simulated run has none, and somebody else's may be his alone
+    except (FileNotFoundError, PermissionError):  # a simulated run has none; another user's may be private
         return ""
 
 
@@ -71,8 +72,8 @@ def verdict_of(run_dir: Path, run_state: "RunState") -> str:
 
     summary = run_dir / "summary.json"
     if run_state.end is not None and summary.exists():
-        told = json.loads(summary.read_text())
-        return "; ".join((told["verdict"], *told["reasons"]))
+        found = json.loads(summary.read_text())
+        return "; ".join((found["verdict"], *found["reasons"]))
     try:
         until_s = time.monotonic() + PROOF_S
         verdict = check(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))

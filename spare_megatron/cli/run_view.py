@@ -73,10 +73,10 @@ class NewLines:
         self.unrecorded: set[str] = set()
         self._has_steps = has_steps
         self._num_events = 0
-        self._told = (-1, 0)  # newest attempt and number of restarts in the last step line
+        self._last_step = (-1, 0)  # newest attempt and number of restarts in the last step line
         self._next_at_s = 0.0
 
-    def take(self, run_state: RunState, now_s: float) -> list[str]:
+    def poll(self, run_state: RunState, now_s: float) -> list[str]:
         """The new lines, ordered by time."""
         if run_state.num_events > self._num_events or run_state.end is not None:
             self._next_at_s = now_s  # show an earlier step before the event
@@ -96,15 +96,15 @@ class NewLines:
         if not self._has_steps or folding is None or update is None:
             return
         newest = update.attempt, folding.num_restarts
-        if newest != self._told and now_s >= self._next_at_s:
-            self._told, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
+        if newest != self._last_step and now_s >= self._next_at_s:
+            self._last_step, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
             yield EventLine(at_s=run_state.committed_at_s, text=step_line(run_state, now_s))
 
 
 def step_line(run_state: RunState, now_s: float) -> str:
     """One line about the newest step of the run."""
     run, folding, update = run_state.run, run_state.folding, run_state.newest
-    assert run is not None, "nothing is told of a run that is not there"
+    assert run is not None, "callers check that the journal has a run"
     assert folding is not None, "a run has a log"
     if not folding.commits:
         return f"no step of {run.num_steps} committed yet"
@@ -155,8 +155,9 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
 
 def _describe_goodput(goodput: Goodput) -> str:
     lost = sorted(((spent, name) for name, spent in goodput.lost_s.items() if spent >= 0.05), reverse=True)
-    told = ", ".join(f"{name.replace('_', ' ')} {format_duration(spent)}" for spent, name in lost)
-    return f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}" + (f"; lost: {told}" if told else "")
+    causes = ", ".join(f"{name.replace('_', ' ')} {format_duration(spent)}" for spent, name in lost)
+    text = f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}"
+    return text + (f"; lost: {causes}" if causes else "")
 
 
 def _grid(states: Sequence[GroupStatus]) -> Text:

@@ -99,5 +99,5 @@ def plan_of(config: "RunConfig") -> str:
         named.append(f"and {len(faults) - _MOST_FAULTS} more")
     ranks = f"{layout.ranks_per_group} rank{'s' if layout.ranks_per_group > 1 else ''}"
     return f"{config.name}, {config.train.steps} steps in {layout.num_groups} groups of {ranks}" + (
-        f"; to be injected: {'; '.join(named)}" if named else ""
+        f"; faults to inject: {'; '.join(named)}" if named else ""
     )

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def serve(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, over or going on.")],
-    port: Annotated[int, typer.Option(help="Port on the loopback address; a free one when 0.", min=0, max=65535)] = 0,
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, finished or going on.")],
+    port: Annotated[int, typer.Option(help="Port on the loopback address; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Show the report of a run in a browser, brought up to date as the run goes on, until Ctrl-C.
+    """Serve the live report of a run until Ctrl-C.
 
-    Prints the URL, which holds a random word: without it nothing is answered. Only this machine can reach it; from
-    another one go through `ssh -L PORT:127.0.0.1:PORT`.
+    Prints the URL. It contains a random word, and requests without that word get no answer. Only this machine can
+    connect; from another one use `ssh -L PORT:127.0.0.1:PORT MACHINE`.
     """
     with explained_errors("serve"), open_server(run_dir, port) as server:
         typer.echo(server.url)

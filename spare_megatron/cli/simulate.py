@@ -52,41 +52,51 @@ class SimulateRequest:
     as_json: bool
 
 
-_Preset = Annotated[str, typer.Option(help="Name of a preset (paper_n600, llama3_16k, meta_rsc1, ...) or a TOML file.")]
-_PolicyName = Annotated[str | None, typer.Option(help="spare, replication, checkpoint_only, or all to compare them.")]
-_Granularity = Annotated[str | None, typer.Option(help="stack (whole shards, as in the paper) or microbatch.")]
+_Preset = Annotated[
+    str, typer.Option(help="Preset (paper_n600, llama3_16k, meta_rsc1, ...) or TOML file of the scenario.")
+]
+_PolicyName = Annotated[str | None, typer.Option(help="spare, replication or checkpoint_only; all compares them.")]
+_Granularity = Annotated[
+    str | None, typer.Option(help="Unit of reordering: stack (whole shards, as in the paper) or microbatch.")
+]
 _Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard.")]
 _Microbatches = Annotated[int | None, typer.Option(help="Microbatches per shard.")]
-_Steps = Annotated[int | None, typer.Option(help="Steps to commit.")]
-_Seeds = Annotated[int, typer.Option(help="Simulations of each scenario, seeded from 0.")]
-_Repair = Annotated[str | None, typer.Option(help="From the loss of a group until it is repaired, as in 10m.")]
-_Save = Annotated[str | None, typer.Option(help="How long training stands still for one save, as in 60s.")]
-_Join = Annotated[str | None, typer.Option(help="How long everybody waits when groups are taken in.")]
+_Steps = Annotated[int | None, typer.Option(help="Number of steps to commit.")]
+_Seeds = Annotated[int, typer.Option(help="Number of simulations of each scenario, with seeds from 0.")]
+_Repair = Annotated[str | None, typer.Option(help="Time from the loss of a group until its repair, as in 10m.")]
+_Save = Annotated[str | None, typer.Option(help="Time that training stalls for one save, as in 60s.")]
+_Join = Annotated[str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.")]
 _Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Overrides one setting of the scenario, as in failures.shape=1.0; repeatable.",
+        help="Override a setting of the scenario, as in failures.shape=1.0. Repeatable.",
     ),
 ]
 _Calibrate = Annotated[
     Path | None,
-    typer.Option(metavar="RUN_DIR", help="Take costs from what this run has measured, and predict its own times."),
+    typer.Option(metavar="RUN_DIR", help="Take costs from the journal of this run, and predict its own times."),
 ]
 _Replay = Annotated[
-    Path | None, typer.Option(metavar="RUN_DIR", help="Predict the times of this run instead of the calibrated one.")
+    Path | None, typer.Option(metavar="RUN_DIR", help="Predict the times of this run instead; needs --calibrate.")
 ]
-_Sweep = Annotated[str | None, typer.Option(metavar="FROM..TO", help="Simulate these redundancies: 2..20, or 3,4,6.")]
+_Sweep = Annotated[
+    str | None, typer.Option(metavar="FROM..TO", help="Simulate these redundancies, as in 2..20 or 3,4,6.")
+]
 _Out = Annotated[
-    Path | None, typer.Option(help="Keep each result in this JSON-lines file; those in it are not simulated again.")
+    Path | None, typer.Option(help="JSON-lines file that keeps each result; results in it are not simulated again.")
 ]
-_Jobs = Annotated[int | None, typer.Option(help="Processes.", show_default="one per processor")]
-_Journal = Annotated[Path | None, typer.Option(help="Write the journal of seed 0 here, for spare check.")]
+_Jobs = Annotated[int | None, typer.Option(help="Number of processes.", show_default="one per processor")]
+_Journal = Annotated[
+    Path | None, typer.Option(help="Write the journal of seed 0 to this directory, for `spare check`.")
+]
 _Plot = Annotated[
-    Path | None, typer.Option(help="Write curves over the redundancy for every policy, and a timeline, to this PNG.")
+    Path | None, typer.Option(help="Draw every policy over the redundancy, and a timeline, into this PNG file.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON; ci95 is half the interval.")]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print the figures as JSON; ci95 is half of the 95% confidence interval.")
+]
 
 
 def simulate(
@@ -110,10 +120,14 @@ def simulate(
     plot: _Plot = None,
     as_json: _Json = False,
 ) -> None:
-    """Simulate training through losses of groups, with the controller that real runs have.
+    """Simulate training under losses of groups.
 
-    Everything printed is simulated, not measured; with --calibrate from measured costs. Progress goes to stderr.
-    Exit codes: 2 bad input, 130 interrupted.
+    The simulation runs the same controller as real runs, in virtual time. All figures are simulated, not measured; with
+    --calibrate their costs are measured. Options override the preset. Progress goes to stderr.
+
+    Example: `spare simulate --preset paper_n600 --policy all --seeds 5 --steps 2000`
+
+    Exit codes: 2 invalid input, 130 interrupted.
     """
     own: dict[str, str | int | None] = {"granularity": granularity, "redundancy": redundancy, "num_steps": steps}
     own["microbatches_per_shard"] = microbatches
@@ -272,7 +286,7 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
 
     Args:
         folder: Where it would be.
-        scenario: What it would tell of.
+        scenario: The scenario to journal.
         num_steps: Steps done, those that a restart threw away included.
     """
     size = int(scenario.num_groups * num_steps * (4 * scenario.num_groups + 700))
@@ -289,7 +303,7 @@ def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: fl
 
     Args:
         request: For the folder.
-        scenario: What it tells of.
+        scenario: The scenario to journal.
         num_steps: Steps done, those that a restart threw away included.
     """
     from spare_megatron.journal.lines import encode_line
@@ -307,7 +321,7 @@ def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: fl
                 simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
     except Stalled as stalled:
         raise ValueError(str(stalled)) from stalled
-    _tell(request, "journal", request.journal)
+    _print_path(request, "journal", request.journal)
 
 
 def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[Figures]") -> None:
@@ -320,10 +334,10 @@ def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[Figures]"
         write_plot(request.plot, base, drawn, timeline_of(base, seed=0))
     except Stalled as stalled:
         raise ValueError(str(stalled)) from stalled
-    _tell(request, "curves", request.plot)
+    _print_path(request, "curves", request.plot)
 
 
-def _tell(request: SimulateRequest, what: str, path: Path) -> None:
+def _print_path(request: SimulateRequest, what: str, path: Path) -> None:
     if not request.as_json:
         typer.echo(f"{what} in {path}")
 
@@ -341,7 +355,7 @@ def _show(request: SimulateRequest, figures: "Sequence[Figures]", measured: "Mea
         print_measured(measured, console)
     print_figures(figures, console)
     if request.out is not None:
-        _tell(request, "results", request.out)
+        _print_path(request, "results", request.out)
 
 
 def as_json_figures(figures: "Sequence[Figures]", measured: "Measured | None") -> dict[str, Any]:

@@ -69,7 +69,7 @@ def print_measured(measured: Measured, console: Console) -> None:
         table.add_row(name, value)
     console.print(table)
     for what in measured.calibration.untold:
-        console.print(f"The run could not tell {what}.", highlight=False)
+        console.print(f"The run does not show {what}.", highlight=False)
     table = _table(f"the losses of the run {measured.replay.name} again", "", "measured", "predicted", "error")
     for row in _replay_rows(measured.replay):
         table.add_row(*row)
@@ -86,7 +86,7 @@ def _explained(option: str, run_dir: Path, read: Callable[[], T]) -> T:
 def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
     yield "steps without a loss", str(found.num_steps)
     yield "losses recovered from", str(found.num_recoveries)
-    yield "times that groups were taken in", str(found.num_joins)
+    yield "admissions of groups", str(found.num_joins)
     yield "compute of one shard, alone", f"{format_duration(found.compute_s)}, spread {found.jitter:.0%}"
     yield "pipeline fill", f"{found.pipeline_fill:.2f} microbatches"
     if found.full_speed_groups < found.num_groups:
@@ -114,8 +114,8 @@ def _replay_rows(found: Replay) -> Iterator[tuple[str, str, str, str]]:
         yield f"recovery in step {recovery.step}{during}", *_prediction_cells(recovery.time)
     for join in found.joins:
         groups = ", ".join(map(str, join.groups))
-        yield f"taking in of groups {groups} before step {join.step}", *_prediction_cells(join.time)
-    for name, time in (("median recovery", found.median_recovery), ("median taking in", found.median_join)):
+        yield f"admission of groups {groups} before step {join.step}", *_prediction_cells(join.time)
+    for name, time in (("median recovery", found.median_recovery), ("median admission", found.median_join)):
         if time is not None:
             yield name, *_prediction_cells(time)
     yield "from the first commit to the last", *_prediction_cells(found.wall)
@@ -123,7 +123,7 @@ def _replay_rows(found: Replay) -> Iterator[tuple[str, str, str, str]]:
 
 def _prediction_cells(time: Prediction) -> tuple[str, str, str]:
     if time.predicted_s is None or time.error is None:
-        return format_duration(time.measured_s), "nothing alike", ""
+        return format_duration(time.measured_s), "no prediction", ""
     return format_duration(time.measured_s), format_duration(time.predicted_s), f"{time.error:+.1%}"
 
 

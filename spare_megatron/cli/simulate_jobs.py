@@ -80,7 +80,7 @@ class CaseProgress:
         if self._console.is_terminal:
             self._bar.stop()
 
-    def take(self, result: CaseResult) -> None:
+    def report(self, result: CaseResult) -> None:
         self._num_done += 1
         found = "given up" if result.stalled else f"{result.time_to_train_ratio:.3f} x"
         text = (
@@ -112,7 +112,7 @@ def simulate_all(
             results[result.digest] = result
             if out is not None:
                 out.append(result)
-            progress.take(result)
+            progress.report(result)
     return {case.digest: results[case.digest] for case in cases}
 
 

@@ -21,7 +21,7 @@ def print_figures(listed: Sequence[Figures], console: Console) -> None:
     if len(listed) > 1:
         console.print(_comparison(listed, best))
     console.print(_two_columns(_title(best, is_best=len(listed) > 1), _rows(best)))
-    console.print(_two_columns("what keeps it from 1", _term_rows(best)))
+    console.print(_two_columns("terms of the ratio", _term_rows(best)))
     if best.losses_by_cause.keys() - {UNNAMED}:
         console.print(_two_columns("losses by cause", _cause_rows(best)))
 

@@ -21,23 +21,24 @@ if TYPE_CHECKING:
     from spare_megatron.journal.run_state import RunState, SavePlan
 
 _POLLS_PER_S = 4
-_EVENTS_TOLD = 20
+_NUM_EVENTS = 20
 _SILENCE_S = 5.0
-"""After which it is asked whether anybody still drives a run."""
+"""Age of the newest journal line from which on the driver is looked for."""
 _TAIL_BYTES = 1 << 16
 _STORE_BYTES, _STORE_LIMIT_BYTES = "spare/store_bytes", "spare/store_limit_bytes"
 
 
 def status(
-    folder: Annotated[Path, typer.Argument(help="A run's directory, or the folder that `spare submit` printed.")],
+    folder: Annotated[Path, typer.Argument(help="Directory of a run, or folder of a job.")],
     watch: Annotated[
-        bool, typer.Option("--watch", help="Follow the run, or a job's newest, until it ends or Ctrl-C.")
+        bool, typer.Option("--watch", help="Follow the run, or the newest run of a job, until it ends or Ctrl-C.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say how a run or a job stands: committed steps, loss, each group, where the time went, what happened last.
+    """Show the state of a run or job.
 
-    Of a job also its state in Slurm. A letter stands for each group: A alive, S slow, R rejoining, L lost, X given up.
+    Committed steps, loss, each group, where the time went and the last events; for a job also its state in Slurm. Each
+    group is a letter: A alive, S slow, R rejoining, L lost, X given up.
     """
     with explained_errors("status"):
         if watch and as_json:
@@ -46,13 +47,13 @@ def status(
         if watch:
             _watch(folder if is_run else _newest_run(folder))
         elif is_run:
-            _tell_run(folder, as_json=as_json)
+            _print_run(folder, as_json=as_json)
         else:
-            _tell_job(folder, as_json=as_json)
+            _print_job(folder, as_json=as_json)
 
 
 def save_plan(run_dir: Path) -> "SavePlan":
-    """When the run takes checkpoints, where its directory says so: that of a simulated run need not."""
+    """When the run takes checkpoints, if its directory says so; that of a simulated run may not."""
     from spare_megatron.config.loader import ConfigError, load_run_config
     from spare_megatron.journal.run_state import SavePlan
 
@@ -66,11 +67,13 @@ def save_plan(run_dir: Path) -> "SavePlan":
 def _newest_run(folder: Path) -> Path:
     runs = [run_dir for run_dir in sorted(folder.glob("attempt-*")) if (run_dir / "journal").is_dir()]
     if not runs:
-        raise FileNotFoundError(f"{folder} holds no journal, nor a run that does: it is no run's, or has not begun")
+        raise FileNotFoundError(
+            f"{folder} holds no journal, nor a run that does: name a run, or wait until it has begun"
+        )
     return runs[-1]
 
 
-def _tell_run(run_dir: Path, *, as_json: bool) -> None:
+def _print_run(run_dir: Path, *, as_json: bool) -> None:
     from spare_megatron.cli.run_view import lines_of
     from spare_megatron.journal.follow import read_run_state
 
@@ -83,18 +86,18 @@ def _tell_run(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
-    """What is to be said that no journal tells."""
+    """Facts that are not in the journal."""
     from spare_megatron.config.store_space import usage
 
     found = store_bytes(run_dir)
-    store = "" if found is None else f"etcd holds {usage(*found)}, as it told this run last"
+    store = "" if found is None else f"etcd holds {usage(*found)}, as the run last read it"
     return [note for note in (store, driverless(run_dir, run_state, now_s)) if note]
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
-    """What etcd held when the run last asked it, and its quota where it tells; None with the embedded store.
+    """Bytes that etcd held when the run last asked, and its quota if known; None with the embedded store.
 
-    By the last lines of the metrics: to ask etcd itself takes its credentials, and a way to it.
+    Read from the last lines of the metrics: etcd itself needs credentials and a connection.
     """
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
@@ -104,13 +107,13 @@ def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
         return None
     for line in reversed(lines[1 if skipped else 0 : -1]):  # the last one has no end yet, or is empty
         if _STORE_BYTES in line:
-            told = json.loads(line)
-            return told[_STORE_BYTES], told.get(_STORE_LIMIT_BYTES)
+            figures = json.loads(line)
+            return figures[_STORE_BYTES], figures.get(_STORE_LIMIT_BYTES)
     return None
 
 
 def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
-    """That nobody drives a run which has not ended, for people; empty where somebody does, or where none can tell."""
+    """A sentence if an unfinished run has no driver; empty if it has one, or if that is unknown."""
     from spare_megatron.process.lock import is_held
 
     silent_s = now_s - run_state.newest_at_s
@@ -135,7 +138,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "wall_s": None if goodput is None else goodput.wall_s,
         "lost_s": {} if goodput is None else goodput.lost_s,
         "next_save_s": run_state.next_save_s(plan, now_s),
-        "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_EVENTS_TOLD)],
+        "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_NUM_EVENTS)],
         "damage": run_state.damage,
         "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),
         "store_bytes": store[0],
@@ -171,7 +174,7 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
     lines, is_left = NewLines(has_steps=True), False
     while True:
         run_state, now_s = poll(), time.time()
-        for text in lines.take(run_state, now_s):
+        for text in lines.poll(run_state, now_s):
             typer.echo(text)
         if run_state.end is not None:
             return
@@ -182,7 +185,7 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
         time.sleep(1 / _POLLS_PER_S)
 
 
-def _tell_job(folder: Path, *, as_json: bool) -> None:
+def _print_job(folder: Path, *, as_json: bool) -> None:
     """The job, or each job of an array."""
     from spare_megatron.driver.slurm.commands import job_of, tasks_of
 
@@ -196,7 +199,7 @@ def _tell_job(folder: Path, *, as_json: bool) -> None:
         for task, job in jobs.items():
             if task:
                 typer.echo(f"{task}: {tasks[task]}")
-            _show_job(job)
+            _print_one_job(job)
 
 
 def _job(folder: Path) -> dict[str, Any]:
@@ -213,9 +216,9 @@ def _job(folder: Path) -> dict[str, Any]:
     return {"job_id": job_id, **{name: fields.get(key, "") for name, key in _STATE.items()}, "runs": runs}
 
 
-def _show_job(job: Mapping[str, Any]) -> None:
-    told = [f"{name} {job[name]}" for name in ("reason", "nodes") if job[name] not in ("", "None", "(null)")]
-    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'forgotten by Slurm'}", *told)))
+def _print_one_job(job: Mapping[str, Any]) -> None:
+    facts = [f"{name} {job[name]}" for name in ("reason", "nodes") if job[name] not in ("", "None", "(null)")]
+    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'unknown to Slurm'}", *facts)))
     for name, run in job["runs"].items():
         typer.echo(f"  {name}: {_describe(run)}")
 

@@ -26,28 +26,33 @@ if TYPE_CHECKING:
 def submit(
     config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
     cluster: Annotated[
-        Path | None, typer.Option(help="Preset of the cluster; its values win over those of the run preset.")
+        Path | None, typer.Option(help="Cluster preset; its values override those of the run preset.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the job, which all nodes share; runs/NAME-TIME when absent.")
+        Path | None, typer.Option(help="Folder of the new job, on shared storage. [default: runs/NAME-TIME]")
     ] = None,
     array: Annotated[
-        str | None, typer.Option(metavar="KEY=V1,V2,...", help="A job for each value of a setting, as one job array.")
+        str | None,
+        typer.Option(metavar="KEY=V1,V2,...", help="Submit a job array with one job for each value of a setting."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script; write and submit nothing.")
+        bool, typer.Option("--dry-run", help="Print the batch script without writing or submitting it.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended, with its exit code.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print job and folder as JSON.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the job to end, and exit with its exit code.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print job id and folder as JSON.")] = False,
 ) -> None:
-    """Train as a job of Slurm, which goes back into the queue after a wipe-out and at its time limit.
+    """Submit a training to Slurm.
 
-    Every time that it comes out of the queue is a run of its own in the job's folder, and goes on from the newest
-    checkpoint. Exit codes: 0 submitted, 2 not; with --wait that of `spare train`.
+    The job returns to the queue after a wipe-out and before its time limit. Each start is a new run in the job's
+    folder, which continues from the newest checkpoint.
+
+    Example: `spare submit --config configs/run/gpt_7b_h100.toml --set slurm.account=ACCOUNT --dry-run`
+
+    Exit codes: 0 submitted, 2 not submitted; with --wait those of `spare train`.
     """
     from spare_megatron.driver.slurm.commands import wait_for
 
@@ -131,7 +136,7 @@ def _script_of_all(configs: "Sequence[RunConfig]", folder: Path, *, is_array: bo
 
 
 def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunConfig":
-    """The configuration as the job will have it, after telling what may not be meant.
+    """The configuration as the job will have it; prints warnings.
 
     Raises:
         ValueError: It cannot run on the cluster; the text has every reason that can be seen from here.
@@ -167,7 +172,7 @@ def _cluster_for(config: "RunConfig") -> "Machine":
 
 
 def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
-    """Refuses what the job would only find when it runs, and tells what may keep it waiting.
+    """Refuses what the job would only find when it runs, and warns of what may delay it.
 
     Raises:
         ValueError: A folder cannot be written, or is that of a job.
@@ -178,13 +183,13 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
 
     if (folder / JOB_FILE).exists():
         job_id = job_of(folder)
-        state = job_fields(job_id).get("JobState", "forgotten by Slurm")
+        state = job_fields(job_id).get("JobState", "unknown to Slurm")
         raise ValueError(
             f"--run-dir {folder} is that of job {job_id}, which is {state}: see `spare status {folder}`; choose "
             f"another, and checkpoint.folder={folder}/checkpoints to go on from there"
         )
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty; a job never writes over another: choose another --run-dir")
+        raise FileExistsError(f"{folder} is not empty; a job never overwrites another: choose another --run-dir")
     check_writable("--run-dir", folder)
     for checkpoints in [Path(config.checkpoint.folder).absolute() for config in configs if config.checkpoint.folder]:
         check_writable("checkpoint.folder", checkpoints)
@@ -196,7 +201,7 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
 
 
 def _check_partition(config: "RunConfig") -> None:
-    """Refuses, or doubts, a job that would wait for ever. Where Slurm says nothing of partitions, sbatch judges alone.
+    """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
 
     Raises:
         ValueError: The partition has too few nodes.

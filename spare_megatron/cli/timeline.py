@@ -14,15 +14,20 @@ DEFAULT_NAME = "timeline.json"
 
 def timeline(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
-    step: Annotated[int | None, typer.Option(help="Only this step and its neighbours.")] = None,
-    margin: Annotated[int, typer.Option(help="How many neighbours on each side of --step.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Where to write; timeline.json in it when absent.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Write only this step and its neighbours. [default: all events and the last steps]"),
+    ] = None,
+    margin: Annotated[int, typer.Option(help="Number of neighbours on each side of --step.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [default: timeline.json in the run's directory]")
+    ] = None,
 ) -> None:
-    """Write what all ranks did around losses and returns of groups, and in the last steps, as one trace.
+    """Write a trace of all ranks around losses and rejoins.
 
-    Open it at ui.perfetto.dev or chrome://tracing: forward and backward passes of each microbatch, transfers between
-    stages, reductions, votes, updates and recoveries of all ranks on one time axis. A rank that was lost shows what it
-    did not come to the end of.
+    Open it at ui.perfetto.dev or chrome://tracing. It has forward and backward passes of each microbatch, transfers
+    between stages, reductions, votes, updates and recoveries, for all ranks on one time axis; for a lost rank also the
+    operation that it did not finish. Prints the path of the file.
     """
     from spare_megatron.journal.files import read_journal
     from spare_megatron.journal.output import whole_file

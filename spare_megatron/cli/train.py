@@ -33,24 +33,32 @@ def train(
     config: PresetOption = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
+        Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Begin with the newest checkpoint of checkpoint.folder, if it holds any.")
+        bool, typer.Option("--resume", help="Start from the newest checkpoint in checkpoint.folder, if there is one.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and progress on stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, progress on stderr.")] = False,
 ) -> None:
-    """Train a GPT, going on through lost groups.
+    """Train a GPT and mask lost groups.
 
-    SIGUSR1 to a supervisor, here to all processes of the run, ends it with the step under way and a checkpoint.
+    Example: `spare train configs/run/demo_cpu.toml --set train.steps=100`
 
-    Exit codes: 0 all steps committed and the journal valid, or --resume finds the training finished, 1 the run failed,
-    its journal does not prove it, or the last checkpoint that it was to save is missing, 2 the configuration cannot
-    run, 3 wipe-out, 4 halted because groups disagreed or the training diverged, 5 ended by SIGUSR1 with steps left, 130
-    interrupted. A journal that takes more than 60 s to prove is left to `spare check`.
+    SIGUSR1 to the process group of the run ends it after the current step, with a checkpoint. The journal is proven at
+    the end; if that takes more than 60 s, run `spare check` instead.
+
+    Exit codes:
+
+    - 0: all steps are committed and the journal is valid, or --resume found a finished training
+    - 1: the run failed, its journal does not prove it, or its last checkpoint is missing
+    - 2: the configuration cannot run
+    - 3: wipe-out
+    - 4: halted, because groups disagreed or training diverged
+    - 5: ended by SIGUSR1 with steps left
+    - 130: interrupted
     """
     from spare_megatron.process import end_signal
 
@@ -94,20 +102,19 @@ def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
     folder = config.checkpoint.folder
     if not folder:
         raise ValueError(
-            "--resume begins with the newest checkpoint of checkpoint.folder, which is not set: a new run has none of "
-            "its own. Name the folder that both runs are to have, or begin with that of a run, "
-            "--set checkpoint.load=RUN_DIR"
+            "--resume starts from the newest checkpoint in checkpoint.folder, which is not set. Set it to the "
+            "folder that both runs use, or start from another run with --set checkpoint.load=RUN_DIR"
         )
     if finished := last_checkpoint(config, Path(folder).absolute()):
         return config, finished
     found = resumed(config, Path(folder).absolute())
     if not found.checkpoint.load:
-        typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training begins from nothing", err=True)
+        typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training starts from the beginning", err=True)
     return found, None
 
 
 def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> None:
-    """There is nothing left to train: no error, or what starts the same command again and again would never end."""
+    """Reports that nothing is left to train; not an error, so a loop that repeats the command ends."""
     from spare_megatron.journal.summary import NOT_RUN, Summary
 
     text = f"{checkpoint} holds all of train.steps={config.train.steps}: the training is finished, nothing was started"
@@ -147,8 +154,8 @@ def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
         return ""
     newest = f"the newest is of {max(steps)} steps" if steps else "there is none"
     return (
-        f"no checkpoint of the last of {last} steps that counts was saved in {folder}, {newest}: its writer was lost, "
-        f"could not write or had wrong state (spare status {run_dir}); to train the rest begin a run with --set "
+        f"no valid checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost, "
+        f"could not write or had wrong state (spare status {run_dir}); to train the rest start a run with --set "
         f"checkpoint.load={folder}"
     )
 

@@ -58,7 +58,7 @@ class CheckpointValidity:
                 is_explained, self._is_explained = self._is_explained, False
                 if recompute and not is_explained:
                     # All hosts of each partition agree, so saves that were compared before and updated since are right.
-                    reason = "groups hold different parameters, and it is unknown whose are right"
+                    reason = "groups hold different parameters, and it is unknown which are right"
                     return self._refuse((save, reason) for save in self._saves if not save.num_commits)
             case Halt(discard=True, reason=reason):
                 return self._refuse((save, reason) for save in self._saves)

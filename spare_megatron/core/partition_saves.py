@@ -63,7 +63,7 @@ def next_move(
     missing = [number for number in writers if number not in written]
     gone = [number for number in missing if writers[number] is None]
     if gone:
-        return Abandon(reason=f"all hosts of partitions {gone} are lost, which none of them had written")
+        return Abandon(reason=f"all hosts of partitions {gone} were lost before any had written them")
     mine = tuple(number for number in missing if writers[number] == member)
     if mine:
         return WritePartitions(partitions=mine)

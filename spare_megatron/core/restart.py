@@ -222,7 +222,7 @@ def _with_failure(item: RestartState, limits: RestartLimits) -> RestartState:
     if not item.is_reading or item.silent_s < limits.wait_s:
         return item
     reason = (
-        f"group {item.member.group} has got no further with reading checkpoints for "
+        f"group {item.member.group} made no progress in reading checkpoints for "
         f"checkpoint.restart_wait_s={limits.wait_s:g}"
     )
     return replace(item, failure=item.failure or reason)
@@ -250,8 +250,8 @@ def _not_back(search: Search, uncovered: Sequence[ShardId]) -> str:
 
 def _too_many(num_recent: int, limits: RestartLimits) -> str:
     if not limits.max_restarts:
-        return "checkpoint.max_restarts=0 starts no run again"
+        return "checkpoint.max_restarts=0 allows no restart"
     return (
-        f"training has started again {num_recent} times within checkpoint.restart_window_s={limits.window_s:g} "
-        f"seconds of training, as often as checkpoint.max_restarts allows"
+        f"training has restarted {num_recent} times within checkpoint.restart_window_s={limits.window_s:g} "
+        f"seconds of training, the most that checkpoint.max_restarts allows"
     )

@@ -66,8 +66,8 @@ class Start:
         if any(gone.keys() >= set(hosts) for hosts in self._hosts):
             first = next(iter(gone.values()))
             return (
-                f"groups {sorted(map(int, gone))} were lost before training began, and no other has what they host; "
-                f"group {first.group}: {_why(first)}"
+                f"groups {sorted(map(int, gone))} were lost before training began, and no other group hosts what "
+                f"they host; group {first.group}: {_why(first)}"
             )
         return ""
 

@@ -216,7 +216,7 @@ class _Nodes:
                 try:
                     answers[node] = connection.recv()
                 except (EOFError, OSError):
-                    self._lose(node, "its process has ended while it was examined; see what it has printed there")
+                    self._lose(node, "its process ended during the examination; see its output there")
         for node in pending.values():
             self._lose(node, f"no answer within {limit_s:g} s; a file system or a GPU there may hang")
         return answers
@@ -252,7 +252,7 @@ def _connected(
             steps = {node: start(node, _log(logs, node)) for node in awaited}
         _await(nodes, listeners, steps, logs, wait_s)
         for node in listeners:
-            missing = f"`spare doctor --node {node} --folder {folder}` has not connected from there within {wait_s:g} s"
+            missing = f"`spare doctor --node {node} --folder {folder}` did not connect from there within {wait_s:g} s"
             nodes.failures[node] = f"{missing}; is {folder} on storage that all nodes share?"
         yield
     finally:
@@ -280,7 +280,7 @@ def _await(
                 nodes.connections[node] = connection
             elif node in steps and steps[node].poll() is not None:
                 printed = _log(logs, node).read_text(errors="replace").strip().splitlines()
-                nodes.failures[node] = f"its step has ended: {printed[-1] if printed else 'it has printed nothing'}"
+                nodes.failures[node] = f"its step has ended: {printed[-1] if printed else 'it printed nothing'}"
             else:
                 continue
             listeners.pop(node).close()

@@ -88,7 +88,7 @@ def send_speed(host: str, port: int, key: bytes) -> Rate:
     except OSError as error:
         return Rate(failure=f"{host}:{port}: {error.strerror or error}")
     if count != _COUNT.pack(num_bytes):
-        return Rate(failure=f"{host}:{port}: not all bytes have arrived")
+        return Rate(failure=f"{host}:{port}: the data did not arrive completely")
     return Rate(bytes_per_s=num_bytes / took_s)
 
 

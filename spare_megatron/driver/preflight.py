@@ -46,7 +46,7 @@ def _await_problem(child: Child, corpus: str, limit_s: float, interrupts: Deferr
     if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
         raise ValueError(
             f"the sample index of data.corpus={corpus} was not built within control.startup_timeout_s="
-            f"{limit_s:g}; raise that, or see whether the storage there hangs"
+            f"{limit_s:g}; raise it, or check whether the storage hangs"
         )
     if child.reports.poll():
         with contextlib.suppress(EOFError):
@@ -66,15 +66,15 @@ def _why_ended(corpus: str, code: int | None) -> str:
         )
     ended = f"the process that builds the sample index of data.corpus={corpus} has ended with {describe_exit(code)}"
     if code is None or code < 0:
-        return f"{ended}; SIGKILL is most often for memory, which fewer train.steps need less of"
-    return f"{ended}; what it has printed says why. Like every process of the run it imports {script}"
+        return f"{ended}; SIGKILL usually means too little memory: lower train.steps"
+    return f"{ended}; its output says why. Like every process of the run, it imports {script}"
 
 
 def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Connection) -> None:
     if mismatch := code_mismatch(code):
         reports.send(
             f"{mismatch} from {package}: start it with `spare`, which imports nothing from the working directory, or "
-            f"set PYTHONPATH to the folder of the package that is meant"
+            f"set PYTHONPATH to the folder of the intended package"
         )
         return
     try:

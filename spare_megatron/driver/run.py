@@ -140,7 +140,7 @@ def _check_empty(run_dir: Path) -> None:
     if run_dir.exists() and any(run_dir.iterdir()):
         # That a run is training there is the more useful error.
         with locked(run_dir) if (run_dir / LOCK).exists() else contextlib.nullcontext():
-            raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
+            raise FileExistsError(f"{run_dir} is not empty; a run never overwrites another: choose another --run-dir")
 
 
 def _run(

@@ -62,4 +62,4 @@ def _holder(fd: int) -> str:
         holder = json.loads(os.pread(fd, 1024, 0))
         return f"process {holder['pid']} on host {holder['host']}"
     except (ValueError, KeyError, TypeError):
-        return "a process that has yet to say who it is"
+        return "a process that has not written its name yet"

@@ -31,8 +31,8 @@ def wait_until_ready(store: ControlStore, num_groups: int, startup_timeout_s: fl
     except StoreTimeout as late:
         awaited = _awaited(store, num_groups)
         raise GroupsMissing(
-            f"groups {awaited} have not come up within control.startup_timeout_s={startup_timeout_s:g} of the others; "
-            f"the logs of their ranks say how far they are; raise it if they are only slow"
+            f"groups {awaited} did not start within control.startup_timeout_s={startup_timeout_s:g} of the others; "
+            f"the logs of their ranks show how far they are; raise it if they are only slow"
         ) from late
 
 

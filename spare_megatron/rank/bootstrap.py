@@ -99,5 +99,6 @@ def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> No
     if store.put_if_absent(keys.DATA_DIGEST, digest) != digest:
         raise ValueError(
             f"data.access=shared needs every group to read the same data, and group {group} reads other samples than "
-            f"the one that looked first; have data.corpus name the same files everywhere, or set data.access=stacked"
+            f"the first group that read them; have data.corpus name the same files everywhere, or set "
+            f"data.access=stacked"
         )

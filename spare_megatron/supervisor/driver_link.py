@@ -108,7 +108,7 @@ class DriverLink:
     def _await_receipt(self, connection: Connection) -> None:
         """Waits for the acknowledgement, or the order to stop; otherwise the driver is gone."""
         end_s = time.monotonic() + _LAST_WORD_S
-        error: Exception = TimeoutError(f"it has not taken the last word within {_LAST_WORD_S:g} s")
+        error: Exception = TimeoutError(f"it did not read the last report within {_LAST_WORD_S:g} s")
         try:
             while connection.poll(max(0.0, end_s - time.monotonic())):
                 if isinstance(connection.recv(), LastReportAcknowledged | StopProcess):

@@ -35,7 +35,7 @@ def consequence_of(code: int, *, is_group_lost: bool, is_store_given_up: bool) -
 
 _CAUSES: dict[int, str] = {
     ExitCode.GROUP_BROKEN: LOST_A_PEER,
-    ExitCode.JOIN_FAILED: "could not take the state over; its log says why",
+    ExitCode.JOIN_FAILED: "could not copy the state; its log says why",
     ExitCode.FENCED: "found itself fenced; the log entry says why",
     ExitCode.STORE_LOST: "lost the control store",
 }

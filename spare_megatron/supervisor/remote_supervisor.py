@@ -153,10 +153,10 @@ class _RemoteSupervisor:
         if has_connected:
             reason = "its supervisor was lost before training began"
         elif code is not None:
-            reason = f"its supervisor has not come: what was to start it ended with {describe_exit(code)}"
+            reason = f"its supervisor did not connect: the command that starts it ended with {describe_exit(code)}"
         else:
             timeout_s = self._spec.config.control.startup_timeout_s
-            reason = f"its supervisor has not come within control.startup_timeout_s={timeout_s:g}"
+            reason = f"its supervisor did not connect within control.startup_timeout_s={timeout_s:g}"
         return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
     def _launch(self) -> subprocess.Popen[bytes] | None:

@@ -326,8 +326,8 @@ class StoreWatch:
         silent_s = self._link.unanswered_s()
         if silent_s > self._limit_s:
             self.failure = (
-                f"the control store did not answer for control.store_timeout_s={self._limit_s:g}; see why it does not, "
-                "and whether it can be reached from here"
+                f"the control store did not answer for control.store_timeout_s={self._limit_s:g}; check that it runs "
+                "and can be reached from here"
             )
         if silent_s > self._interval_s and self._away_since_s is None:
             self._away_since_s = now_s - silent_s

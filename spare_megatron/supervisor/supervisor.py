@@ -396,7 +396,8 @@ class Supervisor:
         if is_present and self._rank_watch.is_getting_on(member.group, time.monotonic()):  # may read a long log
             self._timers.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
         elif is_present and not self._rank_watch.is_watched(member.group):
-            self._lose(member.group, 0, f"not up again: control.startup_timeout_s={self._control.startup_timeout_s:g}")
+            limit_s = self._control.startup_timeout_s
+            self._lose(member.group, 0, f"did not start again within control.startup_timeout_s={limit_s:g}")
 
     def _warm_spares(self) -> None:
         if not self._restarts.is_over:

@@ -65,8 +65,8 @@ def test_a_run_begins_without_a_node_whose_supervisor_never_comes(text_corpus: P
     config = impatient(config_of(text_corpus, LayoutConfig(num_groups=3), num_nodes=3))
     run = complete_run(config, tmp_path / "run", launcher=AllButOne(missing=2))  # type: ignore[arg-type]
     cause = (
-        f"node 2: its supervisor has not come within control.startup_timeout_s={SHORT_S:g}; look at logs/node-2.log, "
-        f"and at the machine"
+        f"node 2: its supervisor did not connect within control.startup_timeout_s={SHORT_S:g}; look at "
+        f"logs/node-2.log, and at the machine"
     )
     assert_begun_without(run, 2, cause)
     assert (run.run_dir / "logs" / "node-2.log").is_file()
@@ -80,8 +80,8 @@ def test_a_node_of_a_divided_group_whose_supervisor_cannot_start_costs_that_grou
     config = config_of(text_corpus, LayoutConfig(num_groups=2, pipeline_parallel=2), num_nodes=4)
     run = complete_run(config, tmp_path / "run", launcher=AllButOne(missing=3, ends=True))  # type: ignore[arg-type]
     cause = (
-        "node 3: its supervisor has not come: what was to start it ended with exit code 7; look at logs/node-3.log, "
-        "and at the machine"
+        "node 3: its supervisor did not connect: the command that starts it ended with exit code 7; look at "
+        "logs/node-3.log, and at the machine"
     )
     assert_begun_without(run, 1, cause)
 
@@ -98,7 +98,7 @@ def test_a_node_that_comes_after_it_was_left_out_is_taken_in(text_corpus: Path, 
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     first = entries_of(run.journal)[0]
     assert (first["entry"], first["group"]) == ("fence", 2)
-    assert "has not come" in first["reason"]
+    assert "did not connect" in first["reason"]
     assert [event.member for event in run.events if isinstance(event, GroupRejoined)] == [late]
     [started] = run.journal.of(StartRecord)
     assert (started.group, started.incarnation) == (2, 1)
@@ -110,6 +110,6 @@ def test_a_run_that_cannot_do_without_a_node_ends_and_names_it(text_corpus: Path
     run = complete_run(config, tmp_path / "run", launcher=AllButOne(missing=1, ends=True))  # type: ignore[arg-type]
     assert (run.summary.outcome, run.summary.steps_committed) == ("failed", 0)
     assert run.summary.outcome_reason.startswith(
-        "groups [1] were lost before training began, and no other has what they host; group 1: node 1: its supervisor "
-        "has not come"
+        "groups [1] were lost before training began, and no other group hosts what they host; group 1: node 1: "
+        "its supervisor did not connect"
     )

@@ -110,9 +110,9 @@ def test_status_says_how_much_room_is_left_in_etcd(run_dir: Path) -> None:
     metrics.write_text(torn + '{"step": 1}\n')
     assert "etcd" not in spare("status", run_dir), "only the end of a long file is read, from anywhere in a line on"
     metrics.write_text(torn + json.dumps(told) + '\n{"step": 2}\n{"spare/store_bytes": 5')
-    assert "etcd holds 1 GiB, as it told this run last\n" in spare("status", run_dir)
+    assert "etcd holds 1 GiB, as the run last read it\n" in spare("status", run_dir)
     metrics.write_text(json.dumps(told | {"spare/store_limit_bytes": 2**33}) + "\n")
-    assert "etcd holds 1 GiB of the 8 GiB of its --quota-backend-bytes, as it" in spare("status", run_dir)
+    assert "etcd holds 1 GiB of the 8 GiB of its --quota-backend-bytes, as the" in spare("status", run_dir)
     found = json.loads(spare("status", run_dir, "--json"))
     assert (found["store_bytes"], found["store_limit_bytes"]) == (2**30, 2**33)
 
@@ -197,7 +197,7 @@ def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(
 
 def test_a_run_that_has_no_checkpoints_to_resume_with_does_not_begin_anew_in_silence(train: list[str]) -> None:
     told = spare(*train, "--resume", expected=2)
-    assert "--resume begins with the newest checkpoint of checkpoint.folder, which is not set" in told
+    assert "--resume starts from the newest checkpoint in checkpoint.folder, which is not set" in told
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])

@@ -53,8 +53,8 @@ def test_slices_get_more_hosts_where_copies_take_longer() -> None:
     assert quick["time_to_wipe_out_s"] > quick["time_to_wipe_out_without_copies_s"]
     assert figures("--groups", "2", "--redundancy", "2", "--mtbf", "10d")["slices"]["redundancy"] <= 2
     table = spare_plan(*EXAMPLE).output
-    assert re.search(r"redundancy +\d hosts per slice", table)
-    assert "a copy of a slice taking 1 min (assumed)" in table
+    assert re.search(r"redundancy +\d hosts per partition", table)
+    assert "if a copy of a partition takes 1 min (assumed)" in table
 
 
 def test_facts_choose_the_policy() -> None:
@@ -203,8 +203,8 @@ def test_the_plan_is_told_though_the_plot_cannot_be_written(tmp_path: Path) -> N
         ("--mtbf 300s --shard-size 0GB", "--shard-size 0GB: a size has to be 1B or more"),
         ("--mtbf 300s --shard-size 2GB --memory 1GB", "shards of 2GB allow at most 0 with --memory 1GB"),
         ("--mtbf 300s --shard-size 1GB --memory 4GB --redundancy 5", "--redundancy 5: shards of 1GB allow at most 4"),
-        ("--mtbf 1ms", "a step of 1 min 10 s and a save of 1 min are hardly ever done"),
-        ("--mtbf 300s --save 30d", "a save of 30 d are hardly ever done"),
+        ("--mtbf 1ms", "a step of 1 min 10 s and a save of 1 min rarely complete"),
+        ("--mtbf 300s --save 30d", "a save of 30 d rarely complete"),
         ("--mtbf 300s --plot plan.pdf", "--plot plan.pdf: the name has to end with .png"),
         ("--mtbf 300s --plot missing/plan.png", "missing/plan.png"),
     ],

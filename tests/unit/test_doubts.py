@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Sequence[Entry], str]] = {
     "its writer raises one update later": ([COMMIT, raised(0)], "group 0: the gradient of step 8 is not finite"),
     "nobody knows who is wrong": ([Halt(step=8, reason="all differ", discard=True)], "all differ"),
     "that shows one update later": ([COMMIT, Halt(step=9, reason="all differ", discard=True)], "all differ"),
-    "all gather anew": ([ANEW], "groups hold different parameters, and it is unknown whose are right"),
+    "all gather anew": ([ANEW], "groups hold different parameters, and it is unknown which are right"),
 }
 COUNTED: dict[str, Sequence[Entry]] = {
     "two commits have come after it": [COMMIT, COMMIT, wrong(0), ANEW, raised(0)],

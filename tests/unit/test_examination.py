@@ -100,7 +100,7 @@ def test_a_node_that_ends_under_way_is_told_and_the_others_are_measured_without_
     serving(folder, 2)
     reports = examined(config, folder, 3)
     thread.join(WAIT_S)
-    assert "its process has ended while it was examined" in reports[1].failure
+    assert "its process ended during the examination" in reports[1].failure
     assert (reports[0].link_to, reports[2].link_to) == ("node 2", "node 0")
 
 
@@ -109,7 +109,7 @@ def test_a_node_that_does_not_come_is_told_with_what_to_do(config: RunConfig, tm
     assert reports[0].facts is not None
     assert reports[0].link is None
     folder = tmp_path / "folder"
-    assert f"`spare doctor --node 1 --folder {folder}` has not connected" in reports[1].failure
+    assert f"`spare doctor --node 1 --folder {folder}` did not connect" in reports[1].failure
     assert f"is {folder} on storage that all nodes share?" in reports[1].failure
 
 

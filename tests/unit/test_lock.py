@@ -37,5 +37,5 @@ def test_a_second_job_is_told_who_has_the_directory_and_may_have_it_once_that_on
 def test_a_lock_that_says_nothing_yet_is_a_lock(tmp_path: Path) -> None:
     with locked(tmp_path):
         (tmp_path / LOCK).write_text("")
-        with pytest.raises(Locked, match="has yet to say who it is"), locked(tmp_path):
+        with pytest.raises(Locked, match="has not written its name yet"), locked(tmp_path):
             pass

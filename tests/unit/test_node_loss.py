@@ -13,7 +13,7 @@ from spare_megatron.supervisor.group_rendezvous import fence_node
 from spare_megatron.supervisor.store_link import NUM_WATCHED, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 
-CAUSE = "node 1: its supervisor has not come"
+CAUSE = "node 1: its supervisor did not connect"
 WAIT_S = 30.0
 
 

@@ -68,7 +68,7 @@ def test_the_demo_kills_two_groups_in_different_phases_of_different_steps() -> N
 
 def test_a_run_begins_with_what_it_is_going_to_show() -> None:
     assert plan_of(load_run_config(CONFIGS / "run/demo_cpu.toml").config) == (
-        "demo_cpu, 60 steps in 4 groups of 2 ranks; to be injected: kill of group 3 rank 0 in step 15, backward; "
+        "demo_cpu, 60 steps in 4 groups of 2 ranks; faults to inject: kill of group 3 rank 0 in step 15, backward; "
         "kill of group 1 rank 1 in step 30, in_reduce"
     )
     healthy = plan_of(load_run_config(CONFIGS / "run/gpt_125m_node.toml").config)

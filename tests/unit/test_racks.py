@@ -87,7 +87,7 @@ def test_racks_that_hold_more_than_a_domain_are_told_with_what_keeps_the_hosts_o
     racks = {f"n{node}": f"rack{node // 4}" for node in range(16)}
     nodes = order_by_rack(sorted(racks), racks, 16, 2)
     warning = shared_racks(*sections(8, 16, groups_per_domain=1), nodes, racks)
-    assert warning.endswith("(so it is with 4 of 4 racks); spare.groups_per_domain=2 keeps hosts apart")
+    assert warning.endswith("(as in 4 of 4 racks); spare.groups_per_domain=2 keeps hosts apart")
     assert shared_racks(*sections(8, 16, groups_per_domain=1, redundancy=1), nodes, racks) == ""
     apart = sections(8, 16, groups_per_domain=2)
     nodes = order_by_rack(sorted(racks, reverse=True), racks, 16, nodes_per_domain(*apart))

@@ -86,7 +86,7 @@ def test_who_waits_in_vain_names_those_who_do_not_come() -> None:
     store: Any = Store()
     for group in (GroupId(0), GroupId(2)):
         note_ready(store, group, "itself", 4)
-    with pytest.raises(GroupsMissing, match=re.escape("groups [1, 3] have not come up")) as raised:
+    with pytest.raises(GroupsMissing, match=re.escape("groups [1, 3] did not start")) as raised:
         wait_until_ready(store, 4, startup_timeout_s=7.0)
     assert "control.startup_timeout_s=7" in str(raised.value)
     for group in (GroupId(1), GroupId(3)):

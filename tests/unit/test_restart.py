@@ -182,7 +182,7 @@ def test_who_gets_no_further_is_stood_in_for_and_left_out() -> None:
     assert decide(*waits, waited_s=9.0) == restart(6, 0, 1)
     stuck = decide(*(reader(group, silent_s=5.0) for group in range(3)), waited_s=9.0)
     assert isinstance(stuck, GiveUp)
-    assert "group 0 has got no further with reading checkpoints for checkpoint.restart_wait_s=5" in stuck.reason
+    assert "group 0 made no progress in reading checkpoints for checkpoint.restart_wait_s=5" in stuck.reason
 
 
 def test_what_another_life_or_another_checkpoint_of_the_step_has_read_does_not_count() -> None:

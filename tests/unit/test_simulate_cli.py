@@ -86,7 +86,7 @@ def test_options_reach_the_scenario(small: str) -> None:
 def test_the_table_names_what_keeps_the_ratio_from_1(small: str) -> None:
     result = spare_simulate("--preset", small, "--seeds", "2")
     assert result.exit_code == 0, result.output
-    for text in ("time to train", "+-", "availability", "what keeps it from 1", "extra compute", "restarts"):
+    for text in ("time to train", "+-", "availability", "terms of the ratio", "extra compute", "restarts"):
         assert text in result.stdout
     assert "case 2/2" in result.stderr
 

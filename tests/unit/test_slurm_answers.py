@@ -144,5 +144,5 @@ def test_slurm_that_does_not_answer_for_minutes_ends_the_wait(
 
 def test_a_job_whose_end_nobody_has_seen_is_told(command: Command) -> None:
     command("scontrol", "sys.exit('slurm_load_jobs error: Invalid job id specified')")
-    with pytest.raises(ValueError, match="Slurm has forgotten job 17_1"):
+    with pytest.raises(ValueError, match="Slurm no longer knows job 17_1"):
         wait_for(["17_1"])

@@ -151,7 +151,7 @@ def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
 
 def test_a_server_that_has_too_much_to_do_says_so(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_server, "_MOST_CONNECTIONS", 1)
-    with closing(PieceClient(server.address, TIMEOUT_S)), pytest.raises(TurnedAway, match="as many as it may"):
+    with closing(PieceClient(server.address, TIMEOUT_S)), pytest.raises(TurnedAway, match="has no free connection"):
         PieceClient(server.address, TIMEOUT_S)
 
 

@@ -183,8 +183,8 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
 @pytest.mark.parametrize(
     ("first", "cause"),
     [
-        (nobody, "has not come within control.startup_timeout_s=0.05"),
-        (broken, "has not come: what was to start it ended with exit code 127"),
+        (nobody, "did not connect within control.startup_timeout_s=0.05"),
+        (broken, "did not connect: the command that starts it ended with exit code 127"),
         (lost_at_once, "was lost before training began"),
     ],
 )

@@ -416,15 +416,15 @@ def test_a_step_that_came_before_an_event_is_told_before_it() -> None:
     """It was held back for two seconds after the one before, and came behind with an earlier time."""
     lines, update = NewLines(has_steps=True), replace(UPDATE, step=0, attempt=0)
     run_state = standing_of(commit(101.0, 0, 0), line(101.1, update))
-    (told,) = lines.take(run_state, 101.2)
+    (told,) = lines.poll(run_state, 101.2)
     assert " step 1/20 " in told
     for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
         run_state.add_line(item)
-    assert lines.take(run_state, 102.2) == [], "too soon"
+    assert lines.poll(run_state, 102.2) == [], "too soon"
     run_state.add_line(line(102.5, LOST))
-    step, loss = lines.take(run_state, 102.6)
+    step, loss = lines.poll(run_state, 102.6)
     assert (" step 2/20 " in step, loss.endswith(TOLD[1])) == (True, True)
-    assert lines.take(run_state, 999.0) == []
+    assert lines.poll(run_state, 999.0) == []
 
 
 def test_on_a_terminal_each_event_stands_once_in_the_lines_above_the_view(tmp_path: Path) -> None:

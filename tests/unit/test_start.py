@@ -12,7 +12,7 @@ NUM_GROUPS = 8
 ERROR = "ImportError: libcudart.so.12: cannot open shared object file"
 
 
-MISSING = "node 3: its supervisor has not come"
+MISSING = "node 3: its supervisor did not connect"
 
 
 def start(num_nodes: int, redundancy: int = 4, num_groups: int = NUM_GROUPS, **fixed: object) -> Start:
@@ -88,7 +88,7 @@ def test_groups_that_raised_and_alone_host_something_cannot_be_done_without(fixe
     begun = start(num_nodes=8, redundancy=1, **fixed)
     reason = begun.lose(raised(5))
     assert reason.startswith(
-        "groups [5] were lost before training began, and no other has what they host; group 5: rank 0"
+        "groups [5] were lost before training began, and no other group hosts what they host; group 5: rank 0"
     )
     assert ERROR in reason
 
@@ -110,7 +110,7 @@ def test_a_run_begins_without_a_node_that_others_stand_in_for() -> None:
 def test_a_node_that_alone_hosts_something_cannot_be_done_without_and_is_named() -> None:
     """Unlike whoever was killed, nobody knows whether it comes."""
     assert start(num_nodes=8, redundancy=1).lose(missing(5)) == (
-        f"groups [5] were lost before training began, and no other has what they host; group 5: {MISSING}"
+        f"groups [5] were lost before training began, and no other group hosts what they host; group 5: {MISSING}"
     )
 
 

@@ -14,8 +14,8 @@ def this_job() -> JobId:
     job_id = own_job()
     if job_id is None:
         raise ValueError(
-            "cluster.launcher=srun starts steps of a Slurm job, and this is none: use `spare submit`, or set "
-            "cluster.launcher to local or hand"
+            "cluster.launcher=srun starts steps of a Slurm job, and this process is in none: use `spare submit`, or "
+            "set cluster.launcher to local or hand"
         )
     return job_id
 

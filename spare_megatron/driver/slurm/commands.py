@@ -43,7 +43,7 @@ def submit(script: Path) -> int:
     printed = call("sbatch", "--parsable", str(script))
     numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
     if not numbers:
-        raise Unanswered(f"sbatch has printed no job's number: {printed or 'nothing'}")
+        raise Unanswered(f"sbatch printed no job id: {printed or 'nothing'}")
     return int(numbers[-1])  # a site's sbatch may print a greeting first
 
 
@@ -122,7 +122,7 @@ def wait_for(job_ids: Collection[JobId]) -> int:
                 continue
             heard_s[job_id] = time.monotonic()
             if not fields:
-                raise ValueError(f"Slurm has forgotten job {job_id}; `spare status` shows what its runs have left")
+                raise ValueError(f"Slurm no longer knows job {job_id}; `spare status` shows its runs")
             if fields["JobState"] not in UNDER_WAY:
                 codes[job_id] = int(fields["ExitCode"].partition(":")[0]) or int(fields["JobState"] != "COMPLETED")
         if len(codes) == len(job_ids):
@@ -162,8 +162,8 @@ _ADVICE = {
     "Requested time limit is invalid": "lower slurm.time_limit_minutes; `sinfo` has each partition's limit",
     "Node count specification invalid": "lower cluster.num_nodes; `sinfo --summarize` has the nodes of each partition",
     "More processors requested than permitted": "lower cluster.num_nodes",
-    "Requested node configuration is not available": "no node is like that: see slurm.gpus_per_node, slurm.options",
-    "Invalid generic resource": "the partition has no such GPUs: see slurm.gpus_per_node, or cluster.device=cpu",
+    "Requested node configuration is not available": "no node has this: check slurm.gpus_per_node and slurm.options",
+    "Invalid generic resource": "the partition has no such GPUs: check slurm.gpus_per_node, or set cluster.device=cpu",
 }
 """Text in Slurm's errors -> what to change."""
 

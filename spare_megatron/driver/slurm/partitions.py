@@ -36,7 +36,7 @@ def never_fits(num_nodes: int, partitions: Sequence[Mapping[str, str]]) -> str:
     found = ", ".join(f"{name} has {size} nodes" for name, size in sizes.items())
     return (
         f"slurm.partition: {found}, and cluster.num_nodes + slurm.num_spare_nodes = {num_nodes}: the job would wait "
-        f"for ever; lower them, or choose another partition (`sinfo --summarize`)"
+        f"forever; lower them, or choose another partition (`sinfo --summarize`)"
     )
 
 
@@ -49,12 +49,12 @@ def may_not_fit(slurm: SlurmConfig, num_nodes: int, partitions: Sequence[Mapping
     if most.isdigit() and int(most) < num_nodes:
         found.append(
             f"cluster.num_nodes + slurm.num_spare_nodes = {num_nodes} exceeds MaxNodes={most} of partition "
-            f"{partition.get('PartitionName')}: the job waits for ever unless its QOS may do that"
+            f"{partition.get('PartitionName')}: the job waits forever unless its QOS may do that"
         )
     if longest is not None and (slurm.time_limit_minutes or 0) > longest:
         found.append(
             f"slurm.time_limit_minutes={slurm.time_limit_minutes} exceeds MaxTime={partition['MaxTime']} of partition "
-            f"{partition.get('PartitionName')}: the job waits for ever unless its QOS may do that"
+            f"{partition.get('PartitionName')}: the job waits forever unless its QOS may do that"
         )
     return found
 

@@ -24,7 +24,7 @@ def find_racks() -> Mapping[str, str]:
         for switch, block, names in _RACK.findall(call("scontrol", "show", "topology")):
             racks |= dict.fromkeys(call("scontrol", "show", "hostnames", names).split(), switch or block)
     except ValueError as error:  # a job works without racks
-        print(f"warning: nodes are taken in Slurm's order, whatever racks they stand in: {error}", file=sys.stderr)
+        print(f"warning: nodes are taken in Slurm's order, regardless of racks: {error}", file=sys.stderr)
         return {}
     return racks
 
@@ -87,6 +87,6 @@ def shared_racks(spare: SpareConfig, layout: Layout, nodes: Sequence[str], racks
     numbers = ", ".join(map(str, sorted(found)))
     return (
         f"rack {rack} has {len(found)} groups ({numbers}), and with spare.groups_per_domain={spare.groups_per_domain} "
-        f"some of them may be all hosts of a shard, which its loss would wipe out (so it is with {len(shared)} of "
+        f"all hosts of a shard may be among them, so the loss of the rack may be a wipe-out (as in {len(shared)} of "
         f"{len(groups)} racks); spare.groups_per_domain={len(found)} keeps hosts apart"
     )

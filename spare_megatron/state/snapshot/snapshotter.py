@@ -33,7 +33,7 @@ class _Copy:
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
-    failure: str = "its snapshot server has not answered"
+    failure: str = "its snapshot server did not answer"
 
 
 class Snapshotter:
@@ -103,7 +103,7 @@ class Snapshotter:
         copy.stall_s += time.monotonic() - began_s
 
     def finish(self) -> None:
-        """Waits until the last copy has ended, or the server has not answered for too long."""
+        """Waits until the last copy has ended, or the server did not answer for too long."""
         with self._probe.during(Operation.SAVE):
             self._settle()
 

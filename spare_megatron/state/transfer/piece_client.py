@@ -41,7 +41,7 @@ class PieceClient:
                 wire.receive(self._connection, wire.NONCE_BYTES, greeted_within_s, may_end=True, is_over=is_over)
             )
             if not nonce:
-                raise wire.TurnedAway(f"{address.host} serves as many as it may")
+                raise wire.TurnedAway(f"{address.host} has no free connection")
         except wire.TransferBroken:
             self.close()
             raise

@@ -45,7 +45,7 @@ def confirm(
     end_s = time.monotonic() + timeout_s
     while (verdict := majority_holds(digest, _published_digests(action, head, agreement))) is None:
         if time.monotonic() > end_s:
-            raise JoinFailed(f"too few groups have published digests of their parameters within {timeout_s:g} s")
+            raise JoinFailed(f"too few groups published digests of their parameters within {timeout_s:g} s")
         time.sleep(_POLL_S)
         probe.progress()
     if not verdict:

@@ -76,5 +76,5 @@ def test_outside_of_a_job_there_is_none_to_end(fake_slurm: Path, monkeypatch: py
 
 def test_outside_of_a_job_steps_are_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ValueError, match="starts steps of a Slurm job, and this is none: use `spare submit`"):
+    with pytest.raises(ValueError, match="of a Slurm job, and this process is in none: use `spare submit`"):
         this_job()

@@ -16,7 +16,7 @@ def partition(name: str, total: str, **fields: str) -> str:
     ("answer", "words", "expected"),
     [
         (partition("h100", "16"), [], "h100 has 16 nodes, and cluster.num_nodes + slurm.num_spare_nodes = 17"),
-        (partition("a", "99") + partition("h100", "16"), [], "the job would wait for ever"),
+        (partition("a", "99") + partition("h100", "16"), [], "the job would wait forever"),
         (partition("a", "2", Default="YES") + partition("h100", "99"), ["--set", "slurm.partition="], "a has 2 nodes"),
         (
             partition("a", "2") + partition("h100", "3"),

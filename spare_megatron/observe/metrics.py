@@ -146,6 +146,7 @@ class WandbSink:
     def __init__(self, run_dir: Path, project: str, run_id: str, name: str, settings: Mapping[str, Any]) -> None:
         import wandb
 
+        self._end_service = wandb.teardown
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         self._run = wandb.init(
             dir=str(run_dir),
@@ -166,3 +167,4 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+        self._end_service()  # `finish` does not wait for the service to write the rest of the file

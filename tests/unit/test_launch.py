@@ -80,6 +80,7 @@ def test_an_environment_that_somebody_else_made_is_kept(tmp_path: Path) -> None:
     assert own.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_launcher_in_its_own_environment_makes_it_again(tmp_path: Path) -> None:
     """It removed the interpreter that it was about to use."""

@@ -70,10 +70,11 @@ def run_remote_supervisor(launcher: Launcher, spec: NodeSpec, driver: Connection
 
 
 class _RemoteSupervisor:
-    def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
+    def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection, retry_s: float = _RETRY_S) -> None:
         self._launcher = launcher
         self._spec = spec
         self._driver = driver
+        self._retry_s = retry_s
         self._host = open_store(spec.store).local_host()
         self._life = 0
         self._short_lives = 0
@@ -103,7 +104,7 @@ class _RemoteSupervisor:
     def _pause(self, has_lived: bool) -> None:
         """Waits before the next supervisor, longer each time while supervisors are lost soon after they connect."""
         self._short_lives = 0 if has_lived else self._short_lives + 1
-        end_s = time.monotonic() + (restart_delay_s(0, 1, self._short_lives, _RETRY_S) or 0.0)
+        end_s = time.monotonic() + (restart_delay_s(0, 1, self._short_lives, self._retry_s) or 0.0)
         while (left_s := end_s - time.monotonic()) > 0:
             if wait([self._driver], left_s):
                 self._obey(None)
@@ -116,9 +117,9 @@ class _RemoteSupervisor:
             self._step = self._start()
             # A replacement may have to wait until a node is free.
             end_s = math.inf if self._life else time.monotonic() + spec.config.control.startup_timeout_s
-            retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
+            retry_s, retry_at_s = self._retry_s, time.monotonic() + self._retry_s
             while time.monotonic() < end_s:
-                ready = wait([door.fileno(), self._driver], _RETRY_S)
+                ready = wait([door.fileno(), self._driver], self._retry_s)
                 if self._driver in ready:
                     self._obey(None)
                 if door.fileno() in ready and (supervisor := door.accept()) is not None:

@@ -122,9 +122,18 @@ _MOST_S = 1.0
 
 
 def examine_node(
-    *, data: DataConfig, control: ControlConfig, ports: Sequence[int], folder: Path, token: str
+    *,
+    data: DataConfig,
+    control: ControlConfig,
+    ports: Sequence[int],
+    folder: Path,
+    token: str,
+    visible_s: float = _VISIBLE_S,
 ) -> NodeFacts:
-    """Collects the facts about this machine. `token` names the file that the driver has put into `folder`."""
+    """Collects the facts about this machine.
+
+    `token` names the file that the driver has put into `folder`, where it is visible within `visible_s`.
+    """
     versions, torch_failure, gpus = _torch_facts()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -148,7 +157,7 @@ def examine_node(
         store_refusal=store_refusal,
         store_space=store_space,
         corpus_bytes=(_size(f"{data.corpus}.bin"), _size(f"{data.corpus}.idx")),
-        sees_folder=_appears(folder / token),
+        sees_folder=_appears(folder / token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
     )
 
@@ -256,8 +265,8 @@ def _size(file: str) -> int | None:
         return None
 
 
-def _appears(file: Path) -> bool:
-    end_s = time.monotonic() + _VISIBLE_S
+def _appears(file: Path, within_s: float) -> bool:
+    end_s = time.monotonic() + within_s
     while not file.exists():
         if time.monotonic() > end_s:
             return False

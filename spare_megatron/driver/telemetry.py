@@ -132,10 +132,17 @@ def open_sinks(
 class Telemetry:
     """Writes each committed step to the sinks once, as the first group reports it, and again if it is repeated."""
 
-    def __init__(self, config: RunConfig, run: RunRecord, sinks: Sequence[MetricsSink]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunRecord,
+        sinks: Sequence[MetricsSink],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._run = run
         self._sinks = sinks
+        self._clock = clock
         spare = config.spare
         groups = config.layout.num_groups
         self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
@@ -144,7 +151,7 @@ class Telemetry:
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._store: dict[str, Value] = {}
         self._next_step = 0
-        self._goodput = LiveGoodput(groups, time.monotonic())
+        self._goodput = LiveGoodput(groups, clock())
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
 
@@ -177,7 +184,7 @@ class Telemetry:
                 self._keep_recoveries(event.recoveries)
                 if step >= self._next_step:
                     self._next_step = step + 1
-                    self._goodput.on_commit(time.monotonic(), event.step_s, event.num_alive)
+                    self._goodput.on_commit(self._clock(), event.step_s, event.num_alive)
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ from spare_megatron.journal.records import EntryRecord, Record
 
 STRETCH_BYTES = 16 << 20
 """Frequent records of a part, as bytes in the files; they take several times as much memory."""
-_BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 64 << 10
+"""Read at once."""
 _MOST = 10**15
 """Above every valid step and attempt."""
 
@@ -75,6 +76,7 @@ class JournalIndex:
         stretch_bytes: See `STRETCH_BYTES`; grows with the number of files by default.
         until_s: Deadline on the monotonic clock.
         settings: Terms of the run by the settings beside the journal.
+        block_bytes: Bytes read at once; what is looked at again is found in blocks of this size.
 
     Raises:
         FileNotFoundError: The run directory has no journal.
@@ -88,6 +90,7 @@ class JournalIndex:
         stretch_bytes: int | None = None,
         until_s: float = math.inf,
         settings: Mapping[str, Any] = MappingProxyType({}),
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         require_known_format(run_dir)
         self._files = sorted((run_dir / "journal").glob("*.jsonl"))
@@ -95,6 +98,7 @@ class JournalIndex:
             raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
         self.origin_code = origin_field(run_dir, "code")
         self._until_s = until_s
+        self._block_bytes = block_bytes
         self.settings = settings
         self._damage: dict[tuple[int, int], str] = {}  # by file and number of the line
         self._rare: list[tuple[Place, Line]] = []
@@ -110,7 +114,7 @@ class JournalIndex:
         self.entries = {index: _entry(self._first_read.pop(index)[1]) for index in sorted(self._first_read)}
         del self._rare
         # Every part takes some of each file: the smaller the parts, the more often a block is read.
-        part_bytes = stretch_bytes or max(STRETCH_BYTES, 2 * _BLOCK_BYTES * len(self._files))
+        part_bytes = stretch_bytes or max(STRETCH_BYTES, 2 * block_bytes * len(self._files))
         self.num_stretches = max(math.ceil(num_bytes / part_bytes), 1)
 
     def _all_blocks(self) -> Iterator[tuple[_Block, list[bytes]]]:
@@ -118,7 +122,7 @@ class JournalIndex:
         for number, path in enumerate(self._files):
             with path.open("rb") as file:
                 offset, first_number = 0, 1
-                while read := file.read(_BLOCK_BYTES):
+                while read := file.read(self._block_bytes):
                     read += b"" if read.endswith(b"\n") else file.readline()
                     *texts, torn = read.split(b"\n")
                     size = len(read) - len(torn)

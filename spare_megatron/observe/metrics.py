@@ -45,12 +45,24 @@ class DetachedSink:
         name: For people.
         open_sink: Opens the sink, in the thread.
         on_failure: Called with the reason when the sink fails, in the thread, and from `close` for what the sink lacks.
+        close_timeout_s: Longest wait of `close` for the sink.
+        rest_s: See `REST_S`.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[], MetricsSink], on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], MetricsSink],
+        on_failure: Callable[[str], None],
+        *,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        rest_s: float = REST_S,
+    ) -> None:
         self._name = name
         self._open_sink = open_sink
         self._on_failure = on_failure
+        self._close_timeout_s = close_timeout_s
+        self._rest_s = rest_s
         self._waiting: queue.Queue[Mapping[str, Value] | None] = queue.Queue(_MOST_WAITING)
         self._num_dropped = 0
         self._closing = threading.Event()
@@ -64,13 +76,14 @@ class DetachedSink:
             self._num_dropped += 1
 
     def close(self) -> None:
-        ends_at_s = time.monotonic() + CLOSE_TIMEOUT_S
+        ends_at_s = time.monotonic() + self._close_timeout_s
         self._closing.set()
         with contextlib.suppress(queue.Full):  # the thread is alive then
-            self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._waiting.put(None, timeout=self._close_timeout_s)
             self._thread.join(max(0.0, ends_at_s - time.monotonic()))
         if self._thread.is_alive():
-            self._on_failure(f"{self._name} has not taken everything within {CLOSE_TIMEOUT_S:g} s and is left behind")
+            waited = f"{self._close_timeout_s:g} s"
+            self._on_failure(f"{self._name} has not taken everything within {waited} and is left behind")
         if self._num_dropped:
             self._on_failure(f"{self._name} was too slow for {self._num_dropped} steps, which it lacks")
 
@@ -80,7 +93,7 @@ class DetachedSink:
             while (values := self._waiting.get()) is not None:
                 sink.write(values)
                 if self._waiting.empty():
-                    self._closing.wait(REST_S)
+                    self._closing.wait(self._rest_s)
             sink.close()
         except Exception as error:  # noqa: BLE001  (whatever it is, it must not end the run)
             self._on_failure(f"{self._name} takes no more metrics: {type(error).__name__}: {error}")
@@ -146,6 +159,7 @@ class WandbSink:
     def __init__(self, run_dir: Path, project: str, run_id: str, name: str, settings: Mapping[str, Any]) -> None:
         import wandb
 
+        self._end_service = wandb.teardown
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         self._run = wandb.init(
             dir=str(run_dir),
@@ -166,3 +180,4 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+        self._end_service()  # `finish` does not wait for the service to write the rest of the file

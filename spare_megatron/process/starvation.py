@@ -7,6 +7,7 @@ however long another has waited before.
 
 import contextlib
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -25,41 +26,7 @@ class _Thread:
     ahead_s: float = 0.0
 
 
-class Starvation:
-    """Watches the threads of one rank's process."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._threads: dict[str, _Thread] = {}
-        self._beats = -1
-        self._total_s = 0.0
-
-    def seconds(self, beats: int, now_s: float) -> float:
-        """Total starvation in seconds up to the monotonic time `now_s`. Never falls, though threads end.
-
-        The kernel counts a wait when it is over. A wait under way, which may last seconds on an overloaded machine, is
-        looked for while the rank's beat counter, `beats`, stands still.
-        """
-        is_silent, self._beats = beats == self._beats, beats
-        seen: dict[str, _Thread] = {}
-        for name, times in _times(self._pid).items():
-            thread = self._threads.get(name, _Thread((0, 0)))
-            if times != thread.times:
-                lacked_s = (times[1] - thread.times[1]) * 1e-9
-                self._total_s += max(0.0, lacked_s - thread.ahead_s)
-                thread = _Thread(times)
-            elif thread.ready_since_s is not None:  # it has not run since, so it is still waiting
-                waited_s = now_s - thread.ready_since_s
-                self._total_s += waited_s
-                thread = _Thread(times, now_s, thread.ahead_s + waited_s)
-            elif is_silent and _is_ready(self._pid, name):
-                thread.ready_since_s = now_s
-            seen[name] = thread
-        self._threads = seen
-        return self._total_s
-
-
-def _times(pid: int) -> dict[str, tuple[int, int]]:
+def times_of(pid: int) -> dict[str, tuple[int, int]]:
     """Nanoseconds that each thread has run and waited; empty if the kernel has no such counters.
 
     They are the first fields of the file (Linux, Documentation/scheduler/sched-stats).
@@ -73,7 +40,7 @@ def _times(pid: int) -> dict[str, tuple[int, int]]:
     return times
 
 
-def _is_ready(pid: int, thread: str) -> bool:
+def is_ready(pid: int, thread: str) -> bool:
     """Whether the thread is runnable: neither asleep nor stopped (proc(5), /proc/pid/stat)."""
     try:
         return _read(pid, thread, "stat").rpartition(b")")[2].split()[0] == b"R"
@@ -85,3 +52,47 @@ def _read(pid: int, thread: str, name: str) -> bytes:
     # Unbuffered: all threads of a node are looked at several times a second.
     with open(f"/proc/{pid}/task/{thread}/{name}", "rb", buffering=0) as file:
         return file.read(512)
+
+
+class Starvation:
+    """Watches the threads of one rank's process.
+
+    `read_times` returns the nanoseconds that each thread has run and waited, `is_ready` whether one is runnable.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        read_times: Callable[[int], Mapping[str, tuple[int, int]]] = times_of,
+        is_ready: Callable[[int, str], bool] = is_ready,
+    ) -> None:
+        self._pid = pid
+        self._read_times = read_times
+        self._is_ready = is_ready
+        self._threads: dict[str, _Thread] = {}
+        self._beats = -1
+        self._total_s = 0.0
+
+    def seconds(self, beats: int, now_s: float) -> float:
+        """Total starvation in seconds up to the monotonic time `now_s`. Never falls, though threads end.
+
+        The kernel counts a wait when it is over. A wait under way, which may last seconds on an overloaded machine, is
+        looked for while the rank's beat counter, `beats`, stands still.
+        """
+        is_silent, self._beats = beats == self._beats, beats
+        seen: dict[str, _Thread] = {}
+        for name, times in self._read_times(self._pid).items():
+            thread = self._threads.get(name, _Thread((0, 0)))
+            if times != thread.times:
+                lacked_s = (times[1] - thread.times[1]) * 1e-9
+                self._total_s += max(0.0, lacked_s - thread.ahead_s)
+                thread = _Thread(times)
+            elif thread.ready_since_s is not None:  # it has not run since, so it is still waiting
+                waited_s = now_s - thread.ready_since_s
+                self._total_s += waited_s
+                thread = _Thread(times, now_s, thread.ahead_s + waited_s)
+            elif is_silent and self._is_ready(self._pid, name):
+                thread.ready_since_s = now_s
+            seen[name] = thread
+        self._threads = seen
+        return self._total_s

@@ -31,12 +31,19 @@ class DriverLink:
     """
 
     def __init__(
-        self, connection: Connection, *, is_needed: bool, listener: Callable[[NodeReport], None] = lambda _: None
+        self,
+        connection: Connection,
+        *,
+        is_needed: bool,
+        listener: Callable[[NodeReport], None] = lambda _: None,
+        most_unread: int = _MOST_UNREAD,
+        last_word_s: float = _LAST_WORD_S,
     ) -> None:
         self._connection: Connection | None = connection
         self._is_needed = is_needed
         self._listener = listener
-        self._unread: Queue[bytes | None] = Queue(_MOST_UNREAD)
+        self._unread: Queue[bytes | None] = Queue(most_unread)
+        self._last_word_s = last_word_s
         self._failure: OSError | None = None  # of the thread
         self._sender: Thread | None = None
 
@@ -60,7 +67,7 @@ class DriverLink:
         try:
             self._unread.put_nowait(bytes(ForkingPickler.dumps(report)))  # now: what it refers to may change
         except Full:
-            self._lose(TimeoutError(f"it has left {_MOST_UNREAD} reports unread"))
+            self._lose(TimeoutError(f"it has left {self._unread.maxsize} reports unread"))
             return
         if self._sender is None:
             self._sender = Thread(target=self._send, args=(self._connection,), name="driver-link", daemon=True)
@@ -87,7 +94,7 @@ class DriverLink:
         """Sends the last report and waits until the driver has taken it.
 
         A needed driver is on this machine. It may be suspended and resumed at any time, and its end breaks the
-        connection, so the wait for it to read has no limit. Another one has `_LAST_WORD_S` and must acknowledge the
+        connection, so the wait for it to read has no limit. Another one has `last_word_s` and must acknowledge the
         report, because the process that represents it here may outlive it for a moment.
 
         Raises:
@@ -96,19 +103,19 @@ class DriverLink:
         self.report(last)
         if self._connection is None or self._sender is None:
             return
-        timeout_s = None if self._is_needed else _LAST_WORD_S
+        timeout_s = None if self._is_needed else self._last_word_s
         with contextlib.suppress(Full):
             self._unread.put(None, timeout=timeout_s)
             self._sender.join(timeout_s)
         if self._sender.is_alive():
-            self._lose(TimeoutError(f"it has not read all reports within {_LAST_WORD_S:g} s"))
+            self._lose(TimeoutError(f"it has not read all reports within {self._last_word_s:g} s"))
         elif self._failure is not None or not self._is_needed:
             self._await_receipt(self._connection)
 
     def _await_receipt(self, connection: Connection) -> None:
         """Waits for the acknowledgement, or the order to stop; otherwise the driver is gone."""
-        end_s = time.monotonic() + _LAST_WORD_S
-        error: Exception = TimeoutError(f"it did not read the last report within {_LAST_WORD_S:g} s")
+        end_s = time.monotonic() + self._last_word_s
+        error: Exception = TimeoutError(f"it did not read the last report within {self._last_word_s:g} s")
         try:
             while connection.poll(max(0.0, end_s - time.monotonic())):
                 if isinstance(connection.recv(), LastReportAcknowledged | StopProcess):

@@ -78,10 +78,11 @@ def run_remote_supervisor(launcher: Launcher, spec: NodeSpec, driver: Connection
 
 
 class _RemoteSupervisor:
-    def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
+    def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection, retry_s: float = _RETRY_S) -> None:
         self._launcher = launcher
         self._spec = spec
         self._driver = driver
+        self._retry_s = retry_s
         self._host = open_store(spec.store).local_host()
         self._incarnation = 0
         self._num_short_lived = 0
@@ -111,7 +112,7 @@ class _RemoteSupervisor:
     def _pause(self, was_long_lived: bool) -> None:
         """Waits before the next supervisor, longer each time while supervisors are lost soon after they connect."""
         self._num_short_lived = 0 if was_long_lived else self._num_short_lived + 1
-        end_s = time.monotonic() + (restart_delay_s(0, 1, self._num_short_lived, _RETRY_S) or 0.0)
+        end_s = time.monotonic() + (restart_delay_s(0, 1, self._num_short_lived, self._retry_s) or 0.0)
         while (left_s := end_s - time.monotonic()) > 0:
             if wait([self._driver], left_s):
                 self._relay_order(None)
@@ -124,9 +125,9 @@ class _RemoteSupervisor:
             self._step = self._launch()
             # A replacement may have to wait until a node is free.
             end_s = math.inf if self._incarnation else time.monotonic() + spec.config.control.startup_timeout_s
-            retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
+            retry_s, retry_at_s = self._retry_s, time.monotonic() + self._retry_s
             while time.monotonic() < end_s:
-                ready = wait([listener.fileno(), self._driver], _RETRY_S)
+                ready = wait([listener.fileno(), self._driver], self._retry_s)
                 if self._driver in ready:
                     self._relay_order(None)
                 if listener.fileno() in ready and (supervisor := listener.accept()) is not None:

@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig
 from spare_megatron.driver import telemetry
+from spare_megatron.observe.metrics import DetachedSink
 from spare_megatron.process.reports import MetricsLost
 from tests.integration.whole_run import alert_config, assert_masked, complete_run
 
@@ -80,7 +82,7 @@ def test_a_wandb_that_hangs_keeps_no_step_waiting_and_does_not_end_the_run(
         raise OSError("no answer")
 
     monkeypatch.setattr(telemetry, "WandbSink", hang)
-    monkeypatch.setattr("spare_megatron.observe.metrics.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(telemetry, "DetachedSink", partial(DetachedSink, close_timeout_s=0.01))
     run = complete_run(told_to_wandb(text_corpus), tmp_path / "run")
     # All of it happened while it hung.
     assert is_asked.is_set()

@@ -18,7 +18,7 @@ from tests.integration.whole_run import Run, complete_run, entries_of, tiny_conf
 pytestmark = pytest.mark.timeout(200)
 
 STEPS = 4
-SHORT_S = 30.0
+SHORT_S = 15.0
 """For nodes to come in; the machine may be busy."""
 
 

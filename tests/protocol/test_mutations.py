@@ -203,6 +203,7 @@ def violates(scene: Scene, seed: int, protocol: Protocol) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_violation_shrinks_to_a_scene_for_people() -> None:
     protocol = MUTATIONS["counts a patch twice"]
     few = settings(max_examples=200)

@@ -16,7 +16,6 @@ from spare_megatron.process.reports import (
     StoreAway,
 )
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.supervisor import driver_link
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 
 REPORT = StoreAway(node=1, limit_s=2.0)
@@ -67,10 +66,9 @@ def test_nobody_waits_for_a_driver_that_does_not_read() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_a_driver_that_leaves_too_much_unread_counts_as_gone(monkeypatch: pytest.MonkeyPatch, is_needed: bool) -> None:
-    monkeypatch.setattr(driver_link, "_MOST_UNREAD", 3)
+def test_a_driver_that_leaves_too_much_unread_counts_as_gone(is_needed: bool) -> None:
     ours, _theirs = Pipe()
-    link = DriverLink(ours, is_needed=is_needed)
+    link = DriverLink(ours, is_needed=is_needed, most_unread=3)
     report = RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20)
     with pytest.raises(Stopped) if is_needed else contextlib.nullcontext():
         for _ in range(5):
@@ -79,10 +77,9 @@ def test_a_driver_that_leaves_too_much_unread_counts_as_gone(monkeypatch: pytest
 
 
 @pytest.mark.timeout(60)
-def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_link, "_LAST_WORD_S", 0.01)
+def test_a_driver_elsewhere_is_not_waited_for_without_end() -> None:
     ours, _theirs = Pipe()
-    link = DriverLink(ours, is_needed=False)
+    link = DriverLink(ours, is_needed=False, last_word_s=0.01)
     link.report(RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20))
     link.close(REPORT)
     assert not link.is_there

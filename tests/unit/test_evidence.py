@@ -90,10 +90,7 @@ def write(lines: Lines, run_dir: Path, random: Random) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
-def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
-    scenario: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("spare_megatron.journal.journal_index._BLOCK_BYTES", 400)
+def test_parts_of_any_size_give_the_same_findings_in_the_same_order(scenario: Scenario, tmp_path: Path) -> None:
     num_invalid = 0
     for seed, stretch_bytes in enumerate((3000, 1, 700, 2000, 700, 300)):
         random, run_dir = Random(seed), tmp_path / str(seed)
@@ -101,7 +98,10 @@ def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
         for _ in range(2 * seed):
             doctor(lines, random)
         write(lines, run_dir, random)
-        whole, evidence = sum_up(JournalInMemory(read_journal(run_dir))), JournalIndex(run_dir, stretch_bytes)
+        whole, evidence = (
+            sum_up(JournalInMemory(read_journal(run_dir))),
+            JournalIndex(run_dir, stretch_bytes, block_bytes=400),
+        )
         in_parts = sum_up(evidence)
         if seed:  # what groups told of their work may be out of order, which this one figure is counted in
             in_parts = dataclasses.replace(in_parts, microbatches_recomputed=whole.microbatches_recomputed)
@@ -112,10 +112,7 @@ def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
     assert num_invalid >= 4
 
 
-def test_the_memory_that_a_proof_takes_hardly_grows_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("spare_megatron.journal.journal_index._BLOCK_BYTES", 4000)
+def test_the_memory_that_a_proof_takes_hardly_grows_with_the_run(tmp_path: Path) -> None:
     quiet = dataclasses.replace(SCENARIO, failures=FailureSpec(mean_s=1e4), repair_s=100.0)
     whole_bytes, parts_bytes = [], []
     for num_steps in (40, 120):
@@ -125,7 +122,7 @@ def test_the_memory_that_a_proof_takes_hardly_grows_with_the_run(
         texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
         (run_dir / "journal" / "all.jsonl").write_text("".join(texts))
         whole_bytes.append(peak_bytes(lambda at=run_dir: JournalInMemory(read_journal(at))))
-        parts_bytes.append(peak_bytes(lambda at=run_dir: JournalIndex(at, stretch_bytes=20_000)))
+        parts_bytes.append(peak_bytes(lambda at=run_dir: JournalIndex(at, stretch_bytes=20_000, block_bytes=4000)))
     assert parts_bytes[1] - parts_bytes[0] < (whole_bytes[1] - whole_bytes[0]) / 3
 
 

@@ -147,8 +147,7 @@ def test_files_that_were_there_stay(config: RunConfig, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine"]
 
 
-def test_what_a_node_lacks_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_facts, "_VISIBLE_S", 0.0)
+def test_what_a_node_lacks_it_says(tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken, unheard() as deaf:
         answering, deaf_port = taken.getsockname()[1], deaf.getsockname()[1]
         facts = examine_node(
@@ -157,6 +156,7 @@ def test_what_a_node_lacks_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ports=(answering, 0),  # some port is always free
             folder=tmp_path / "elsewhere",
             token="token",
+            visible_s=0.0,
         )
     assert facts.busy_ports == (answering,)
     assert facts.store_failures == {f"http://{LOOPBACK}:{deaf_port}": "Connection refused"}

@@ -59,6 +59,18 @@ def test_ctrl_c_in_a_call_of_pytest_ends_the_whole(root: Path) -> None:
             process.wait()
 
 
+@pytest.mark.parametrize("part", ["pytest tests/slurm", "--ignore", "tests/unit tests/protocol", "pytest tests/gpu"])
+def test_a_failure_in_any_call_of_pytest_is_that_of_the_whole_which_goes_on(root: Path, part: str) -> None:
+    stub = f"""#!/usr/bin/env bash\nprintf '%s\\n' "$*" >>calls\ncase "$*" in *"{part}"*) exit 3 ;; esac\n"""
+    (root / "venv/bin/python").write_text(stub)
+    done = subprocess.run(["bash", "launch/test"], cwd=root, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, check=False)
+    calls = (root / "calls").read_text().splitlines()
+    assert (done.returncode, len(calls), sum(part in call for call in calls)) == (3, 4, 1)
+    [most] = [call for call in calls if "--ignore" in call]
+    others = {word for call in calls if call != most for word in call.split() if word.startswith("tests/")}
+    assert others == {word.removeprefix("--ignore=") for word in most.split() if word.startswith("--ignore=")}
+
+
 def make_environment(checkout: Path, path: str) -> subprocess.CompletedProcess[str]:
     """What a launcher does first, with this PATH, up to what it would have pip fetch."""
     (checkout / "launch").mkdir()
@@ -80,6 +92,7 @@ def test_an_environment_that_somebody_else_made_is_kept(tmp_path: Path) -> None:
     assert own.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_launcher_in_its_own_environment_makes_it_again(tmp_path: Path) -> None:
     """It removed the interpreter that it was about to use."""

@@ -6,13 +6,14 @@ import math
 import re
 import sys
 import threading
+import time
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -81,9 +82,11 @@ def lost(group: int) -> GroupLost:
     return GroupLost(group=GroupId(group), rank=0, cause="killed", traceback="")
 
 
-def told(*events: Any, config: RunConfig = CONFIG) -> list[Mapping[str, Value]]:
+def told(
+    *events: Any, config: RunConfig = CONFIG, clock: Callable[[], float] = time.monotonic
+) -> list[Mapping[str, Value]]:
     sink = ListSink()
-    telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), [sink])
+    telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), [sink], clock)
     for event in events:
         telemetry.on_event(event)
     telemetry.close()
@@ -99,13 +102,11 @@ def test_each_step_is_told_once_and_again_after_a_restart() -> None:
     assert [values["fault/restarts"] for values in found] == [0, 0, 0, 1, 1]
 
 
-def test_steps_that_a_restart_throws_away_have_been_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_a_restart_throws_away_have_been_of_no_use() -> None:
     """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
-    clock = itertools.count()
-    monkeypatch.setattr("spare_megatron.driver.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
     steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
-    found = told(*steps[:100], restart, *steps[100:])
+    found = told(*steps[:100], restart, *steps[100:], clock=map(float, itertools.count()).__next__)
     assert found[99]["perf/goodput"] == pytest.approx(1.0)
     assert found[100]["perf/goodput"] == pytest.approx(11 / 101, abs=1e-5)
     assert found[-1]["perf/goodput"] == pytest.approx(100 / 190, abs=1e-5)
@@ -120,12 +121,11 @@ def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
     assert third["fault/groups_rejoined"] == 1
 
 
-def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name() -> None:
     """Steps of a second that begin when the one before has ended, but where something takes longer."""
     now_s = 0.0
-    monkeypatch.setattr("spare_megatron.driver.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
     sink = ListSink()
-    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), [sink])
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), [sink], lambda: now_s)
 
     def commit(step: int, at_s: float, **settings: Any) -> None:
         nonlocal now_s
@@ -223,10 +223,9 @@ def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Pat
     assert len(whole.taken) == 10
 
 
-def test_a_sink_that_rests_has_everything_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spare_megatron.observe.metrics.REST_S", 3600.0)
+def test_a_sink_that_rests_has_everything_when_it_is_closed() -> None:
     kept = ListSink()
-    sink = DetachedSink("whole", lambda: kept, pytest.fail)
+    sink = DetachedSink("whole", lambda: kept, pytest.fail, rest_s=3600.0)
     for step in range(100):
         sink.write({"step": step})
     sink.close()
@@ -234,8 +233,7 @@ def test_a_sink_that_rests_has_everything_when_it_is_closed(monkeypatch: pytest.
     assert kept.is_closed
 
 
-def test_a_sink_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spare_megatron.observe.metrics.CLOSE_TIMEOUT_S", 0.01)
+def test_a_sink_that_hangs_keeps_nobody_waiting() -> None:
     goes_on = threading.Event()
     reasons: list[str] = []
 
@@ -243,7 +241,7 @@ def test_a_sink_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch)
         def write(self, values: Mapping[str, Value]) -> None:
             goes_on.wait()
 
-    sink = DetachedSink("slow", Hanging, reasons.append)
+    sink = DetachedSink("slow", Hanging, reasons.append, close_timeout_s=0.01)
     for step in range(5000):
         sink.write({"step": step})
     sink.close()
@@ -314,6 +312,8 @@ def test_without_a_key_wandb_stays_offline_under_the_id_given(tmp_path: Path, mo
     sink = WandbSink(tmp_path, "project", "abcd1234", "name", {"setting": 1})
     sink.write({"step": 0, "train/loss": math.nan, "ckpt/outcome": "saved"})
     sink.close()
+    # Its service writes what it was given after the run has finished: whoever reads then may find an empty file.
+    assert [child for child in psutil.Process().children() if "wandb" in child.name()] == []
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234")
     assert list(folder.glob("run-abcd1234.wandb"))
 

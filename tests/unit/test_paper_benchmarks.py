@@ -159,6 +159,7 @@ def table_command(*options: str) -> list[str]:
     return [sys.executable, str(ROOT / "benchmarks" / "paper_table.py"), *options]
 
 
+@pytest.mark.slow
 def test_a_table_that_is_told_to_end_leaves_no_process_and_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     command = table_command("--seeds", "1000", "--steps", "20", "--jobs", "2", "--out", str(out))
@@ -180,6 +181,7 @@ def test_a_table_that_is_told_to_end_leaves_no_process_and_keeps_what_is_done(tm
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_ours_beside_the_papers_as_json() -> None:
     command = table_command("--sweep-redundancy", "9", "--seeds", "1", "--steps", "5", "--jobs", "1", "--json")
     answer = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout)

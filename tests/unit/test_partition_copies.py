@@ -235,11 +235,8 @@ def test_a_donor_lost_in_the_middle_makes_the_copy_begin_anew_with_another(make_
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(
-    monkeypatch: pytest.MonkeyPatch, point: Point
-) -> None:
+def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(point: Point) -> None:
     """Only a fetch under way could be ended: a connection to a machine without power took its whole timeout."""
-    monkeypatch.setattr(repair_module, "_TIMEOUT_S", LONG_S)
     donors, source = Donors(1000.0, piece_s=0.0, num_bytes=MIB), StateSource()
     source.offer(donors.num_updates, {"slice-0": TensorBytes([torch.zeros(MIB, dtype=torch.uint8)])})
     other = PieceServer("127.0.0.1", source, LONG_S)
@@ -253,6 +250,7 @@ def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(
             awaits_update=True,
             find_server={FIRST: silent.address, SECOND: other.address}.__getitem__,
             probe=SilentProbe(),
+            timeout_s=LONG_S,
         )
         repairs.run_in_background()
         assign(repairs, repair(0))

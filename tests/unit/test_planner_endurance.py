@@ -41,6 +41,7 @@ def test_a_shard_is_wiped_by_as_many_sets_as_hold_all_its_hosts() -> None:
     assert wiped_probabilities(5, 0).tolist() == [1.0] * 6
 
 
+@pytest.mark.slow
 def test_closed_forms_are_within_1_2_percent_of_monte_carlo_on_average() -> None:
     """The paper states 1.13% for its form over N in {200, 600, 1000}; r from 2 to 20."""
     asymptotic, refined = [], []

@@ -82,6 +82,7 @@ def simulated_stretch(facts: ClusterFacts, redundancy: int) -> float:
 DOMAINS_ALONE = {"groups_per_domain": 4, "domain_interval_s": 600.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interval_s", "redundancy", "rejoin", "others"),
     [

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from spare_megatron.mcore.quick_import import compile_when_called
 
 LOOK = """
@@ -17,6 +19,7 @@ print(json.dumps([[name in sys.modules for name in names], torch.compile is befo
 """
 
 
+@pytest.mark.slow
 def test_a_rank_loads_neither_the_compiler_nor_wandb_nor_tensorboard_and_finds_all_as_it_was() -> None:
     done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout) == [[True, True, False, False, False], True]

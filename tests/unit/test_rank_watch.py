@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.core.failure_detector import Operation, Pulse
-from spare_megatron.process import starvation
 from spare_megatron.process.reports import RankKey
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId
@@ -113,21 +112,21 @@ def test_a_rank_that_hangs_at_storage_is_found_though_its_peers_wait_for_it() ->
 class FakeKernel:
     """What a kernel would tell of a process's threads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.times: dict[str, tuple[int, int]] = {}
         self.ready: set[str] = set()
-        monkeypatch.setattr(starvation, "_times", lambda pid: dict(self.times))
-        monkeypatch.setattr(starvation, "_is_ready", lambda pid, thread: thread in self.ready)
+
+    def watched(self) -> Starvation:
+        return Starvation(10, lambda pid: dict(self.times), lambda pid, thread: thread in self.ready)
 
     def tell(self, **lacked_s: float) -> None:
         """For how long each thread waited before it last ran."""
         self.times = {thread: (0, int(value * 1e9)) for thread, value in lacked_s.items()}
 
 
-def test_every_thread_that_lacks_a_processor_shows_and_none_takes_its_time_along(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernel, watched = FakeKernel(monkeypatch), Starvation(10)
+def test_every_thread_that_lacks_a_processor_shows_and_none_takes_its_time_along() -> None:
+    kernel = FakeKernel()
+    watched = kernel.watched()
     kernel.tell(a=1.0, b=2.0)
     assert watched.seconds(1, 0.0) == 3.0
     kernel.tell(a=1.0, b=2.5, c=5.0)
@@ -138,9 +137,10 @@ def test_every_thread_that_lacks_a_processor_shows_and_none_takes_its_time_along
     assert watched.seconds(4, 3.0) == 9.0
 
 
-def test_a_wait_shows_while_it_lasts_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_shows_while_it_lasts_and_counts_once() -> None:
     """The kernel tells of it only when it is over, which may be too late for a rank that does not beat meanwhile."""
-    kernel, watched = FakeKernel(monkeypatch), Starvation(10)
+    kernel = FakeKernel()
+    watched = kernel.watched()
     kernel.tell(waits=1.0, sleeps=0.0)
     kernel.ready = {"waits"}
     assert watched.seconds(7, 0.0) == 1.0
@@ -153,8 +153,9 @@ def test_a_wait_shows_while_it_lasts_and_counts_once(monkeypatch: pytest.MonkeyP
     assert watched.seconds(9, 4.0) == 3.5
 
 
-def test_nothing_is_looked_for_in_a_rank_that_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, watched = FakeKernel(monkeypatch), Starvation(10)
+def test_nothing_is_looked_for_in_a_rank_that_beats() -> None:
+    kernel = FakeKernel()
+    watched = kernel.watched()
     kernel.tell(waits=1.0)
     kernel.ready = {"waits"}
     assert [watched.seconds(number, number) for number in range(4)] == [1.0] * 4

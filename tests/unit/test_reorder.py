@@ -169,6 +169,7 @@ def test_the_order_in_which_groups_were_named_changes_nothing() -> None:
     assert np.array_equal(first.owners, second.owners)
 
 
+@pytest.mark.slow
 def test_random_states_before_wipe_out_reach_the_least_load() -> None:
     # What exceeds it are the last states before wipe-out, where one group is the last host of two shards.
     num_states = num_least = num_explained = 0

@@ -153,6 +153,7 @@ def test_what_is_committed_without_a_host_for_the_next_step_is_saved_before_the_
     assert experience.cadence(left).interval_s == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval() -> None:
     """Saves and rework, on three seeds, with a prior that is off by a factor of five either way."""

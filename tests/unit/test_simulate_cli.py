@@ -140,6 +140,7 @@ def test_a_sweep_that_was_cut_off_simulates_only_the_rest(small: str, tmp_path: 
     assert "case" not in spare_simulate("--json", *options).stderr.replace("6 of 6 cases", "")
 
 
+@pytest.mark.slow
 def test_several_processes_simulate_the_same(small: str) -> None:
     options = ["--preset", small, "--seeds", "3"]
     assert figures(*options, "--jobs", "2")["time_to_train_ratio"] == figures(*options)["time_to_train_ratio"]
@@ -320,6 +321,7 @@ def test_figures_and_journal_are_there_though_the_plot_cannot_be_written(small: 
     assert check_journal(read_journal(run_dir)).verdict == "valid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_the_plot_is_there_though_the_figures_cannot_be_shown(small: str, tmp_path: Path, options: list[str]) -> None:
     picture = tmp_path / "simulated.png"
@@ -375,6 +377,7 @@ def left_over(processes: list[psutil.Process]) -> list[psutil.Process]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
     code, said, processes = stop_a_sweep(tmp_path / "results.jsonl", number)
@@ -385,6 +388,7 @@ def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
     """As is one in a benchmark, which has no handler, by SIGTERM."""
     code, _, processes = stop_a_sweep(tmp_path / "results.jsonl", signal.SIGKILL)

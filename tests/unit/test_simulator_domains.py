@@ -45,6 +45,7 @@ def test_domains_of_a_placement_that_make_no_sense_are_refused() -> None:
         scenario(groups_per_domain=4, placement="consecutive")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["microbatch", "stack"])
 def test_losses_of_domains_wipe_out_later_where_the_placement_knows_of_them(granularity: str) -> None:
     def wipe_outs_per_s(groups_per_domain: int | None) -> float:
@@ -55,6 +56,7 @@ def test_losses_of_domains_wipe_out_later_where_the_placement_knows_of_them(gran
     assert wipe_outs_per_s(None) < 0.8 * wipe_outs_per_s(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"groups_per_domain": 1}, {"redundancy": 6}, {"num_groups": 60}])
 def test_the_expected_time_to_wipe_out_by_domains_is_met_by_simulation(changes: dict[str, Any]) -> None:
     costs, failures = CostModel(compute_s=2.5e-3), FailureSpec(kind="domain", mean_s=0.3, groups_per_domain=4)
@@ -64,6 +66,7 @@ def test_the_expected_time_to_wipe_out_by_domains_is_met_by_simulation(changes: 
     assert result.end_s / result.restarts == pytest.approx(case.time_to_wipe_out_s(), rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

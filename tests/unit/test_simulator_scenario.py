@@ -193,6 +193,7 @@ def test_free_saves_are_taken_after_every_step_and_without_failures_none() -> No
     assert simulate(small(failures=FailureSpec(), num_steps=5), 0).saves == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["spare", "replication", "checkpoint_only"])
 def test_the_expected_time_to_wipe_out_is_met_by_simulation(policy: str) -> None:
     costs = CostModel(compute_s=1e-3, save_s=1e-6)

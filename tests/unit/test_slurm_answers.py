@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.driver.slurm import commands
 from spare_megatron.driver.slurm.commands import Unanswered, call, submit, wait_for
 from tests.unit.tiny_corpus import write_tiny_corpus
 
@@ -25,7 +24,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     folder = tmp_path / "slurm"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(commands, "_POLL_S", 0.0)
 
     def make(name: str, lines: str) -> None:
         begin = f"#!{sys.executable} -S\nimport pathlib, sys\nwords = ' '.join(sys.argv[1:])\n"
@@ -129,17 +127,14 @@ def test_the_end_of_a_job_is_kept_when_slurm_has_forgotten_it(command: Command) 
         + "if words.endswith('_0'):\n    told('RUNNING') if count < 4 else told('COMPLETED')\n"
         + "else:\n    told('FAILED', 3) if words.endswith('_1') else told('COMPLETED')",
     )
-    assert wait_for(["17_0", "17_1", "17_2"]) == 3
+    assert wait_for(["17_0", "17_1", "17_2"], poll_s=0.0) == 3
     assert wait_for(["17_0"]) == 0
 
 
-def test_slurm_that_does_not_answer_for_minutes_ends_the_wait(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commands, "_SILENCE_S", 0.0)
+def test_slurm_that_does_not_answer_for_minutes_ends_the_wait(command: Command) -> None:
     command("scontrol", "sys.exit('Unable to contact slurm controller (connect failure)')")
     with pytest.raises(Unanswered, match="Unable to contact slurm controller"):
-        wait_for([17])
+        wait_for([17], silence_s=0.0)
 
 
 def test_a_job_whose_end_nobody_has_seen_is_told(command: Command) -> None:

@@ -24,7 +24,6 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot import snapshot_loader
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
-from spare_megatron.state.transfer import piece_server
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
@@ -64,6 +63,15 @@ def kept() -> Kept:
 @pytest.fixture
 def server(kept: Kept) -> Iterator[PieceServer]:
     server = PieceServer("127.0.0.1", kept, TIMEOUT_S)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def busy_server(kept: Kept) -> Iterator[PieceServer]:
+    """It serves one client at a time."""
+    server = PieceServer("127.0.0.1", kept, TIMEOUT_S, most_connections=1)
     server.start()
     yield server
     server.close()
@@ -131,28 +139,29 @@ def connect_in_time(monkeypatch: pytest.MonkeyPatch, *, but: Address) -> None:
 
 
 def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
-    server: PieceServer, monkeypatch: pytest.MonkeyPatch
+    busy_server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_server, "_MOST_CONNECTIONS", 1)
-    clock, other = Clock(monkeypatch), PieceClient(server.address, TIMEOUT_S)
+    clock, other = Clock(monkeypatch), PieceClient(busy_server.address, TIMEOUT_S)
 
     def let_in() -> None:
         if clock.num_pauses == 3:
             other.close()
-            while server._connections:  # its thread is about to see that
+            while busy_server._connections:  # its thread is about to see that
                 pass
 
     clock.on_pause = let_in
     state = torch.zeros_like(STATE)
-    loader({member(3): server.address}, state).load(ATTEMPT, (), [member(0), member(3)], HEAD)
+    loader({member(3): busy_server.address}, state).load(ATTEMPT, (), [member(0), member(3)], HEAD)
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 3
 
 
-def test_a_server_that_has_too_much_to_do_says_so(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_server, "_MOST_CONNECTIONS", 1)
-    with closing(PieceClient(server.address, TIMEOUT_S)), pytest.raises(TurnedAway, match="has no free connection"):
-        PieceClient(server.address, TIMEOUT_S)
+def test_a_server_that_has_too_much_to_do_says_so(busy_server: PieceServer) -> None:
+    with (
+        closing(PieceClient(busy_server.address, TIMEOUT_S)),
+        pytest.raises(TurnedAway, match="has no free connection"),
+    ):
+        PieceClient(busy_server.address, TIMEOUT_S)
 
 
 def test_where_nobody_is_left_to_answer_it_fails(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:

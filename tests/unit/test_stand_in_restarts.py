@@ -98,6 +98,10 @@ def nobody(driver: Connection) -> None:
     raise AssertionError("it is not started")
 
 
+SOON_S = 0.01
+"""Between tries of a supervisor."""
+
+
 def broken(driver: Connection) -> None:
     raise AssertionError("it does not come")
 
@@ -122,7 +126,6 @@ def no_main(spec: object, pipe: Connection) -> None:
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeSpec:
     monkeypatch.setattr(module, "open_store", lambda spec: SimpleNamespace(local_host=lambda: "127.0.0.1"))
-    monkeypatch.setattr(module, "_RETRY_S", 0.01)
 
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     return NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main)
@@ -134,7 +137,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
     """One failed command of Slurm ended the node for the rest of the run."""
     launcher = Launcher(lost_when_ready, None, None, there_to_the_end)
     ours, theirs = Pipe()
-    module._RemoteSupervisor(launcher, spec, theirs).run()
+    module._RemoteSupervisor(launcher, spec, theirs, retry_s=SOON_S).run()
     starts = [word for word in launcher.told if word != "ended"]
     assert starts == ["start 0", "start 1", "start 1", "start 1"]
     assert launcher.told[-1] == "ended"
@@ -144,7 +147,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
 
 def test_a_first_supervisor_that_cannot_be_started_is_told(spec: NodeSpec) -> None:
     with pytest.raises(ValueError, match="scontrol failed"):
-        module._RemoteSupervisor(Launcher(None), spec, Pipe()[1]).run()
+        module._RemoteSupervisor(Launcher(None), spec, Pipe()[1], retry_s=SOON_S).run()
 
 
 def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +169,11 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
             raise Tried
         return None
 
-    monkeypatch.setattr(module, "_RETRY_S", 2.0)
     monkeypatch.setattr(module, "wait", wait)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     launcher = Launcher()
     monkeypatch.setattr(launcher, "start", start)
-    run_remote_supervisor = module._RemoteSupervisor(launcher, spec, Pipe()[1])
+    run_remote_supervisor = module._RemoteSupervisor(launcher, spec, Pipe()[1], retry_s=2.0)
     run_remote_supervisor._incarnation = 1
     with pytest.raises(Tried):
         run_remote_supervisor._start_supervisor()
@@ -197,7 +199,7 @@ def test_a_supervisor_that_is_not_there_before_training_is_told_of_and_another_o
     spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, control=control))
     launcher = Launcher(first, nobody, there_to_the_end)
     ours, theirs = Pipe()
-    module._RemoteSupervisor(launcher, spec, theirs).run()
+    module._RemoteSupervisor(launcher, spec, theirs, retry_s=SOON_S).run()
     assert [word for word in launcher.told if word != "ended"] == ["start 0", "start 1", "start 1"]
     missing = NodeMissing(node=1, cause=f"node 1: its supervisor {cause}; look at logs/node-1.log, and at the machine")
     assert [ours.recv() for _ in range(3)] == [missing, READY, ENDED]
@@ -205,7 +207,9 @@ def test_a_supervisor_that_is_not_there_before_training_is_told_of_and_another_o
 
 def test_one_that_is_lost_later_is_for_the_other_nodes_to_find(spec: NodeSpec) -> None:
     ours, theirs = Pipe()
-    module._RemoteSupervisor(Launcher(lost_when_ready, lost_at_once, there_to_the_end), spec, theirs).run()
+    module._RemoteSupervisor(
+        Launcher(lost_when_ready, lost_at_once, there_to_the_end), spec, theirs, retry_s=SOON_S
+    ).run()
     assert [ours.recv() for _ in range(3)] == [READY, READY, ENDED]
 
 
@@ -217,7 +221,7 @@ def test_a_supervisor_that_tells_a_driver_that_is_gone_is_left_to_itself(spec: N
         driver.shutdown(socket.SHUT_RD)  # nothing can be told any more, and its end is not seen
     launcher = Launcher(lost_when_ready)
     with pytest.raises(module._Over):
-        module._RemoteSupervisor(launcher, spec, theirs).run()
+        module._RemoteSupervisor(launcher, spec, theirs, retry_s=SOON_S).run()
     (step,) = launcher.steps
     step.wait(WAIT_S)
     assert not step.is_terminated
@@ -232,5 +236,5 @@ def test_a_supervisor_is_told_that_the_driver_has_its_last_word(spec: NodeSpec) 
         heard.append(driver.recv())
 
     ours, theirs = Pipe()
-    module._RemoteSupervisor(Launcher(waits), spec, theirs).run()
+    module._RemoteSupervisor(Launcher(waits), spec, theirs, retry_s=SOON_S).run()
     assert (ours.recv(), heard) == (ENDED, [LastReportAcknowledged()])

@@ -20,9 +20,6 @@ JobId = int | str
 """A job's number, or ARRAY_TASK for a job of an array."""
 
 _TIMEOUT_S = 60.0
-_POLL_S = 2.0
-_SILENCE_S = 300.0
-"""How long `wait_for` bears that Slurm does not answer."""
 _FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
 _NUMBER = re.compile(r"(\d+)(;.*)?")  # NUMBER[;CLUSTER]
 _UNHEARD = ("timed out", "unable to contact")
@@ -102,10 +99,10 @@ def cancel(job_id: JobId) -> None:
     call("scancel", str(job_id))
 
 
-def wait_for(job_ids: Collection[JobId]) -> int:
+def wait_for(job_ids: Collection[JobId], *, poll_s: float = 2.0, silence_s: float = 300.0) -> int:
     """Waits until all jobs have ended, requeues included. Returns the highest exit code of their scripts.
 
-    Polls all jobs in turn, because Slurm soon forgets one that has ended.
+    Polls all jobs in turn, because Slurm soon forgets one that has ended, and bears `silence_s` without an answer.
 
     Raises:
         ValueError: Slurm has not answered for minutes, or has forgotten how a job ended.
@@ -117,7 +114,7 @@ def wait_for(job_ids: Collection[JobId]) -> int:
             try:
                 fields = job_fields(job_id)
             except ValueError:  # the job goes on
-                if time.monotonic() - heard_s[job_id] > _SILENCE_S:
+                if time.monotonic() - heard_s[job_id] > silence_s:
                     raise
                 continue
             heard_s[job_id] = time.monotonic()
@@ -127,7 +124,7 @@ def wait_for(job_ids: Collection[JobId]) -> int:
                 codes[job_id] = int(fields["ExitCode"].partition(":")[0]) or int(fields["JobState"] != "COMPLETED")
         if len(codes) == len(job_ids):
             return max(codes.values())
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
 
 
 def require(command: str, advice: str = "run this on a login node of a Slurm cluster, or load its module") -> None:

@@ -51,8 +51,10 @@ class PartitionRepairs:
         awaits_update: bool,
         find_server: Callable[[Member], Address],
         probe: Probe,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self._member = member
+        self._timeout_s = timeout_s
         self._optimizer = optimizer
         self._contents = contents
         self._find_server = find_server
@@ -167,7 +169,7 @@ class PartitionRepairs:
     def _connected(self, donor: Member, server: Address) -> PieceClient:
         if self._client is None or self._client[0] != donor:
             self._hang_up()
-            self._client = donor, PieceClient(server, _TIMEOUT_S, is_over=lambda: donor not in self._servers)
+            self._client = donor, PieceClient(server, self._timeout_s, is_over=lambda: donor not in self._servers)
         return self._client[1]
 
     def _hang_up(self) -> None:

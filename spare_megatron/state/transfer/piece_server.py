@@ -10,7 +10,7 @@ from typing import Protocol
 from spare_megatron.core.pieces import Piece
 from spare_megatron.process import piece_wire as wire
 
-_MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 64
 """Connections at a time; more are turned away. A rank is the donor of a few others."""
 _PAUSE_S = 0.05
 """After a failed accept: file descriptors may be available again."""
@@ -31,15 +31,16 @@ class Source(Protocol):
 class PieceServer:
     """The server of one rank, on a free port. Its threads are daemons: they end with the process at the latest.
 
-    `timeout_s` is the longest wait for a client to take an answer.
+    `timeout_s` is the longest wait for a client to take an answer. More than `most_connections` at once are refused.
     """
 
-    def __init__(self, host: str, source: Source, timeout_s: float) -> None:
+    def __init__(self, host: str, source: Source, timeout_s: float, most_connections: int = MOST_CONNECTIONS) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_MOST_CONNECTIONS)
+        self._listener = socket.create_server((host, 0), family=family, backlog=most_connections)
         self.address = wire.Address(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32))
         self._source = source
         self._timeout_s = timeout_s
+        self._most_connections = most_connections
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._serving: list[threading.Thread] = []  # some may have closed their connection, and be about to end
@@ -72,7 +73,7 @@ class PieceServer:
                 time.sleep(_PAUSE_S)
                 continue
             with self._lock:
-                if self._is_closed or len(self._connections) == _MOST_CONNECTIONS:
+                if self._is_closed or len(self._connections) == self._most_connections:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve_client, args=(connection,), name="pieces", daemon=True)

@@ -163,16 +163,16 @@ def test_partitions_are_kept_beside_the_rest_and_go_when_others_keep_them(snapsh
     assert listed == groups[1].list_intact(HOST)
     assert listed.held == tuple(Held(attempt, 2, sha256(kept[0][None])) for attempt in (2, 3))
     both = {**kept[0], **kept[1]}
-    assert set(listed.slices) == {
+    assert set(listed.partitions) == {
         HeldPartition(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
     }
     assert groups[1].memory(3, zero)[:] == kept[0][zero]
-    assert SnapshotClient(snapshot_server.address, 1).list_intact(HOST).slices == ()
+    assert SnapshotClient(snapshot_server.address, 1).list_intact(HOST).partitions == ()
     assert num_kept() == 3 * 2
     for attempt in (4, 5, 6):
         groups[0].pass_over(attempt, attempt - 1)
         groups[1].copy(attempt, attempt - 1, {zero: 50}, fill([bytes(50)]))
-    assert {(held.attempt, held.slice) for held in groups[0].list_intact(HOST).slices} == {(5, zero), (6, zero)}
+    assert {(held.attempt, held.partition) for held in groups[0].list_intact(HOST).partitions} == {(5, zero), (6, zero)}
     assert num_kept() == 2
 
 

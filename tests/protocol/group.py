@@ -261,7 +261,7 @@ class Group:
             )
 
         def may_copy() -> bool:
-            is_late_enough = held.num_updates >= held.first_steps[repair.slice]
+            is_late_enough = held.num_updates >= held.first_steps[repair.partition]
             return is_late_enough and world.partitions_of(repair.donor).num_updates == held.num_updates
 
         for piece in range(NUM_PIECES):
@@ -271,7 +271,7 @@ class Group:
                 if is_void():
                     return
                 donor = world.partitions_of(repair.donor)
-                step, state = donor.num_updates, donor.whole(repair.slice)
+                step, state = donor.num_updates, donor.whole(repair.partition)
                 if state is None:
                     raise Violation(f"{repair.donor} is to give slice {repair.partition}, and has it not")
                 for _ in range(MOVES_OF_STATE):

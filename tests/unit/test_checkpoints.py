@@ -386,7 +386,7 @@ def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_
         snapshots=None,
         probe=Mock(),
     )
-    assert [offer.step for offer in starting.offers()] == [3]
+    assert [offer.step for offer in starting.candidates()] == [3]
     (reason,) = starting.rejected
     assert reason.startswith("step-00000005 is of another training: data.corpus = OTHER (60303ae2, 300 tokens)")
 

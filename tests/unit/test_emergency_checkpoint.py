@@ -92,7 +92,7 @@ def saved(tmp_path: Path, *groups: int, entries: Sequence[Commit | Restart] = CO
     folder = tmp_path / "checkpoints"
     save(folder, 5)
     run_dir = write_journal(tmp_path, entries)
-    path = emergency_checkpoint_path(CONFIG, run_dir, STEP)
+    path = emergency_checkpoint_path(CONFIG.checkpoint, run_dir, STEP)
     for group in groups:
         for rank in range(NUM_RANKS):
             save_rank(path, run_dir, group, rank, **what)
@@ -208,6 +208,6 @@ def test_it_is_written_to_the_folder_that_the_run_has_locked(tmp_path: Path) -> 
     folder = tmp_path / "shared"
     config = load_config("", interval_steps=5, folder=str(folder))
     own = checkpoint_path(tmp_path / "run" / "checkpoints", STEP).with_suffix(".state")
-    assert emergency_checkpoint_path(config, tmp_path / "run", STEP) == own, "its storage is gone"
+    assert emergency_checkpoint_path(config.checkpoint, tmp_path / "run", STEP) == own, "its storage is gone"
     with locked(folder):
-        assert emergency_checkpoint_path(config, tmp_path / "run", STEP) == folder / own.name
+        assert emergency_checkpoint_path(config.checkpoint, tmp_path / "run", STEP) == folder / own.name

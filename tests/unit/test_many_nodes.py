@@ -56,7 +56,7 @@ def test_all_are_told_to_stop_before_any_is_waited_for() -> None:
     """One after the other took up to four seconds each."""
     told: list[str] = []
     stop_children([child(told, name, obeys=name != "b", is_gone=name == "c") for name in "abcd"])
-    assert told[:3] == [f"{StopProcess()} {name}" for name in "abd"]
+    assert told[:3] == ["stop a", "stop b", "stop d"]
     assert told[3:7] == ["join a", "join b", "join c", "join d"]
     assert [word for word in told if word.startswith("kill")] == ["kill b"]
     assert {f"close {name}" for name in "abcd"} <= set(told)

@@ -54,7 +54,7 @@ class KeptHere:
         slices = tuple(
             HeldPartition(ATTEMPT, number, sha256) for number, sha256 in digests.items() if number is not None
         )
-        return HeldSnapshots(held=(Held(ATTEMPT, 0, rest),), slices=slices, damaged=(), server="nowhere")
+        return HeldSnapshots(held=(Held(ATTEMPT, 0, rest),), partitions=slices, damaged=(), server="nowhere")
 
 
 def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[Any], list[SnapshotRecord]]:

@@ -166,7 +166,7 @@ def test_a_run_ends_with_its_last_step_and_goes_on_from_there_when_there_is_room
             filled_at_s.append(time.monotonic())
 
     with monkeypatch.context() as often:
-        often.setattr(driver, "_STORE_LOOK_S", 0.05)
+        often.setattr(driver, "_STORE_POLL_S", 0.05)
         run = complete_run(config, tmp_path / "full", on_event=fill_it)
     assert time.monotonic() - filled_at_s[0] < SOON_S
     assert run.summary.outcome == "failed"

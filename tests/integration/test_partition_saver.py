@@ -92,7 +92,7 @@ def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> Non
     store = MemoryStore()
     for index, host in enumerate(SAVE.hosts[2]):
         fence(store, index, host)
-    with pytest.raises(SaveFailed, match=r"all hosts of partitions \[2\] are lost"):
+    with pytest.raises(SaveFailed, match=r"all hosts of partitions \[2\] were lost"):
         saver_of(SAVER, store, tmp_path).run()
 
 

@@ -172,7 +172,7 @@ class Rank:
             buckets=buckets,
             voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
             repairs=repairs,
-            digests=SimpleNamespace(told=Digests),
+            digests=SimpleNamespace(for_vote=Digests),
             reports=SimpleNamespace(
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),

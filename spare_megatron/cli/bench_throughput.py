@@ -119,10 +119,9 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
 
 
 def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Callable[[str], None]) -> Throughput:
-    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first.
-
-    Plain Megatron uses its DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward
-    pass if ours does. `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
+    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first. Plain Megatron uses its
+    DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward pass if ours does.
+    `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
     """
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
@@ -143,10 +142,9 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Calla
 
 
 def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
-    """Trains, keeps the journal in `folder`, which must not exist, and checks that nothing failed.
-
-    A lost group would be masked and leave a valid run whose steps are slower than fault-free ones. Raises RuntimeError
-    if a group is lost or the run is not finished and valid.
+    """Trains, keeps the journal in `folder`, which must not exist, and checks that nothing failed. A lost group would
+    be masked and leave a valid run whose steps are slower than fault-free ones. Raises RuntimeError if a group is lost
+    or the run is not finished and valid.
     """
     losses: list[str] = []
 

@@ -137,11 +137,8 @@ def _unfinished(path: Path) -> str:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint at the path, or all below it, the newest first; at least one.
-
-    Raises:
-        ValueError: There is none.
-        OSError: The folder cannot be read.
+    """The checkpoint at the path, or all below it, the newest first; at least one. ValueError: there is none. OSError:
+    the folder cannot be read.
     """
     from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at
 

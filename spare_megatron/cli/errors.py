@@ -31,11 +31,9 @@ def explained_errors(command: str) -> Iterator[None]:
 
 
 def do_each(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs all tasks even if some fail, so that a full disk costs one file and not the other results.
-
-    Raises:
-        ValueError: Several tasks failed; the text lists every reason. A single failure is raised as it is, and a
-            BrokenPipeError only if nothing else failed.
+    """Runs all tasks even if some fail, so that a full disk costs one file and not the other results. ValueError:
+    several tasks failed; the text lists every reason. A single failure is raised as it is, and a BrokenPipeError only
+    if nothing else failed.
     """
     failures: list[ValueError | OSError | MemoryError] = []
     for task in tasks:

@@ -50,10 +50,9 @@ _MOST_REASONS = 10
 
 
 class RunProgress:
-    """Shows a run from its journal and from events that no journal has; a context manager around the run.
-
-    On a terminal, lines scroll above a live view. While the journal is behind, as on a full disk, steps, losses and
-    rejoins are shown as reported; each event is shown once.
+    """Shows a run from its journal and from events that no journal has; a context manager around the run. On a
+    terminal, lines scroll above a live view. While the journal is behind, as on a full disk, steps, losses and rejoins
+    are shown as reported; each event is shown once.
     """
 
     def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:

@@ -204,10 +204,8 @@ def _measured(request: SimulateRequest) -> "Measured | None":
 
 
 def scenario_of(request: SimulateRequest, measured: "Measured | None") -> "Scenario":
-    """The scenario of the preset, measured costs, overrides and options; the later wins.
-
-    Raises:
-        ValueError: A setting is unknown or out of range.
+    """The scenario of the preset, measured costs, overrides and options; the later wins. ValueError: A setting is
+    unknown or out of range.
     """
     from spare_megatron.simulator.presets import load_scenario
 

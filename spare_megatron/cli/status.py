@@ -95,9 +95,8 @@ def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
-    """Bytes that etcd held when the run last asked, and its quota if known; None with the embedded store.
-
-    Read from the last lines of the metrics: etcd itself needs credentials and a connection.
+    """Bytes that etcd held when the run last asked, and its quota if known; None with the embedded store. Read from the
+    last lines of the metrics: etcd itself needs credentials and a connection.
     """
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:

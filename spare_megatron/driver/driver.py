@@ -119,11 +119,8 @@ class Driver:
 
     def run(self, interrupts: Deferral) -> EndRecord:
         """Runs to the end, whatever that is, and leaves no process behind. Returns the record that closes the journal.
-
         `interrupts` defers signals, so that none breaks off the start of a process or a message to one.
-
-        Raises:
-            KeyboardInterrupt: After all processes have ended.
+        KeyboardInterrupt: after all processes have ended.
         """
         self._interrupts = interrupts
         end = EndRecord(outcome="interrupted", reason="the driver was interrupted")

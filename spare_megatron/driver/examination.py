@@ -1,6 +1,5 @@
-"""Examines all nodes before a run: the driver's process sends requests to one process on each node.
-
-The processes connect like the supervisors of a run, by files in a folder that all nodes share.
+"""Examines all nodes before a run: the driver's process sends requests to one process on each node. The processes
+connect like the supervisors of a run, by files in a folder that all nodes share.
 """
 
 import contextlib

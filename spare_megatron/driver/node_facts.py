@@ -130,9 +130,8 @@ def examine_node(
     token: str,
     visible_s: float = _VISIBLE_S,
 ) -> NodeFacts:
-    """Collects the facts about this machine.
-
-    `token` names the file that the driver has put into `folder`, where it is visible within `visible_s`.
+    """Collects the facts about this machine. `token` names the file that the driver has put into `folder`, where it is
+    visible within `visible_s`.
     """
     versions, torch_failure, gpus = _torch_facts()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -12,10 +12,8 @@ RESERVED_BYTES = 16 << 10
 
 
 class StorageWatch:
-    """Merges the reports of all processes, each about its own files, into the state of the run's storage.
-
-    Attributes:
-        journal: The driver's journal, set once it is open.
+    """Merges the reports of all processes, each about its own files, into the state of the run's storage. `journal`:
+    the driver's journal, set once it is open.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[RecordsHeld | RecordsLost], None]) -> None:

@@ -35,7 +35,6 @@ _QUIET_STEPS = 101
 
 class LiveGoodput:
     """Running sums of useful time and of losses, by the names of `journal.goodput`. They add up to the time passed.
-
     Keeps 17 bytes per step, so that steps discarded by a restart can be reclassified. A fault that costs no group
     counts as `scatter`.
     """
@@ -188,11 +187,7 @@ class Telemetry:
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
-        """Closes the sinks.
-
-        Raises:
-            OSError: The disk has not accepted everything.
-        """
+        """Closes the sinks. OSError: the disk has not accepted everything."""
         with contextlib.ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close)

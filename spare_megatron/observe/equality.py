@@ -110,9 +110,8 @@ def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, 
 
 
 def _compare_params(first: ParamsDigests, second: ParamsDigests) -> tuple[int | None, tuple[str, ...]]:
-    """The steps after which parameters first differ, or were last compared, and the digests in both runs.
-
-    Skips steps after which the groups of one run had different parameters: one of them was wrong.
+    """The steps after which parameters first differ, or were last compared, and the digests in both runs. Skips steps
+    after which the groups of one run had different parameters: one of them was wrong.
     """
     common = [step for step in sorted(first.keys() & second.keys()) if len(first[step]) == len(second[step]) == 1]
     if not common:

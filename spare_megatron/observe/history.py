@@ -139,10 +139,8 @@ class History:
 
 
 def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
-    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch.
-
-    Raises:
-        ValueError: The journal lacks the run's record, with which every journal begins.
+    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch. ValueError: the
+    journal lacks the run's record, with which every journal begins.
     """
     if run_state.run is None:
         raise ValueError("the journal has no run record: there is nothing to show")

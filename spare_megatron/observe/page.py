@@ -1,5 +1,4 @@
 """Renders one self-contained HTML page for a run, or for two side by side. It works from a file, without a network.
-
 Plots and the library that draws them are compressed inside it; a plot is drawn when it comes into view.
 """
 

@@ -1,7 +1,6 @@
-"""Converts the spans of ranks to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-Format: Google, "Trace Event Format": complete events (X), metadata (M), flows (s, f) and instants (i). Times are whole
-microseconds: Perfetto drops a span that exceeds the one around it by a rounding error.
+"""Converts the spans of ranks to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing. Format: Google, "Trace
+Event Format": complete events (X), metadata (M), flows (s, f) and instants (i). Times are whole microseconds: Perfetto
+drops a span that exceeds the one around it by a rounding error.
 """
 
 import itertools
@@ -63,10 +62,9 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
 
 
 def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, float]:
-    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time.
-
-    Ranks on one machine share a clock. All groups read each log entry as soon as it is written, so the median delay of
-    one machine's reads behind another's is taken for the difference of their wall clocks.
+    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time. Ranks on one
+    machine share a clock. All groups read each log entry as soon as it is written, so the median delay of one machine's
+    reads behind another's is taken for the difference of their wall clocks.
     """
     wall_s: dict[str, float] = {}
     machine_of: dict[int, str] = {}

@@ -61,11 +61,8 @@ class RestartAwaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRestarted:
-    """The group takes part again after a wipe-out; sent by each rank, forwarded by the node of its leader.
-
-    Attributes:
-        step: Committed steps that it has loaded.
-        rejected: Checkpoints and snapshots that could not be used, with the reasons.
+    """The group takes part again after a wipe-out; sent by each rank, forwarded by the node of its leader. `step`:
+    committed steps that it has loaded. `rejected`: checkpoints and snapshots that could not be used, with the reasons.
     """
 
     member: Member
@@ -189,7 +186,6 @@ class RanksStarted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
     """A node's supervisor did not come, or was lost before the node's ranks were ready; sent by its remote supervisor.
-
     `cause` says why, and what to look at.
     """
 

@@ -290,9 +290,8 @@ def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[fl
 
 
 def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> FloatArray:
-    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, for rest >= 0.
-
-    Over rebuild_s a term is rest up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
+    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, for rest >= 0. Over rebuild_s a term is rest
+    up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
     """
     by_covered = np.argsort(covered, kind="stable")
     ends = covered + rest

@@ -18,9 +18,8 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def finish_times(loads: IntArray, num_microbatches: int, costs: CostModel) -> FloatArray:
-    """When each group has computed its load if all start together, in units of compute_s; 0 for a group without load.
-
-    A load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. While more than G groups
+    """When each group has computed its load if all start together, in units of compute_s; 0 for a group without load. A
+    load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. While more than G groups
     (the groups at full speed) have work left, each of them runs at rate G / their number (generalized processor
     sharing). Cost: O(n log n) in the number of groups.
 
@@ -104,10 +103,9 @@ def fit_compute(
     full_speed_groups: float,
     most_fill: float,
 ) -> ComputeFit:
-    """Minimizes the sum over states of sqrt(count) |log(median_s / fitted_s)| over compute_s and the pipeline fill.
-
-    The error of a median falls with the square root of the count. For a given fill the best compute_s is a weighted
-    median; the fill is searched on a grid from 0 to `most_fill`, the lower one on ties.
+    """Minimizes the sum over states of sqrt(count) |log(median_s / fitted_s)| over compute_s and the pipeline fill. The
+    error of a median falls with the square root of the count. For a given fill the best compute_s is a weighted median;
+    the fill is searched on a grid from 0 to `most_fill`, the lower one on ties.
 
     Args:
         steps: Steps without losses, at least one.

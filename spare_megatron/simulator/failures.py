@@ -217,9 +217,8 @@ class SystemWide:
 
 
 class PerNode:
-    """Each node has a clock that, on running out, takes its group down; a group may be one node.
-
-    While a group is down its nodes' clocks stand still. `Fleet` decides when it is repaired.
+    """Each node has a clock that, on running out, takes its group down; a group may be one node. While a group is down
+    its nodes' clocks stand still. `Fleet` decides when it is repaired.
     """
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:

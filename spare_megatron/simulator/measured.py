@@ -192,7 +192,6 @@ def read_retries(journal: Journal) -> dict[int, float]:
 
 def _lost_at(journal: Journal) -> dict[int, tuple[float | None, float | None]]:
     """Step of each recovery -> when the first of its groups was struck, and when it was fenced by its supervisor.
-
     Records of a group before its last update are about an earlier loss: it may come back and be lost again.
     """
     struck_at_s: dict[int, float] = {}
@@ -244,11 +243,8 @@ class LossTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinTime:
-    """Groups admitted together.
-
-    Attributes:
-        step: The first step that they take part in.
-        pause_s: The excess of that step, from the end of the one before, over quiet steps of as many groups.
+    """Groups admitted together. `step`: the first step that they take part in. `pause_s`: the excess of that step, from
+    the end of the one before, over quiet steps of as many groups.
     """
 
     step: int

@@ -41,10 +41,8 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 
 
 class Copies:
-    """Copies of state partitions in progress; a receiver makes its copies one after another.
-
-    Args:
-        copy_s: Seconds per copy; None if none is ever made.
+    """Copies of state partitions in progress; a receiver makes its copies one after another. `copy_s`: seconds per
+    copy; None if none is ever made.
     """
 
     def __init__(self, copy_s: float | None) -> None:
@@ -76,11 +74,7 @@ Clock = Callable[[], float]
 
 
 class SpareRun:
-    """Executes the controller's actions; holds no policy.
-
-    Attributes:
-        decision_s: Seconds spent in the controller, by `clock`.
-    """
+    """Executes the controller's actions; holds no policy. `decision_s`: seconds spent in the controller, by `clock`."""
 
     def __init__(self, world: World, journal: SimulatedJournal | None, clock: Clock | None) -> None:
         scenario = world.scenario

@@ -1,7 +1,6 @@
-"""Plans, resumes and summarizes sweeps of simulations.
-
-A case is one scenario with one seed. Its digest identifies it in a file of results, so that an interrupted sweep
-resumes and never takes over results of other scenarios or other code.
+"""Plans, resumes and summarizes sweeps of simulations. A case is one scenario with one seed. Its digest identifies it
+in a file of results, so that an interrupted sweep resumes and never takes over results of other scenarios or other
+code.
 """
 
 import hashlib
@@ -228,9 +227,7 @@ def _decode(line: str, number: int) -> CaseResult:
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """Mean and confidence of independent samples.
-
-    half width = t(0.975, n - 1) s / sqrt(n), s the sample standard deviation.
+    """Mean and confidence of independent samples: half width t(0.975, n - 1) s / sqrt(n), s the standard deviation.
 
     >>> round(estimate([1.0, 2.0, 3.0]).ci95 or 0.0, 4)
     2.4841

@@ -32,11 +32,7 @@ processors; rebuild is what reducing again takes beyond reduce_s.
 
 
 class Ledger:
-    """Accounts virtual time by cause; a restart turns unsaved time into rework.
-
-    Attributes:
-        now_s: Virtual time.
-    """
+    """Accounts virtual time by cause; a restart turns unsaved time into rework. `now_s`: virtual time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -56,10 +56,8 @@ class DriverLink:
         return [] if self._connection is None else [self._connection]
 
     def report(self, report: NodeReport) -> None:
-        """Queues a report for the driver, if there is one.
-
-        Raises:
-            Stopped: A driver that is needed has left too many reports unread.
+        """Queues a report for the driver, if there is one. Stopped: A driver that is needed has left too many reports
+        unread.
         """
         self._listener(report)
         if self._connection is None or self._failure is not None:  # `next_order` will find its last order, or its end
@@ -74,11 +72,7 @@ class DriverLink:
             self._sender.start()
 
     def next_order(self) -> GoOn | EndEarly | None:
-        """Receives an order. Returns None if there is none because the driver is gone.
-
-        Raises:
-            Stopped: The node is to end.
-        """
+        """Receives an order. Returns None if there is none because the driver is gone. Stopped: the node is to end."""
         if self._connection is None:
             return None
         try:
@@ -91,14 +85,10 @@ class DriverLink:
         return order
 
     def close(self, last: NodeReport) -> None:
-        """Sends the last report and waits until the driver has taken it.
-
-        A needed driver is on this machine. It may be suspended and resumed at any time, and its end breaks the
-        connection, so the wait for it to read has no limit. Another one has `last_word_s` and must acknowledge the
-        report, because the process that represents it here may outlive it for a moment.
-
-        Raises:
-            Stopped: A driver that is needed is gone.
+        """Sends the last report and waits until the driver has taken it. A needed driver is on this machine. It may be
+        suspended and resumed at any time, and its end breaks the connection, so the wait for it to read has no limit.
+        Another one has `last_word_s` and must acknowledge the report, because the process that represents it here may
+        outlive it for a moment. Stopped: A driver that is needed is gone.
         """
         self.report(last)
         if self._connection is None or self._sender is None:

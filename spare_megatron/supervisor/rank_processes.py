@@ -92,10 +92,9 @@ def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, supervisor_pid: in
 
 
 def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoReturn:
-    """Runs the rank, its imports included, reports an exception and ends the process.
-
-    Skips destructors: those of abandoned communicators would wait for transfers that cannot end. Until then the
-    exception keeps the communicators alive.
+    """Runs the rank, its imports included, reports an exception and ends the process. Skips destructors: those of
+    abandoned communicators would wait for transfers that cannot end. Until then the exception keeps the communicators
+    alive.
     """
     try:
         log_to_file(spec.run_dir, spec.name)
@@ -153,7 +152,6 @@ class RankProcesses:
 
     def start_again(self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool) -> int:
         """Starts the next incarnation of the group's ranks on this node, in place of its former processes.
-
         `wiped_out_at_s` is the monotonic time of the wipe-out that caused the restart, if one did. With `takes_spares`,
         spares become ranks as far as there are any; returns how many do.
         """

@@ -13,11 +13,8 @@ _QUIET_INTERVALS = 10.0
 
 
 class RankWatch:
-    """A failure detector for each watched rank.
-
-    Args:
-        group_timeout_s: Longest wait of a rank for others of its group.
-        load_timeout_s: Longest time for a rank to read a checkpoint.
+    """A failure detector for each watched rank. `group_timeout_s`: longest wait of a rank for others of its group.
+    `load_timeout_s`: longest time for a rank to read a checkpoint.
     """
 
     def __init__(self, ranks: RankProcesses, interval_s: float, group_timeout_s: float, load_timeout_s: float) -> None:

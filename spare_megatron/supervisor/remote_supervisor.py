@@ -1,6 +1,5 @@
-"""Represents a supervisor on another machine to the driver: launches it, relays messages, and replaces it if lost.
-
-Runs as a process on the driver's machine, one per remote node.
+"""Represents a supervisor on another machine to the driver: launches it, relays messages, and replaces it if lost. Runs
+as a process on the driver's machine, one per remote node.
 """
 
 import contextlib
@@ -161,10 +160,8 @@ class _RemoteSupervisor:
         return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
     def _launch(self) -> subprocess.Popen[bytes] | None:
-        """Launches a supervisor; None if that is not possible now.
-
-        Raises:
-            OSError, ValueError: The first one cannot be started. Later ones are retried.
+        """Launches a supervisor; None if that is not possible now. OSError, ValueError: the first one cannot be
+        started. Later ones are retried.
         """
         spec = self._spec
         try:

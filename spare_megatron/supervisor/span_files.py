@@ -29,9 +29,8 @@ class _Kept:
 
 
 class Timeline:
-    """Writes the spans of a window around each event into the run's directory.
-
-    Ranks write to shared memory only; this process reads it, also after a rank has died.
+    """Writes the spans of a window around each event into the run's directory. Ranks write to shared memory only; this
+    process reads it, also after a rank has died.
     """
 
     def __init__(self, spec: NodeSpec, ranks: RankProcesses) -> None:

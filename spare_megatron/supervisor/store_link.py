@@ -1,6 +1,5 @@
-"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes.
-
-The supervisor's main thread has to go on reaping while the store does not answer, so it never calls the store.
+"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes. The supervisor's
+main thread has to go on reaping while the store does not answer, so it never calls the store.
 """
 
 import math
@@ -72,11 +71,8 @@ class FenceWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent:
-    """A watched node has stopped beating.
-
-    Attributes:
-        members: Its groups, in the incarnations lost with it: a replacement supervisor may start the next ones at any
-            time.
+    """A watched node has stopped beating. `members`: its groups, in the incarnations lost with it: a replacement
+    supervisor may start the next ones at any time.
     """
 
     node: int
@@ -303,10 +299,8 @@ class StoreLink:
 
 
 class StoreWatch:
-    """Judges for how long the store has not answered: away after `interval_s`, given up after `limit_s`.
-
-    Attributes:
-        failure: Why it is given up; empty while it is not.
+    """Judges for how long the store has not answered: away after `interval_s`, given up after `limit_s`. `failure`: why
+    it is given up; empty while it is not.
     """
 
     def __init__(self, node: int, link: StoreLink, interval_s: float, limit_s: float) -> None:

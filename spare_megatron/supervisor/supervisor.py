@@ -65,9 +65,8 @@ class _Failed(Exception):
 
 
 class Supervisor:
-    """One node's event loop: turns reports, exits, timers and store events into fences and restarts.
-
-    Runs in the main thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `close`.
+    """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
+    thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `close`.
     """
 
     def __init__(self, spec: NodeSpec, driver: Connection) -> None:

@@ -48,9 +48,7 @@ class Certificates:
 
 def issue(folder: Path, addresses: Iterable[str]) -> Certificates:
     """Issues new certificates for members at these IP addresses or names, signed by an authority of their own.
-
-    Raises:
-        ValueError: The folder exists, or cannot be created or written.
+    ValueError: the folder exists, or cannot be created or written.
     """
     files = Certificates(
         authority=folder / "ca.pem",

@@ -34,7 +34,6 @@ class Run:
         step_s: Seconds between the ends of successive steps.
         split_s: Median seconds of a step that the leader's main thread spends on each activity; empty for plain
             Megatron.
-        memory: Near the end.
     """
 
     step_s: Sequence[float]
@@ -47,13 +46,11 @@ class Speed:
     """Speed over all runs of one kind.
 
     Attributes:
-        step_s: Median.
         tokens_per_s: Of the global batch.
         tflops_per_rank: 10^12 model operations a second by `flops_per_token`, without redundant or repeated ones.
         mfu: `tflops_per_rank` over `metrics.peak_tflops`; None if that is absent.
         split_s: As in `Run`, the median over runs.
         memory: Of the fullest run.
-        num_steps: Steps measured.
     """
 
     step_s: float
@@ -67,11 +64,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The measured speeds by kind of run.
-
-    Attributes:
-        ratio: Median step of ours over that of plain Megatron; None without it.
-        ratios: The same for each pair of runs.
+    """The measured speeds by kind of run. `ratio`: median step of ours over that of plain Megatron; None without it.
+    `ratios`: the same for each pair of runs.
     """
 
     speeds: Mapping[str, Speed]

@@ -18,7 +18,6 @@ class Answer:
         frugal: The same policy with the least redundancy at which training hardly takes longer.
         slices: How many groups should host each state partition.
         alternatives: The best plan of each policy that the options allow.
-        limits: Limits on stacks; None if not given.
         assumed: Names of the facts that were not given.
     """
 

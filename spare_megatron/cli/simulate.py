@@ -280,13 +280,7 @@ def _check_journal(folder: Path, scenario: "Scenario") -> None:
 
 
 def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) -> None:
-    """Refuses a journal that would be too large. The names of members are most of a line.
-
-    Args:
-        folder: Where it would be.
-        scenario: The scenario to journal.
-        num_steps: Steps done, those that a restart threw away included.
-    """
+    """Refuses a journal that would be too large. The names of members are most of a line."""
     size = int(scenario.num_groups * num_steps * (4 * scenario.num_groups + 700))
     if size > MOST_JOURNAL_BYTES:
         again = "" if num_steps == scenario.num_steps else f", {num_steps / scenario.num_steps:.1f} times each,"
@@ -297,13 +291,7 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
 
 
 def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: float) -> None:
-    """Simulates seed 0 once more, and writes what a real run of the same history would have written.
-
-    Args:
-        request: For the folder.
-        scenario: The scenario to journal.
-        num_steps: Steps done, those that a restart threw away included.
-    """
+    """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
     from spare_megatron.journal.lines import encode_line
     from spare_megatron.journal.output import named_errors, whole_file
     from spare_megatron.simulator.engine import simulate as simulate_one

@@ -73,12 +73,8 @@ class RunFailed(Exception):
 
 
 class Driver:
-    """One run, driven from this machine.
-
-    Args:
-        config: The resolved configuration, without problems.
-        on_event: Called with every event, in the driver's thread.
-        launcher: Starts supervisors on other machines; None if all run on this one.
+    """One run, driven from this machine. `on_event` is called with every event, in the driver's thread; `launcher`
+    starts supervisors on other machines, None if all run on this one. `config` is resolved and has no problems.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ class Equality:
     """How far two runs are equal.
 
     Attributes:
-        num_steps: Committed steps of each run.
         num_common: Steps whose losses and gradient norms both journals hold.
         difference: The first difference in these; None if there is none.
         params_step: Committed steps after which parameters are compared: the first that differ, else the last; None if

@@ -101,7 +101,6 @@ class History:
     """A run.
 
     Attributes:
-        verdict: Result of the proof that every microbatch was counted once.
         figures: Figures by their names in `summary.json`.
         goodput: Where its time went; None if it has no step.
         began_s: When the run began, in seconds since the epoch; None for a simulated run.

@@ -42,11 +42,9 @@ class DetachedSink:
     """Runs a sink in a thread: it never blocks its caller, and reports errors instead of raising them.
 
     Args:
-        name: For people.
         open_sink: Opens the sink, in the thread.
         on_failure: Called with the reason when the sink fails, in the thread, and from `close` for what the sink lacks.
         close_timeout_s: Longest wait of `close` for the sink.
-        rest_s: See `REST_S`.
     """
 
     def __init__(

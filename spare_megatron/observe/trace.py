@@ -32,15 +32,9 @@ class _Placed(NamedTuple):
 
 
 def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None = None) -> dict[str, Any]:
-    """Builds the trace: a process for each group, a thread for each of its ranks, and one for its recoveries.
-
-    Args:
-        ranks: The spans of the ranks.
-        journal: The journal of the same run, for marks of losses and to align clocks.
-        steps: Keeps the spans of these steps only; None keeps all.
-
-    Raises:
-        ValueError: There are no such spans.
+    """Builds the trace: a process for each group, a thread for each of its ranks, and one for its recoveries. Keeps the
+    spans of `steps`; None keeps all. The journal, of the same run, marks losses and aligns clocks. ValueError: there
+    are no such spans.
     """
     offsets_s = clock_offsets(ranks, journal)
     chosen = [(part, span) for part in ranks for span in part.spans if steps is None or span.step in steps]

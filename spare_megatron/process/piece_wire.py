@@ -98,12 +98,8 @@ class Channel:
         self._is_over = is_over
 
     def ask(self, request: Request) -> memoryview:
-        """Client: the bytes of a piece.
-
-        Raises:
-            WrongStep: The state there is of another step.
-            NotOffered: The server does not offer the piece.
-            TransferBroken: No valid answer has come.
+        """Client: the bytes of a piece. WrongStep: the state there is of another step. NotOffered: the server does not
+        offer the piece. TransferBroken: no valid answer has come.
         """
         head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
         self._send(head + self._mac(head))

@@ -168,12 +168,9 @@ def start_embedded_store(
 
 
 def _first_report(child: Child, wait: Wait) -> Any:
-    """The first report of a process, which says that it is up; ends the process if none comes.
-
-    Raises:
-        TimeoutError: It has reported nothing within _STORE_START_TIMEOUT_S.
-        EOFError: It has died.
-        KeyboardInterrupt: A signal came; see `Deferral.wait`.
+    """The first report of a process, which says that it is up; ends the process if none comes. TimeoutError: it has
+    reported nothing within _STORE_START_TIMEOUT_S. EOFError: it has died. KeyboardInterrupt: a signal came; see
+    `Deferral.wait`.
     """
     try:
         if not wait([child.reports], _STORE_START_TIMEOUT_S):

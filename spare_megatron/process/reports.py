@@ -107,11 +107,8 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The log ends training before the last step, by a wipe-out or a halt; sent by every leader.
-
-    Attributes:
-        step: Committed steps.
-        is_final: The run ends; otherwise it is to restart.
+    """The log ends training before the last step, by a wipe-out or a halt; sent by every leader. `step`: committed
+    steps. `is_final`: the run ends; otherwise it is to restart.
     """
 
     group: GroupId
@@ -200,8 +197,6 @@ class GroupLost:
     Attributes:
         rank: The rank that showed the loss; -1 if its whole node is lost.
         cause: The reason, in a line.
-        traceback: Traceback of the exception that ended the rank, if there was one.
-        incarnation: The lost incarnation of the group.
         is_given_up: The group has used up its restarts.
         error: The exception behind it if other groups may meet the same, else empty.
         concerns_all: As in `RankRaised`.

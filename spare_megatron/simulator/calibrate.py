@@ -86,7 +86,6 @@ class Calibration:
         num_steps: Steps without a loss, after the warm-up of the run and of groups that came back.
         num_joins: Admissions of groups that nothing else disturbed.
         full_speed_groups: From the processors of the machine; the other costs are fitted.
-        fit: The fit of compute_s and pipeline_fill.
         scatter: Mean excess of the run's times over these costs.
         untold: Sentences on what the run could not measure.
     """
@@ -266,13 +265,9 @@ def _detect_s(recoveries: Sequence[RecoveryTimes]) -> float:
 
 def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[float | None, float]:
     """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|. Cost: O(n log n).
-
-    Args:
-        covered_s: Agreement and patch of each recovery, which hide a rebuild.
-        rest_s: Rest of each recovery, without these and a reduction.
-
-    Returns:
-        rebuild_s is None with fewer than 3 recoveries, or unless a rebuild that is waited for halves the misfit.
+    `covered_s`: agreement and patch of each recovery, which hide a rebuild. `rest_s`: the rest of each recovery,
+    without these and a reduction. rebuild_s is None with fewer than 3 recoveries, or unless a rebuild that is waited
+    for halves the misfit.
     """
     covered, rest = np.array(covered_s), np.array(rest_s)
     hidden, hidden_misfit = (None, median(rest_s)), float(np.abs(median(rest_s) - rest).sum())

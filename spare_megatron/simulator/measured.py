@@ -73,9 +73,7 @@ class RecoveryTimes:
 
     Attributes:
         recovery: Its stages, along the survivor that finished its own compute last.
-        num_alive: Survivors.
         loads: Group -> microbatches of its patches.
-        patch_s: Group -> seconds to compute them.
         hidden_s: From the loss to the end of the last survivor's own compute; 0 for a later loss.
         fence_s: From the loss to the fence that the supervisor wrote; None if it wrote none.
         is_retried: Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched.

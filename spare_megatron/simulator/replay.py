@@ -188,7 +188,6 @@ class Replay:
     Attributes:
         steps: By number of groups, descending.
         median_recovery: Medians over the recoveries that have a prediction; None if none has.
-        median_join: The same for joins.
         wall: From the end of the first of these steps to the end of the last.
     """
 

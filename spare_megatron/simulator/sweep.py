@@ -67,7 +67,6 @@ class CaseResult:
     """The result of one simulation. Further attributes are those of its scenario and of `world.Result`.
 
     Attributes:
-        digest: That of its case.
         redundancy: 1 for checkpoint_only.
         terms: What each cause adds to the ratio, which is 1 without losses and saves.
         wall_s: Real seconds of the simulation.
@@ -118,7 +117,6 @@ class Figures:
     """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`.
 
     Attributes:
-        seeds: The number of seeds.
         terms: What each cause adds to the ratio on average; their sum is the ratio - 1.
         wall_s: Real seconds of all simulations together, as is decision_s.
     """

@@ -23,11 +23,9 @@ class Stopped(Exception):
 
 
 class DriverLink:
-    """The connection. A thread sends, so that the supervisor never waits for a driver that does not read.
-
-    Args:
-        is_needed: The node ends when the driver is gone; otherwise it goes on alone.
-        listener: Called with every report, even if the driver is gone.
+    """The connection. A thread sends, so that the supervisor never waits for a driver that does not read. `is_needed`:
+    the node ends when the driver is gone; otherwise it goes on alone. `listener` gets every report, even if the driver
+    is gone.
     """
 
     def __init__(

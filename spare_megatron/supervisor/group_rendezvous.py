@@ -132,10 +132,8 @@ def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Memb
 
 
 def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> Iterator[LossRecord]:
-    """Fences the groups that have ranks on the node and marks them as not awaited at the start, one with each record.
-
-    Yields:
-        The loss of each group, which is fenced when its record is requested.
+    """Fences the groups that have ranks on the node and marks them as not awaited at the start. Yields the loss of each
+    group, which is fenced when its record is requested.
     """
     log = DecisionLog(store)
     for member in present_members(store, layout.groups_on(node)):

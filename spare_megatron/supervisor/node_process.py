@@ -40,13 +40,9 @@ def look_after(spec: NodeSpec, driver: Connection) -> bool:
 
 
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
-    """Supervises a node for a driver on another machine.
-
-    Returns:
-        How the run has ended, if the driver is lost and the nodes have to conclude the run; else None.
-
-    Raises:
-        ValueError: The node is not awaited, its code is not the driver's, or it cannot use the control store.
+    """Supervises a node for a driver on another machine. Returns how the run has ended if the driver is lost and the
+    nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is not the driver's, or it
+    cannot use the control store.
     """
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)

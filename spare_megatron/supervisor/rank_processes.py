@@ -116,10 +116,8 @@ class RankProcesses:
     """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation.
 
     Attributes:
-        snapshot_server: Server of the node's snapshots; None if none are taken.
         pipes: Pipe of reports -> rank that writes it.
         sentinels: Sentinel that becomes ready when a process ends -> its rank.
-        exits: Exit code of each rank's last process.
         foreign: Groups last started by a lost supervisor, in an incarnation that is not known yet.
     """
 
@@ -263,10 +261,8 @@ class RankProcesses:
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
     def reap(self, sentinels: Sequence[int]) -> list[RankKey]:
-        """Reaps the processes with these ready sentinels, records their exit codes and drops the sentinels.
-
-        Returns:
-            Their ranks. Those that ended because they lost a peer come last, so that the cause of a loss comes first.
+        """Reaps the processes with these ready sentinels, records their exit codes and drops the sentinels. Returns
+        their ranks; those that ended because they lost a peer come last, so that the cause of a loss comes first.
         """
         ended = [self.sentinels.pop(sentinel) for sentinel in sentinels]
         for key in ended:

@@ -49,11 +49,8 @@ class RankWatch:
         self._detectors = {key: self._new_detector() for key in self._detectors}
 
     def find_lost(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
-        """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause.
-
-        Args:
-            now_s: Monotonic time.
-            known: Groups that are lost already. The caller adds each group that it receives.
+        """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause. `known` has
+        the groups that are lost already; the caller adds each group that it receives. `now_s` is monotonic.
         """
         pulses = {key: self._ranks.pulse(key) for key in self._detectors}
         self._add_starvation(pulses)

@@ -110,11 +110,8 @@ class _Ready:
 
 
 class StoreLink:
-    """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`.
-
-    Args:
-        connect: Opens the store, in the thread.
-        incarnation: Incarnation of this supervisor; None if no other may take its place.
+    """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`. `connect` opens the store, in
+    the thread. `incarnation` is that of this supervisor; None if no other may take its place.
     """
 
     def __init__(

@@ -136,9 +136,8 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Calla
 
 
 def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
-    """Trains, keeps the journal in `folder`, which must not exist, and checks that nothing failed. A lost group would
-    be masked and leave a valid run whose steps are slower than fault-free ones. Raises RuntimeError if a group is lost
-    or the run is not finished and valid.
+    """Trains, with the journal in `folder`, which must not exist. RuntimeError: the run is not finished and valid, or a
+    group was lost, whose masking makes steps slower.
     """
     losses: list[str] = []
 

@@ -57,7 +57,6 @@ def as_figures(answer: Answer) -> dict[str, Any]:
 
 
 def _as_facts(facts: "ClusterFacts") -> dict[str, Any]:
-    """The cluster, with infinity as null, for JSON."""
     domain_interval_s = facts.domain_interval_s if facts.has_domains else None
     return asdict(facts) | {"domain_interval_s": domain_interval_s}
 

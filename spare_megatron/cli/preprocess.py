@@ -90,9 +90,7 @@ def preprocess(
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:
-    """Makes the folder of the output. ValueError: the dataset exists and may not be replaced, it is a folder, or its
-    folder cannot be written.
-    """
+    """Makes the output's folder. ValueError: it is not writable, the dataset exists, or the prefix is a folder."""
     if prefix.is_dir():
         raise ValueError(f"--output-prefix {prefix} is a folder; name the files in it, as in {prefix / 'corpus'}")
     existing = [file for file in outputs_of(prefix) if file.exists()]
@@ -112,9 +110,7 @@ def outputs_of(prefix: Path) -> list[Path]:
 
 
 def check_apart(paths: Sequence[Path], prefix: Path) -> None:
-    """Refuses to write over what is read. ValueError: A file is both, as corpus.json may be, the usual name of text for
-    Megatron's own preprocessing.
-    """
+    """Refuses to write over what is read, such as a corpus.json; ValueError."""
     outputs = [file for file in outputs_of(prefix) if file.exists()]
     for path in paths:
         if any(path.samefile(file) for file in outputs):

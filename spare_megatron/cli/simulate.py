@@ -204,8 +204,8 @@ def _measured(request: SimulateRequest) -> "Measured | None":
 
 
 def scenario_of(request: SimulateRequest, measured: "Measured | None") -> "Scenario":
-    """The scenario of the preset, measured costs, overrides and options; the later wins. ValueError: A setting is
-    unknown or out of range.
+    """The scenario of preset, measured costs, overrides and options; the later wins. ValueError: unknown or out of
+    range.
     """
     from spare_megatron.simulator.presets import load_scenario
 
@@ -225,7 +225,6 @@ def scenario_of(request: SimulateRequest, measured: "Measured | None") -> "Scena
 
 
 def asked_for(request: SimulateRequest, base: "Scenario") -> tuple["Scenario", ...]:
-    """What figures are printed of."""
     from spare_megatron.simulator.sweep import VARIANTS, Variant, grid
 
     if request.policy != ALL_POLICIES and request.sweep is None:

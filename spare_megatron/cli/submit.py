@@ -82,16 +82,13 @@ def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":
 
 
 def _homes(folder: Path, num_tasks: int) -> list[Path]:
-    """The folder of each task of an array, or the one of the job."""
     from spare_megatron.driver.slurm.job import task_folders
 
     return [folder / task for task in task_folders(num_tasks)] or [folder]
 
 
 def _varied(array: str | None) -> list[str]:
-    """The settings of which each task of an array has one; empty without an array. ValueError: the option is not of its
-    form.
-    """
+    """The settings of which each task of an array has one; empty without an array. ValueError: malformed option."""
     if array is None:
         return []
     key, _, text = array.partition("=")
@@ -102,9 +99,7 @@ def _varied(array: str | None) -> list[str]:
 
 
 def _load_all(path: Path, cluster: Path | None, overrides: Sequence[str], varied: Sequence[str]) -> "list[RunConfig]":
-    """The configuration of each task, or the one of the job. ValueError: one of them cannot run, or two would have the
-    same checkpoints.
-    """
+    """The configuration of each task, or of the job. ValueError: one cannot run, or two share checkpoints."""
     configs = [_load(path, cluster, [*overrides, *setting]) for setting in [[one] for one in varied] or [[]]]
     folders = [config.checkpoint.folder for config in configs if config.checkpoint.folder]
     if len({*folders}) < len(folders):

@@ -123,9 +123,7 @@ def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> No
 
 
 def exit_code(summary: "Summary", *, is_timed: bool) -> int:
-    """What the command ends with. `summary`: of the run. `is_timed`: the run was to end after some time, whatever was
-    left then.
-    """
+    """What the command ends with. `is_timed`: the run was to end after some time, with steps left or not."""
     from spare_megatron.journal.summary import NOT_RUN
 
     if summary.outcome != "finished":

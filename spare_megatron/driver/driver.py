@@ -316,7 +316,6 @@ class Driver:
             self._on_event(StoreMeasured(space=space, shortage=text))
 
     def _inject(self, wanted: FaultWanted) -> None:
-        """Injects a fault of the trace that strikes a node or the control store from outside."""
         fault = wanted.fault
         node = self._config.parallel.node_of(fault.group, fault.rank)
         go_on = partial(self._order, node, GoOn(wanted=wanted))

@@ -34,9 +34,8 @@ _QUIET_STEPS = 101
 
 
 class LiveGoodput:
-    """Running sums of useful time and of losses, by the names of `journal.goodput`. They add up to the time passed.
-    Keeps 17 bytes per step, so that steps discarded by a restart can be reclassified. A fault that costs no group
-    counts as `scatter`.
+    """Running sums of useful time and of losses, by the names of `journal.goodput`; they add up to the time passed. A
+    fault that costs no group counts as `scatter`. Keeps 17 bytes per step, to reclassify steps that a restart discards.
     """
 
     def __init__(self, num_groups: int, began_s: float) -> None:
@@ -105,7 +104,6 @@ _NOT_UPLOADED = ("slurm", "control")
 def open_sinks(
     config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]
 ) -> list[MetricsSink]:
-    """Opens all sinks for the metrics of a run."""
     metrics = config.metrics
 
     def failed(reason: str) -> None:

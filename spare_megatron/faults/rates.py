@@ -288,7 +288,6 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    """Whether a fault of this duration may cost its groups."""
     if kind in ("disk_full", "clock_jump", "stop_store"):
         return False
     return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
@@ -316,7 +315,6 @@ def _place(
 
 
 def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[GroupId]:
-    """The groups that the fault strikes if aimed at this one."""
     if draw.is_of_domain:
         size = config.spare.groups_per_domain
         first = group - group % size

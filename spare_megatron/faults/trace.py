@@ -151,6 +151,5 @@ def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
 
 
 def _is_survivable(placement: Placement, lost: set[GroupId], group: GroupId) -> bool:
-    """Whether losing this group too wipes out no further shard."""
     alive = frozenset(GroupId(other) for other in range(placement.num_groups)) - lost
     return placement.uncovered(alive - {group}) == placement.uncovered(alive)

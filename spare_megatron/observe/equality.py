@@ -92,7 +92,6 @@ def compare(first: History, second: History) -> Equality | None:
 
 
 def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, Difference | None]:
-    """The number of steps that both journals hold, and the first difference in them."""
     left, right = (np.flatnonzero(~steps.is_undone & ~np.isnan(steps.loss)) for steps in (first, second))
     common, in_left, in_right = np.intersect1d(first.step[left], second.step[right], return_indices=True)
     left, right = left[in_left], right[in_right]

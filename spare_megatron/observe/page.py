@@ -136,7 +136,6 @@ def _pack(text: str) -> str:
 
 
 def _figures_of(history: History) -> Iterator[tuple[str, str]]:
-    """The rows of the table at the top."""
     figures, goodput = history.figures, history.goodput
     loss = figures["final_loss"]
     yield "spare check", history.verdict

@@ -56,9 +56,9 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
 
 
 def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, float]:
-    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time. Ranks on one
-    machine share a clock. All groups read each log entry as soon as it is written, so the median delay of one machine's
-    reads behind another's is taken for the difference of their wall clocks.
+    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time. All groups read a
+    log entry as soon as it is written: the median delay between two machines' reads is the difference of their wall
+    clocks.
     """
     wall_s: dict[str, float] = {}
     machine_of: dict[int, str] = {}
@@ -156,7 +156,6 @@ def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEve
 
 
 def _ranges(ranks: Sequence[RankSpans]) -> str:
-    """The steps that have spans, in words."""
     steps = sorted({span.step for part in ranks for span in part.spans})
     parts: list[list[int]] = []
     for step in steps:

@@ -17,9 +17,8 @@ class Locked(ValueError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the directory, creating it if absent, against every other job on this or another machine. The lock ends
-    with the process, however it ends; a file that is left over means nothing. Raises Locked if another process holds
-    it, and OSError if it cannot be created or written.
+    """Holds the directory, creating it if absent, against other jobs on any machine until the process ends; a file that
+    is left over means nothing. Locked: another process holds it. OSError: it cannot be created or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

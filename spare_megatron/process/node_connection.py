@@ -1,6 +1,5 @@
-"""The connection between the driver and a supervisor on another machine. The driver's address and a secret key are in a
-file of the run's directory that only its owner can read. Both sides prove by HMAC that they have the key; what follows
-is neither signed nor encrypted.
+"""The connection between the driver and a supervisor on another machine. Its address and secret key are in a file of
+the run's directory that only its owner can read. HMAC proves the key; what follows is neither signed nor encrypted.
 """
 
 import contextlib

@@ -98,9 +98,7 @@ class Channel:
         self._is_over = is_over
 
     def ask(self, request: Request) -> memoryview:
-        """Client: the bytes of a piece. WrongStep: the state there is of another step. NotOffered: the server does not
-        offer the piece. TransferBroken: no valid answer has come.
-        """
+        """Client: the bytes of a piece. WrongStep, NotOffered: refused. TransferBroken: no valid answer has come."""
         head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
         self._send(head + self._mac(head))
         answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s, is_over=self._is_over)

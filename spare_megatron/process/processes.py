@@ -1,6 +1,5 @@
-"""Starts and ends the processes of a run on this machine: control store, network hub, supervisors. All are forked from
-a server that imports torch and Megatron once, so that a process starts in milliseconds. It has no threads and has not
-touched a GPU, which makes forking it safe.
+"""Starts and ends the processes of a run on this machine: control store, network hub, supervisors. They are forked in
+milliseconds from a server that has imported torch and Megatron, has no threads and has not touched a GPU.
 """
 
 import contextlib
@@ -67,9 +66,8 @@ def fork_server() -> ForkServerContext:
 
 
 def set_environment_of_ranks() -> None:
-    """Sets the environment that Megatron's import and new processes need; variables that the user has set stay. c10d's
-    warnings are off: `without_name_lookups` makes it warn of unknown host names in every process. What concerns a run
-    is raised as an exception or logged as an error.
+    """Sets the environment for Megatron's import and new processes; variables that the user has set stay. c10d's
+    warnings are off: with `without_name_lookups` every process would warn of unknown host names.
     """
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -190,9 +188,7 @@ def end_child(child: Child) -> None:
 
 
 def stop_children(children: Collection[Child]) -> None:
-    """Asks all processes to stop, then kills those that are late, and reaps all. They end in parallel: each may take
-    seconds, and there may be a thousand.
-    """
+    """Asks all processes to stop, then kills those that are late, and reaps all, in parallel."""
     for child in children:
         with contextlib.suppress(OSError):
             child.reports.send(StopProcess())

@@ -107,9 +107,7 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The log ends training before the last step, by a wipe-out or a halt; sent by every leader. `step`: committed
-    steps. `is_final`: the run ends; otherwise it is to restart.
-    """
+    """The log ends training after `step` committed steps, by a wipe-out or a halt; `is_final`: without a restart."""
 
     group: GroupId
     step: int
@@ -182,9 +180,7 @@ class RanksStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
-    """A node's supervisor did not come, or was lost before the node's ranks were ready; sent by its remote supervisor.
-    `cause` says why, and what to look at.
-    """
+    """A node's supervisor did not come, or was lost before its ranks were ready; sent by its remote supervisor."""
 
     node: int
     cause: str

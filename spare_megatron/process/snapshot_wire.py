@@ -33,10 +33,10 @@ class SnapshotServerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWanted:
-    """Asks for memory for the snapshot of an attempt; of earlier ones of the position only `previous` must stay. The
-    server answers with an empty text, or why it refuses; then with a memory descriptor for each part. When the rank has
-    sent `COPIED`, it answers with the SHA-256 of each. A rank that leaves before that has made no snapshot. `num_bytes`
-    has the parts of this position that are to be kept here.
+    """Asks for memory for the snapshot of an attempt; of earlier ones of the position only `previous` must stay.
+    `num_bytes`: the parts to be kept here. The server answers with why it refuses, or an empty text and a memory
+    descriptor for each part; after the rank's `COPIED`, with the SHA-256 of each. A rank that leaves before that has
+    made no snapshot.
     """
 
     position: int
@@ -83,9 +83,7 @@ class HeldSnapshots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryWanted:
-    """Asks for a part of a snapshot on this node. The answer is an empty text, or why it is refused; then a descriptor
-    of its memory.
-    """
+    """Asks for a part of a snapshot. Answered by an empty text and a memory descriptor, or by why it is refused."""
 
     part: Part
     attempt: int

@@ -98,9 +98,8 @@ def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
 
 
 class SpanRecorder:
-    """The rank's end of the ring, for its main thread. Spans may nest; those of recovery stages overlap with others.
-    The backward pass of a microbatch runs inside Megatron's schedule, which only shows its start: its span ends when
-    the main thread turns to something else.
+    """The rank's end of the ring, for its main thread. Spans may nest; recovery stages overlap with others. Megatron's
+    schedule only shows a backward pass's start: its span ends when the main thread turns to something else.
     """
 
     def __init__(self, ring: Ring, passes: PassTimes) -> None:

@@ -179,7 +179,6 @@ def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[
 
 
 def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: RecoveryTimes) -> float:
-    """A recovery in the simulator in which the step is reduced again."""
     loads = np.array(list(times.loads.values()))
     covered_s = costs.agree_s + costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
     reduce_s = costs.retry_s + costs.reduce_s * stretch(times.num_alive, costs)
@@ -187,7 +186,6 @@ def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: Recovery
 
 
 def _nothing_to_measure(committed: Sequence[MeasuredStep]) -> str:
-    """Explains why none of the committed steps can be measured."""
     if not committed:
         return "its journal has no committed step before the first restart, so nothing can be measured by it"
     counts = Counter(step.disturbance for step in committed)

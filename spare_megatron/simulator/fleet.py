@@ -105,7 +105,6 @@ class Fleet:
         return float(self._rng.exponential(mean_s)) if is_random else mean_s
 
     def _count(self, now_s: float, num_down: int) -> None:
-        """Records a change of the number of groups down."""
         self._down_s += self._num_down * max(now_s - self._changed_s, 0.0)
         self._changed_s = max(now_s, self._changed_s)
         self._num_down = num_down

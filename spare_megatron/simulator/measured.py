@@ -302,7 +302,6 @@ def read_joins(journal: Journal, steps: Sequence[MeasuredStep]) -> tuple[JoinTim
 
 
 def _returns(fold: Fold) -> dict[_Life, int]:
-    """Each admitted incarnation -> the step at whose end it was admitted."""
     steps = {commit.attempt + 1: commit.step for commit in fold.commits}
     returns: dict[_Life, int] = {}
     for attempt, members in sorted(fold.opened.items()):

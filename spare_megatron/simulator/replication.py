@@ -21,8 +21,8 @@ def disjoint_sets(scenario: Scenario) -> IsWhole:
 
 
 def run_replication(world: World, is_whole: IsWhole) -> None:
-    """Trains to the end; every step takes `redundancy` shards of compute. A loss costs nothing while its shards have
-    another group. Otherwise the survivors finish their compute, detect it as under the policy spare, and all groups
+    """Trains to the end; every step takes `redundancy` shards of compute. While its shards have another group a loss
+    costs nothing; otherwise survivors finish their compute, detect it as under the policy spare, and all groups
     restart.
     """
     scenario = world.scenario

@@ -41,9 +41,7 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 
 
 class Copies:
-    """Copies of state partitions in progress; a receiver makes its copies one after another. `copy_s`: seconds per
-    copy; None if none is ever made.
-    """
+    """Copies of state partitions in progress, one after another per receiver, in `copy_s` each; None: never any."""
 
     def __init__(self, copy_s: float | None) -> None:
         self._copy_s = inf if copy_s is None else copy_s

@@ -1,6 +1,5 @@
-"""Plans, resumes and summarizes sweeps of simulations. A case is one scenario with one seed. Its digest identifies it
-in a file of results, so that an interrupted sweep resumes and never takes over results of other scenarios or other
-code.
+"""Plans, resumes and summarizes sweeps of simulations. A case is one scenario with one seed; its digest, which covers
+the code, identifies it in a file of results, so that results of other scenarios or code are never taken over.
 """
 
 import hashlib

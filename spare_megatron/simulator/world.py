@@ -190,7 +190,6 @@ class World:
         return [group for loss in self.fleet.lose_until(self.now_s) for group in self._noted(loss)]
 
     def _noted(self, loss: Loss) -> tuple[GroupId, ...]:
-        """Records when these groups were lost, and returns them."""
         if loss.groups:
             self._last_loss_s = loss.at_s
             self.lost_at_s |= dict.fromkeys(loss.groups, loss.at_s)

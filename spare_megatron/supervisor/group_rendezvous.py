@@ -1,7 +1,7 @@
 """Keeps the parts of a group on several nodes together: one fence ends them all, and all start together. Each
-supervisor decides on its own part as on a whole group, and publishes in the control store that an incarnation is fenced
-(`keys.part_fenced`: entry, rank, cause) and that its node is ready for the next one (`keys.part_ready`: incarnation of
-the supervisor). No node leads: each starts its part when it finds all of them ready.
+supervisor publishes in the control store that an incarnation of its part is fenced (`keys.part_fenced`: entry, rank,
+cause) and that its node is ready for the next (`keys.part_ready`). No node leads: each starts its part when all are
+ready.
 """
 
 import json
@@ -37,9 +37,7 @@ class PartFenced:
 
 
 class GroupRendezvous:
-    """One node's parts of the groups that span nodes; events go to `on_event`. For the thread that calls the store.
-    `incarnation` is that of this supervisor.
-    """
+    """One node's parts of the groups that span nodes; events go to `on_event`. For the thread that calls the store."""
 
     def __init__(
         self,

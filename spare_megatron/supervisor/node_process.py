@@ -27,9 +27,7 @@ def supervise(spec: NodeSpec, driver: Connection) -> None:
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> bool:
-    """Supervises a node to its end. Returns whether the run has ended without a driver. A thread may still be waiting
-    for the store.
-    """
+    """Supervises a node to its end. Returns whether the run has ended without a driver."""
     log_to_file(spec.run_dir, spec.name)
     supervisor = Supervisor(spec, driver)
     end_signal.listen(supervisor.ask_to_end)

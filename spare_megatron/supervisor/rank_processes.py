@@ -78,7 +78,6 @@ class Spares:
             end_child(self._waiting.pop().child)
 
     def _drop_dead(self) -> None:
-        """Drops the spares that have died."""
         for process in [process for process in self._waiting if not process.child.process.is_alive()]:
             end_child(process.child)
             self._waiting.remove(process)
@@ -92,9 +91,8 @@ def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, supervisor_pid: in
 
 
 def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoReturn:
-    """Runs the rank, its imports included, reports an exception and ends the process. Skips destructors: those of
-    abandoned communicators would wait for transfers that cannot end. Until then the exception keeps the communicators
-    alive.
+    """Runs the rank, imports included, reports an exception and ends the process, without destructors: those of
+    abandoned communicators, which the exception keeps alive, would wait for transfers that cannot end.
     """
     try:
         log_to_file(spec.run_dir, spec.name)

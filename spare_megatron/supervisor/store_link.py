@@ -296,8 +296,8 @@ class StoreLink:
 
 
 class StoreWatch:
-    """Judges for how long the store has not answered: away after `interval_s`, given up after `limit_s`. `failure`: why
-    it is given up; empty while it is not.
+    """Judges how long the store has not answered: away after `interval_s`, given up after `limit_s`, with `failure`
+    why.
     """
 
     def __init__(self, node: int, link: StoreLink, interval_s: float, limit_s: float) -> None:

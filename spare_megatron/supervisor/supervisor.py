@@ -246,7 +246,6 @@ class Supervisor:
             self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
 
     def _receive_all_reports(self, group: GroupId) -> None:
-        """Handles all reports that the group's ranks have sent so far."""
         for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
             while pipe.poll() and self._receive_report(pipe):
                 pass

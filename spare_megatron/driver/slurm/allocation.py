@@ -21,9 +21,7 @@ def this_job() -> JobId:
 
 
 def nodes_of(job_id: JobId) -> tuple[str, ...]:
-    """Names of the job's present nodes. Lost nodes leave the job, but not its environment variables. ValueError: slurm
-    cannot be asked, or the job has no nodes.
-    """
+    """Names of the job's present nodes, without lost ones. ValueError: Slurm cannot be asked, or there are none."""
     names = job_fields(job_id).get("NodeList", "(null)")
     if names in ("", "(null)"):
         raise ValueError(f"job {job_id} has no nodes: it has ended")
@@ -31,9 +29,7 @@ def nodes_of(job_id: JobId) -> tuple[str, ...]:
 
 
 def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the job's nodes in the order of the run, spare nodes last. `racks` maps nodes to racks, if known.
-    ValueError: they are too few for the run.
-    """
+    """Names of the job's nodes in the order of the run, by rack if known, spares last. ValueError: they are too few."""
     names, num_nodes = nodes_of(job_id), config.cluster.num_nodes
     if len(names) < num_nodes:
         raise ValueError(

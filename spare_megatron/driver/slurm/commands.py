@@ -42,9 +42,7 @@ def submit(script: Path) -> int:
 
 
 def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
-    """Records in a job's folder which job it belongs to. Of an array, `tasks` maps the folder of each task to the
-    setting that distinguishes it.
-    """
+    """Records in a job's folder which job it is, and for an array, which setting each task's folder has (`tasks`)."""
     text = {"job_id": job_id} if tasks is None else {"job_id": job_id, "tasks": tasks}
     (folder / JOB_FILE).write_text(json.dumps(text) + "\n")
 
@@ -70,9 +68,7 @@ def _noted(folder: Path) -> Mapping[str, Any]:
 
 
 def own_job() -> JobId | None:
-    """The job that this process belongs to, if any. A job of an array is named ARRAY_TASK, because one of them has the
-    number of the whole array.
-    """
+    """The job of this process, if any; ARRAY_TASK in an array, one of whose jobs has the number of the whole."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if array.isdigit() and task.isdigit():
         return f"{array}_{task}"
@@ -95,9 +91,8 @@ def cancel(job_id: JobId) -> None:
 
 
 def wait_for(job_ids: Collection[JobId], *, poll_s: float = 2.0, silence_s: float = 300.0) -> int:
-    """Waits until all jobs have ended, requeues included. Returns the highest exit code of their scripts. Polls all
-    jobs in turn, because Slurm soon forgets one that has ended, and bears `silence_s` without an answer. ValueError:
-    Slurm has not answered for minutes, or has forgotten how a job ended.
+    """Waits until all jobs have ended, requeues included; returns the highest exit code. Polls all, because Slurm soon
+    forgets ended jobs. ValueError: Slurm is silent for `silence_s`, or has forgotten how a job ended.
     """
     codes: dict[JobId, int] = {}
     heard_s = dict.fromkeys(job_ids, time.monotonic())

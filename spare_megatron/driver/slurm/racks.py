@@ -1,6 +1,5 @@
-"""Orders a job's nodes by rack, according to Slurm's topology. Groups that are lost together with a rack or block form
-a domain of `spare.groups_per_domain` groups, no two of which host the same shard. Groups use consecutive nodes, so the
-nodes of a domain should be those of one rack.
+"""Orders a job's nodes by rack, according to Slurm's topology. Groups use consecutive nodes, so that a domain of
+`spare.groups_per_domain` groups, no two of which host the same shard, is in one rack if possible.
 """
 
 import itertools

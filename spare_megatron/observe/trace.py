@@ -57,8 +57,8 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
 
 def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, float]:
     """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time. All groups read a
-    log entry as soon as it is written: the median delay between two machines' reads is the difference of their wall
-    clocks.
+    log entry as soon as it is written: the median delay between two machines' reads is taken for the difference of
+    their wall clocks.
     """
     wall_s: dict[str, float] = {}
     machine_of: dict[int, str] = {}

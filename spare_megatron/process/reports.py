@@ -107,7 +107,7 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The log ends training after `step` committed steps, by a wipe-out or a halt; `is_final`: without a restart."""
+    """The log ends training after `step` committed steps, for good (`is_final`) or to restart; sent by every leader."""
 
     group: GroupId
     step: int

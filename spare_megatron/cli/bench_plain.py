@@ -28,10 +28,8 @@ from spare_megatron.store.spec import StoreSpec
 
 
 def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
-    """Trains all steps; returns the end times of the steps at rank 0, and the memory of the fullest rank.
-
-    `config` has no problems, a resolved device and one node. Raises RuntimeError if a rank ends early; its traceback is
-    on stderr.
+    """Trains all steps; returns the end times of the steps at rank 0, and the memory of the fullest rank. `config` has
+    no problems, a resolved device and one node. Raises RuntimeError if a rank ends early; its traceback is on stderr.
     """
     preflight(config)
     with deferred() as interrupts:

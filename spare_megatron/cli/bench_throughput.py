@@ -34,7 +34,6 @@ class Run:
         step_s: Seconds between the ends of successive steps.
         split_s: Median seconds of a step that the leader's main thread spends on each activity; empty for plain
             Megatron.
-        memory: Near the end.
     """
 
     step_s: Sequence[float]
@@ -47,13 +46,11 @@ class Speed:
     """Speed over all runs of one kind.
 
     Attributes:
-        step_s: Median.
         tokens_per_s: Of the global batch.
         tflops_per_rank: 10^12 model operations a second by `flops_per_token`, without redundant or repeated ones.
         mfu: `tflops_per_rank` over `metrics.peak_tflops`; None if that is absent.
         split_s: As in `Run`, the median over runs.
         memory: Of the fullest run.
-        num_steps: Steps measured.
     """
 
     step_s: float
@@ -67,11 +64,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The measured speeds by kind of run.
-
-    Attributes:
-        ratio: Median step of ours over that of plain Megatron; None without it.
-        ratios: The same for each pair of runs.
+    """The measured speeds by kind of run. `ratio`: median step of ours over that of plain Megatron; None without it.
+    `ratios`: the same for each pair of runs.
     """
 
     speeds: Mapping[str, Speed]
@@ -119,10 +113,9 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
 
 
 def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Callable[[str], None]) -> Throughput:
-    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first.
-
-    Plain Megatron uses its DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward
-    pass if ours does. `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
+    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first. Plain Megatron uses its
+    DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward pass if ours does.
+    `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
     """
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
@@ -143,10 +136,8 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Calla
 
 
 def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
-    """Trains, keeps the journal in `folder`, which must not exist, and checks that nothing failed.
-
-    A lost group would be masked and leave a valid run whose steps are slower than fault-free ones. Raises RuntimeError
-    if a group is lost or the run is not finished and valid.
+    """Trains, with the journal in `folder`, which must not exist. RuntimeError: the run is not finished and valid, or a
+    group was lost, whose masking makes steps slower.
     """
     losses: list[str] = []
 

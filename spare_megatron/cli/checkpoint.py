@@ -137,12 +137,7 @@ def _unfinished(path: Path) -> str:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint at the path, or all below it, the newest first; at least one.
-
-    Raises:
-        ValueError: There is none.
-        OSError: The folder cannot be read.
-    """
+    """The checkpoint at the path, or all below it, newest first. Raises ValueError if there is none, and OSError."""
     from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at
 
     found = checkpoints_at(path)

@@ -25,7 +25,6 @@ def print_settings(loaded: LoadedConfig) -> None:
 
 
 def print_sizes(facts: RunSizes, endured_losses: float) -> None:
-    """What the numbers come to."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     for row in _rows(facts, endured_losses):
         table.add_row(*row)

@@ -39,7 +39,6 @@ class View(Protocol):
 
 class RunConsole(Console):
     """The console of the commands; raises BrokenPipeError if the reader of a pipe has gone, where rich would exit.
-
     Without a terminal, lines are as wide as their text, neither wrapped nor cut to 80 columns, unless COLUMNS is set.
     """
 
@@ -100,9 +99,8 @@ class DetachedView:
 
 @contextlib.contextmanager
 def outlasting_output(stream: IO[str]) -> Iterator[None]:
-    """Redirects the stream to /dev/null if the block raises OSError, and suppresses the error.
-
-    Text left in the stream's buffer goes there too; it would raise again when the program exits.
+    """Redirects the stream to /dev/null if the block raises OSError, and suppresses the error. Text left in the
+    stream's buffer goes there too; it would raise again when the program exits.
     """
     try:
         yield

@@ -112,7 +112,6 @@ def _examine(
 def _start_step(
     slurm: "SlurmConfig", names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path
 ) -> "subprocess.Popen[bytes]":
-    """The process of a node as a step of the job."""
     from spare_megatron.driver.slurm.steps import node_step
 
     words = ("doctor", "--node", str(node), "--folder", str(folder), "--wait-s", str(wait_s))
@@ -134,7 +133,6 @@ def _as_json(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFind
 
 
 def _show(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> None:
-    """The nodes in a table, then what is to be done."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("node", "host", "GPUs", "free", "writes", "sends", "clock"):
         table.add_column(column, overflow="fold")

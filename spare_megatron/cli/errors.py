@@ -31,11 +31,8 @@ def explained_errors(command: str) -> Iterator[None]:
 
 
 def do_each(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs all tasks even if some fail, so that a full disk costs one file and not the other results.
-
-    Raises:
-        ValueError: Several tasks failed; the text lists every reason. A single failure is raised as it is, and a
-            BrokenPipeError only if nothing else failed.
+    """Runs all tasks even if some fail. ValueError: several failed; the text lists every reason. A single failure is
+    raised as it is, and a BrokenPipeError only if nothing else failed.
     """
     failures: list[ValueError | OSError | MemoryError] = []
     for task in tasks:
@@ -51,7 +48,6 @@ def do_each(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _has_reader(stream: IO[str]) -> bool:
-    """Whether a stream that is a pipe still has a reader."""
     poll = select.poll()
     poll.register(stream, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))

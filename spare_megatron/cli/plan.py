@@ -180,11 +180,7 @@ def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
 
 
 def answer_to(question: Question) -> Answer:
-    """The plan for what was asked, and the best of every policy.
-
-    Raises:
-        ValueError: Something asked is out of range or contradicts itself.
-    """
+    """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
     from spare_megatron.planner.partition_redundancy import plan_partitions
     from spare_megatron.planner.plan import FRUGAL_TOLERANCE, optimize, predict
 

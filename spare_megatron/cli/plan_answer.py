@@ -18,7 +18,6 @@ class Answer:
         frugal: The same policy with the least redundancy at which training hardly takes longer.
         slices: How many groups should host each state partition.
         alternatives: The best plan of each policy that the options allow.
-        limits: Limits on stacks; None if not given.
         assumed: Names of the facts that were not given.
     """
 
@@ -58,7 +57,6 @@ def as_figures(answer: Answer) -> dict[str, Any]:
 
 
 def _as_facts(facts: "ClusterFacts") -> dict[str, Any]:
-    """The cluster, with infinity as null, for JSON."""
     domain_interval_s = facts.domain_interval_s if facts.has_domains else None
     return asdict(facts) | {"domain_interval_s": domain_interval_s}
 

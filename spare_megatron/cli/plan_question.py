@@ -30,16 +30,12 @@ class LossRate(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Cost of a stack, and its limits."""
-
     shard_size: str | None
     memory: str | None
     read_rate: str | None
 
 
 class Returning(NamedTuple):
-    """How lost groups come back."""
-
     repair: str | None
     transfer: str | None
     join: str | None
@@ -171,7 +167,6 @@ def _duration_or_0(option: str, text: str | None) -> float:
 
 
 def _loss_interval_s(losses: LossRate, num_groups: int) -> float:
-    """Mean seconds between losses of groups, from either set of options."""
     rate = losses.failures_per_node_day
     if losses.mtbf is not None and rate is not None:
         raise ValueError(
@@ -215,7 +210,6 @@ def policy_of(question: Question) -> "Policy":
 
 
 def partition_copy_s_of(question: Question) -> float:
-    """Seconds to copy one state partition."""
     return parse_duration_s("--slice-copy", question.slice_copy or ASSUMED_SLICE_COPY)
 
 

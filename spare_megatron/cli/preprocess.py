@@ -90,11 +90,7 @@ def preprocess(
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:
-    """Makes the folder of the output.
-
-    Raises:
-        ValueError: The dataset exists and may not be replaced, it is a folder, or its folder cannot be written.
-    """
+    """Makes the output's folder. ValueError: it is not writable, the dataset exists, or the prefix is a folder."""
     if prefix.is_dir():
         raise ValueError(f"--output-prefix {prefix} is a folder; name the files in it, as in {prefix / 'corpus'}")
     existing = [file for file in outputs_of(prefix) if file.exists()]
@@ -114,11 +110,7 @@ def outputs_of(prefix: Path) -> list[Path]:
 
 
 def check_apart(paths: Sequence[Path], prefix: Path) -> None:
-    """Refuses to write over what is read.
-
-    Raises:
-        ValueError: A file is both, as corpus.json may be, the usual name of text for Megatron's own preprocessing.
-    """
+    """Refuses to write over what is read, such as a corpus.json; ValueError."""
     outputs = [file for file in outputs_of(prefix) if file.exists()]
     for path in paths:
         if any(path.samefile(file) for file in outputs):
@@ -128,10 +120,8 @@ def check_apart(paths: Sequence[Path], prefix: Path) -> None:
 def find_files(
     inputs: Sequence[Path], *, suffixes: Sequence[str] = (), excluded_folders: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """The files to read, in sorted order, each once. A file named as input is taken whatever its suffix.
-
-    Raises:
-        ValueError: An input does not exist, or there is nothing to read.
+    """The files to read, in sorted order, each once. A file named as input is taken whatever its suffix. ValueError: an
+    input does not exist, or there is nothing to read.
     """
     found: set[Path] = set()
     for given in inputs:
@@ -157,11 +147,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: froz
 
 
 def refuse_json_lines(paths: Sequence[Path]) -> None:
-    """Each line of such a file is a document, and a file is taken for one.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Each line of such a file is a document, and a file is taken for one. ValueError: there are some."""
     found = [path for path in paths if _is_json_lines(path)]
     if found:
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
@@ -189,9 +175,7 @@ def read_documents(
     paths: Sequence[Path], skipped: SkippedFiles, advance: Callable[[], None], *, named: frozenset[Path] = frozenset()
 ) -> Iterator[bytes]:
     """The bytes of each file that is text; counts the others in `skipped`. Calls `advance` once for every file.
-
-    Raises:
-        ValueError: One of those that are named is no text.
+    ValueError: one of those that are named is no text.
     """
     for path in paths:
         try:

@@ -36,18 +36,9 @@ def load_without_problems(
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
     where: str = "",
 ) -> "tuple[RunConfig, LoadedConfig]":
-    """Loads a configuration that can run on the machine; returns it restricted, and as it was loaded.
-
-    Args:
-        path: The preset.
-        overrides: `--set` arguments.
-        machine_of: Describes the machine that a configuration is to run on.
-        cluster: A preset whose values override those of `path`.
-        restrict: Removes what the command does not run, before validation.
-        where: Place named in the error message.
-
-    Raises:
-        ValueError: It cannot run; the text lists every reason.
+    """Loads a configuration that can run on the machine; returns it restricted, and as it was loaded. `cluster` is a
+    preset whose values override those of `path`; `restrict` removes what the command does not run, before validation;
+    `where` is the place named in the error message. ValueError: it cannot run; the text lists every reason.
     """
     from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.validate import problems

@@ -50,10 +50,8 @@ _MOST_REASONS = 10
 
 
 class RunProgress:
-    """Shows a run from its journal and from events that no journal has; a context manager around the run.
-
-    On a terminal, lines scroll above a live view. While the journal is behind, as on a full disk, steps, losses and
-    rejoins are shown as reported; each event is shown once.
+    """Shows a run from its journal and from events that no journal has, each once; a context manager around the run. On
+    a terminal, lines scroll above a live view. While the journal is behind, events are shown as reported.
     """
 
     def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
@@ -161,7 +159,6 @@ class RunProgress:
                 self._is_store_short = bool(shortage)
 
     def _committed(self, event: StepCommitted) -> None:
-        """Shows a committed step if the journal is behind."""
         newest, now_s = self._follower.run_state.newest, time.time()
         if self._reported is None or (newest is not None and newest.step >= self._reported[0]):
             self._reported = event.step, now_s

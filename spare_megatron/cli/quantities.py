@@ -10,10 +10,8 @@ _PART = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def parse_duration_s(option: str, text: str, *, is_zero_fine: bool = False) -> float:
-    """Seconds of a duration like 300s, 5m, 2h, 1h30m or 250ms; `option` names it in messages.
-
-    Raises:
-        ValueError: The text is not a duration, or the duration is out of range.
+    """Seconds of a duration like 300s, 5m, 2h, 1h30m or 250ms; `option` names it in messages. ValueError: the text is
+    not a duration, or the duration is out of range.
 
     >>> parse_duration_s("--restart", "1h30m")
     5400.0
@@ -26,10 +24,8 @@ def parse_duration_s(option: str, text: str, *, is_zero_fine: bool = False) -> f
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Bytes of a size like 64MiB or 1.5GB; a rate may end in "/s", which is dropped.
-
-    Raises:
-        ValueError: The text is not a size, or the size is less than a byte.
+    """Bytes of a size like 64MiB or 1.5GB; a rate may end in "/s", which is dropped. ValueError: the text is not a
+    size, or the size is less than a byte.
 
     >>> parse_bytes("--shard-size", "64MiB")
     67108864
@@ -41,10 +37,8 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def parse_redundancies(text: str, most: int) -> tuple[int, ...]:
-    """Ascending redundancies of a text like 2..20 or 3,4,8..10; `most` is the number of groups.
-
-    Raises:
-        ValueError: The text is malformed, or a redundancy is out of range.
+    """Ascending redundancies of a text like 2..20 or 3,4,8..10; `most` is the number of groups. ValueError: the text is
+    malformed, or a redundancy is out of range.
 
     >>> parse_redundancies("3,5..7", most=7)
     (3, 5, 6, 7)

@@ -61,12 +61,9 @@ def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]
 
 
 class NewLines:
-    """Lines about what is new in a run's journal, with timestamps; each event appears once.
-
-    With `has_steps` there are also lines about the newest step, with events or every `STEP_LINE_INTERVAL_S`.
-
-    Attributes:
-        unrecorded: Events already shown before the journal had them.
+    """Lines about what is new in a run's journal, with timestamps; each event appears once. With `has_steps` there are
+    also lines about the newest step, with events or every `STEP_LINE_INTERVAL_S`. `unrecorded`: events already shown
+    before the journal had them.
     """
 
     def __init__(self, *, has_steps: bool) -> None:

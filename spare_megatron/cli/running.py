@@ -29,10 +29,8 @@ def load_runnable(
     overrides: Sequence[str],
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
 ) -> "RunConfig":
-    """Loads a configuration that can run on this machine, and prints its warnings.
-
-    `restrict` removes what the command does not run, before validation. Raises ValueError with every reason if it
-    cannot run.
+    """Loads a configuration that can run on this machine, and prints its warnings. `restrict` removes what the command
+    does not run, before validation. Raises ValueError with every reason if it cannot run.
     """
     from spare_megatron.config.validate import warnings
     from spare_megatron.driver.run import look_at_machine

@@ -32,17 +32,7 @@ def serve(
 
 
 def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time) -> "ReportServer":
-    """The server, not yet answering.
-
-    Args:
-        run_dir: Directory of the run.
-        port: As in `serve`.
-        now_s: Seconds since the epoch.
-
-    Raises:
-        FileNotFoundError: The directory holds no journal.
-        OSError: The port is taken.
-    """
+    """The server, not yet answering. FileNotFoundError: the directory holds no journal. OSError: the port is taken."""
     from spare_megatron.journal.follow import Follower
     from spare_megatron.observe.history import history_of
     from spare_megatron.observe.page import live_content, live_page

@@ -204,10 +204,8 @@ def _measured(request: SimulateRequest) -> "Measured | None":
 
 
 def scenario_of(request: SimulateRequest, measured: "Measured | None") -> "Scenario":
-    """The scenario of the preset, measured costs, overrides and options; the later wins.
-
-    Raises:
-        ValueError: A setting is unknown or out of range.
+    """The scenario of preset, measured costs, overrides and options; the later wins. ValueError: unknown or out of
+    range.
     """
     from spare_megatron.simulator.presets import load_scenario
 
@@ -227,7 +225,6 @@ def scenario_of(request: SimulateRequest, measured: "Measured | None") -> "Scena
 
 
 def asked_for(request: SimulateRequest, base: "Scenario") -> tuple["Scenario", ...]:
-    """What figures are printed of."""
     from spare_megatron.simulator.sweep import VARIANTS, Variant, grid
 
     if request.policy != ALL_POLICIES and request.sweep is None:
@@ -282,13 +279,7 @@ def _check_journal(folder: Path, scenario: "Scenario") -> None:
 
 
 def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) -> None:
-    """Refuses a journal that would be too large. The names of members are most of a line.
-
-    Args:
-        folder: Where it would be.
-        scenario: The scenario to journal.
-        num_steps: Steps done, those that a restart threw away included.
-    """
+    """Refuses a journal that would be too large. The names of members are most of a line."""
     size = int(scenario.num_groups * num_steps * (4 * scenario.num_groups + 700))
     if size > MOST_JOURNAL_BYTES:
         again = "" if num_steps == scenario.num_steps else f", {num_steps / scenario.num_steps:.1f} times each,"
@@ -299,13 +290,7 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
 
 
 def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: float) -> None:
-    """Simulates seed 0 once more, and writes what a real run of the same history would have written.
-
-    Args:
-        request: For the folder.
-        scenario: The scenario to journal.
-        num_steps: Steps done, those that a restart threw away included.
-    """
+    """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
     from spare_megatron.journal.lines import encode_line
     from spare_megatron.journal.output import named_errors, whole_file
     from spare_megatron.simulator.engine import simulate as simulate_one

@@ -27,11 +27,8 @@ class Measured:
 
 
 def measured_by(run_dir: Path, replayed_dir: Path | None) -> Measured:
-    """Calibrates costs on a run and replays the losses of `replayed_dir`, or else of the run itself.
-
-    Raises:
-        ValueError: A journal has too little to calibrate on or to replay.
-        OSError: A journal cannot be read.
+    """Calibrates costs on a run and replays the losses of `replayed_dir`, or else of the run itself. ValueError: A
+    journal has too little to calibrate on or to replay. OSError: A journal cannot be read.
     """
     found = _explained("--calibrate", run_dir, lambda: calibrate(read_journal(run_dir)))
     costs, scatter, replayed = CostModel(**found.costs), found.scatter, replayed_dir or run_dir

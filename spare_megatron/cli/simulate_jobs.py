@@ -97,10 +97,8 @@ class CaseProgress:
 def simulate_all(
     cases: Sequence[Case], *, num_jobs: int, console: Console, out: ResultFile | None = None
 ) -> dict[str, CaseResult]:
-    """Simulates the cases that `out` does not have; returns the results of all by digest.
-
-    `num_jobs` is the number of processes; 1 simulates in this one. They end if this process is interrupted or killed;
-    finished cases stay in `out`.
+    """Simulates the cases that `out` does not have; returns the results of all by digest. `num_jobs` is the number of
+    processes; 1 simulates in this one. They end if this process is interrupted or killed; finished cases stay in `out`.
     """
     results = dict(out.found) if out is not None else {}
     left = pending(cases, results)

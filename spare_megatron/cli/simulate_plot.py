@@ -38,12 +38,7 @@ _HIGHEST_RATIO = 3.0
 
 
 def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline: Sequence[Moment]) -> None:
-    """Plots time to train and availability over redundancy, and one run, as one PNG.
-
-    Raises:
-        ValueError: There are no figures.
-        OSError: The file cannot be written.
-    """
+    """Plots time to train, availability and one run, as one PNG. ValueError: no figures. OSError: not writable."""
     if not figures:
         raise ValueError(f"--plot {path}: all simulations were given up, so there is nothing to draw")
     settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}

@@ -47,7 +47,6 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    """The terms that add up to the ratio, the largest first."""
     yield "without losses and saves", " 1.000"
     for name, share in sorted(figures.terms.items(), key=lambda item: -item[1]):
         if abs(share) >= _SMALLEST_TERM:

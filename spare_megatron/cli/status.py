@@ -86,7 +86,6 @@ def _print_run(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
-    """Facts that are not in the journal."""
     from spare_megatron.config.store_space import usage
 
     found = store_bytes(run_dir)
@@ -95,9 +94,8 @@ def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
-    """Bytes that etcd held when the run last asked, and its quota if known; None with the embedded store.
-
-    Read from the last lines of the metrics: etcd itself needs credentials and a connection.
+    """Bytes that etcd held when the run last asked, and its quota if known; None with the embedded store. Read from the
+    last lines of the metrics: etcd itself needs credentials and a connection.
     """
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
@@ -186,7 +184,6 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
 
 
 def _print_job(folder: Path, *, as_json: bool) -> None:
-    """The job, or each job of an array."""
     from spare_megatron.driver.slurm.commands import job_of, tasks_of
 
     tasks = tasks_of(folder)
@@ -228,7 +225,6 @@ _FIGURES = ("outcome", "outcome_reason", "steps_committed", "final_loss", "group
 
 
 def _describe(run: Mapping[str, Any]) -> str:
-    """A run in a line."""
     outcome = run["outcome"]
     loss = "none" if run["final_loss"] is None else f"{run['final_loss']:.4f}"
     reason = f": {run['outcome_reason']}" if outcome not in ("going on", "finished") else ""

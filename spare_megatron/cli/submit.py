@@ -82,18 +82,13 @@ def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":
 
 
 def _homes(folder: Path, num_tasks: int) -> list[Path]:
-    """The folder of each task of an array, or the one of the job."""
     from spare_megatron.driver.slurm.job import task_folders
 
     return [folder / task for task in task_folders(num_tasks)] or [folder]
 
 
 def _varied(array: str | None) -> list[str]:
-    """The settings of which each task of an array has one; empty without an array.
-
-    Raises:
-        ValueError: The option is not of its form.
-    """
+    """The settings of which each task of an array has one; empty without an array. ValueError: malformed option."""
     if array is None:
         return []
     key, _, text = array.partition("=")
@@ -104,11 +99,7 @@ def _varied(array: str | None) -> list[str]:
 
 
 def _load_all(path: Path, cluster: Path | None, overrides: Sequence[str], varied: Sequence[str]) -> "list[RunConfig]":
-    """The configuration of each task, or the one of the job.
-
-    Raises:
-        ValueError: One of them cannot run, or two would have the same checkpoints.
-    """
+    """The configuration of each task, or of the job. ValueError: one cannot run, or two share checkpoints."""
     configs = [_load(path, cluster, [*overrides, *setting]) for setting in [[one] for one in varied] or [[]]]
     folders = [config.checkpoint.folder for config in configs if config.checkpoint.folder]
     if len({*folders}) < len(folders):
@@ -136,10 +127,8 @@ def _script_of_all(configs: "Sequence[RunConfig]", folder: Path, *, is_array: bo
 
 
 def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunConfig":
-    """The configuration as the job will have it; prints warnings.
-
-    Raises:
-        ValueError: It cannot run on the cluster; the text has every reason that can be seen from here.
+    """The configuration as the job will have it; prints warnings. ValueError: it cannot run on the cluster; the text
+    has every reason that can be seen from here.
     """
     from spare_megatron.config.validate import warnings
 
@@ -172,11 +161,8 @@ def _cluster_for(config: "RunConfig") -> "Machine":
 
 
 def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
-    """Refuses what the job would only find when it runs, and warns of what may delay it.
-
-    Raises:
-        ValueError: A folder cannot be written, or is that of a job.
-        FileExistsError: The job's folder holds something.
+    """Refuses what the job would only find when it runs, and warns of what may delay it. ValueError: A folder cannot be
+    written, or is that of a job. FileExistsError: the job's folder holds something.
     """
     from spare_megatron.driver.slurm.commands import JOB_FILE, job_fields, job_of
     from spare_megatron.process.lock import LOCK, Locked, locked
@@ -202,9 +188,7 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
 
 def _check_partition(config: "RunConfig") -> None:
     """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
-
-    Raises:
-        ValueError: The partition has too few nodes.
+    ValueError: the partition has too few nodes.
     """
     from spare_megatron.driver.slurm.partitions import may_not_fit, never_fits, partitions_of
 

@@ -93,9 +93,7 @@ def train(
 
 def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
     """The configuration that begins with the newest checkpoint, where there is any; and that of a finished training.
-
-    Raises:
-        ValueError: The folder is that of the new run, which has none.
+    ValueError: the folder is that of the new run, which has none.
     """
     from spare_megatron.state.checkpoint.loading import last_checkpoint, resumed
 
@@ -125,12 +123,7 @@ def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> No
 
 
 def exit_code(summary: "Summary", *, is_timed: bool) -> int:
-    """What the command ends with.
-
-    Args:
-        summary: Of the run.
-        is_timed: The run was to end after some time, whatever was left then.
-    """
+    """What the command ends with. `is_timed`: the run was to end after some time, with steps left or not."""
     from spare_megatron.journal.summary import NOT_RUN
 
     if summary.outcome != "finished":

@@ -73,12 +73,8 @@ class RunFailed(Exception):
 
 
 class Driver:
-    """One run, driven from this machine.
-
-    Args:
-        config: The resolved configuration, without problems.
-        on_event: Called with every event, in the driver's thread.
-        launcher: Starts supervisors on other machines; None if all run on this one.
+    """One run, driven from this machine. `on_event` is called with every event, in the driver's thread; `launcher`
+    starts supervisors on other machines, None if all run on this one. `config` is resolved and has no problems.
     """
 
     def __init__(
@@ -119,11 +115,8 @@ class Driver:
 
     def run(self, interrupts: Deferral) -> EndRecord:
         """Runs to the end, whatever that is, and leaves no process behind. Returns the record that closes the journal.
-
         `interrupts` defers signals, so that none breaks off the start of a process or a message to one.
-
-        Raises:
-            KeyboardInterrupt: After all processes have ended.
+        KeyboardInterrupt: after all processes have ended.
         """
         self._interrupts = interrupts
         end = EndRecord(outcome="interrupted", reason="the driver was interrupted")
@@ -323,7 +316,6 @@ class Driver:
             self._on_event(StoreMeasured(space=space, shortage=text))
 
     def _inject(self, wanted: FaultWanted) -> None:
-        """Injects a fault of the trace that strikes a node or the control store from outside."""
         fault = wanted.fault
         node = self._config.parallel.node_of(fault.group, fault.rank)
         go_on = partial(self._order, node, GoOn(wanted=wanted))

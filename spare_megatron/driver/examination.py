@@ -1,6 +1,5 @@
-"""Examines all nodes before a run: the driver's process sends requests to one process on each node.
-
-The processes connect like the supervisors of a run, by files in a folder that all nodes share.
+"""Examines all nodes before a run: the driver's process sends requests to one process on each node. The processes
+connect like the supervisors of a run, by files in a folder that all nodes share.
 """
 
 import contextlib
@@ -87,7 +86,7 @@ def examine(
     start: StartNode | None,
     wait_s: float,
 ) -> list[NodeMeasurements]:
-    """Examines all nodes.
+    """Examines all nodes. ValueError: the folder of the checkpoints cannot be written from here.
 
     Args:
         config: A configuration without problems of its own.
@@ -97,9 +96,6 @@ def examine(
         host: The address of this machine that the others reach.
         start: Starts the process of a node. None: the first node is this one, and a user starts the others.
         wait_s: Longest wait for the nodes to connect.
-
-    Raises:
-        ValueError: The folder of the checkpoints cannot be written from here.
     """
     with contextlib.ExitStack() as held:
         token = held.enter_context(_token_in(checkpoints))

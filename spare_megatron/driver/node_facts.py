@@ -130,10 +130,7 @@ def examine_node(
     token: str,
     visible_s: float = _VISIBLE_S,
 ) -> NodeFacts:
-    """Collects the facts about this machine.
-
-    `token` names the file that the driver has put into `folder`, where it is visible within `visible_s`.
-    """
+    """Collects the facts about this machine. The file `token`, from the driver, is visible within `visible_s`."""
     versions, torch_failure, gpus = _torch_facts()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -205,7 +202,6 @@ def _version(package: str) -> str:
 
 
 def _own_versions() -> dict[str, str]:
-    """Versions of Python and of this package, the latter with a digest of its code."""
     return {
         "Python": platform.python_version(),
         "spare_megatron": f"{__version__} ({code_digest()[:12]})",
@@ -220,7 +216,6 @@ def _gpu_driver() -> str:
 
 
 def _is_busy(port: int) -> bool:
-    """Whether the port is in use, on any address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a process that has just ended does not count
         try:

@@ -64,9 +64,8 @@ _MOST_COMMUNICATORS = 2
 
 
 class ProcessWatch:
-    """Context manager that samples this process and all its descendants every `interval_s` seconds.
-
-    Meanwhile this process is the reaper of its descendants' orphans, so that none escapes.
+    """Context manager that samples this process and all its descendants every `interval_s` seconds. Meanwhile this
+    process is the reaper of its descendants' orphans, so that none escapes.
     """
 
     def __init__(self, interval_s: float = 0.5) -> None:

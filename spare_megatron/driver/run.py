@@ -87,10 +87,9 @@ def start_run(
     rank_main: RankMain = rank_main,
     launcher: Launcher | None = None,
 ) -> Summary:
-    """Trains, and writes all results of the run into `run_dir`, which is empty or does not exist yet.
-
-    `rank_main` is the main function of a rank's process; a caller may wrap it to observe a rank. `launcher` starts
-    supervisors on other machines, where `cluster.launcher` is srun.
+    """Trains, and writes all results of the run into `run_dir`, which is empty or does not exist yet. `rank_main` is
+    the main function of a rank's process; a caller may wrap it to observe a rank. `launcher` starts supervisors on
+    other machines, where `cluster.launcher` is srun.
 
     Raises:
         FileExistsError: The directory is not empty.

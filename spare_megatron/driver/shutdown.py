@@ -16,10 +16,8 @@ _ANSWER_S = 5.0
 def end_processes(
     *, supervisors: Collection[Child], lost: Collection[Child], store: Child | None, hub: Child | None
 ) -> None:
-    """Ends and reaps all processes, ranks before the control store.
-
-    Without the store ranks would take it for lost, begin to save their state and be killed meanwhile. `supervisors`,
-    some of them proxies of remote ones, are asked to end; `lost` ones may be suspended and are killed at once.
+    """Ends and reaps all processes, ranks before the control store: without it they would begin to save their state.
+    `supervisors`, some of them proxies of remote ones, are asked to end; `lost` ones are killed at once.
     """
     for child in lost:
         end_child(child)
@@ -30,9 +28,8 @@ def end_processes(
 
 
 def remove_keys(spec: EtcdStoreSpec) -> None:
-    """Removes the run's keys from etcd after the last writer has ended. They stay if etcd does not answer.
-
-    The journal holds all that was in the log, and failed runs would fill etcd one after another.
+    """Removes the run's keys from etcd after the last writer has ended. They stay if etcd does not answer. The journal
+    holds all that was in the log, and failed runs would fill etcd one after another.
     """
     store = EtcdControlStore(replace(spec, timeout_s=_ANSWER_S))
     with contextlib.suppress(StoreLost), contextlib.closing(store):

@@ -12,11 +12,7 @@ RESERVED_BYTES = 16 << 10
 
 
 class StorageWatch:
-    """Merges the reports of all processes, each about its own files, into the state of the run's storage.
-
-    Attributes:
-        journal: The driver's journal, set once it is open.
-    """
+    """Merges all processes' reports about their files into the state of the run's storage; `journal` is set later."""
 
     def __init__(self, run_dir: Path, report: Callable[[RecordsHeld | RecordsLost], None]) -> None:
         self._run_dir = run_dir

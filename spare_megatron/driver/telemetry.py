@@ -34,10 +34,8 @@ _QUIET_STEPS = 101
 
 
 class LiveGoodput:
-    """Running sums of useful time and of losses, by the names of `journal.goodput`. They add up to the time passed.
-
-    Keeps 17 bytes per step, so that steps discarded by a restart can be reclassified. A fault that costs no group
-    counts as `scatter`.
+    """Running sums of useful time and of losses, by the names of `journal.goodput`; they add up to the time passed. A
+    fault that costs no group counts as `scatter`. Keeps 17 bytes per step, to reclassify steps that a restart discards.
     """
 
     def __init__(self, num_groups: int, began_s: float) -> None:
@@ -106,7 +104,6 @@ _NOT_UPLOADED = ("slurm", "control")
 def open_sinks(
     config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]
 ) -> list[MetricsSink]:
-    """Opens all sinks for the metrics of a run."""
     metrics = config.metrics
 
     def failed(reason: str) -> None:
@@ -188,11 +185,7 @@ class Telemetry:
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
-        """Closes the sinks.
-
-        Raises:
-            OSError: The disk has not accepted everything.
-        """
+        """Closes the sinks. OSError: the disk has not accepted everything."""
         with contextlib.ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close)

@@ -23,13 +23,9 @@ class Injector:
     def __init__(
         self, faults: Sequence[Fault], report: Callable[[Fault], None], request: Callable[[Fault], None]
     ) -> None:
-        """Arms the faults.
-
-        Args:
-            faults: The faults of this rank.
-            report: Called just before a fault; must have stored it when it returns, as the process may die.
-            request: Called for a fault that a rank cannot inflict on itself; returns once the fault has struck and, if
-                it stops this process, has passed.
+        """Arms the faults of this rank. `report` is called just before a fault, and must have stored it when it
+        returns, as the process may die. `request` is called for a fault that a rank cannot inflict on itself; it
+        returns once the fault has struck and, if it stops this process, has passed.
         """
         self.phases = frozenset(fault.phase for fault in faults)
         self._pending = list(faults)

@@ -83,9 +83,8 @@ def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
 
 
 def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
-    """Probability of each kind, summing to 1; raises ValueError if no kind is left.
-
-    With `faults.mix=llama3` the kinds allowed here share a cause equally; a cause without any is left out.
+    """Probability of each kind, summing to 1; raises ValueError if no kind is left. With `faults.mix=llama3` the kinds
+    allowed here share a cause equally; a cause without any is left out.
     """
     listed = config.faults.kinds or survivable_kinds(config)
     weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)

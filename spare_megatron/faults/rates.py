@@ -1,6 +1,5 @@
-"""Draws random faults that the run is sure to survive.
-
-Every shard keeps a host, every state partition keeps a correct copy, and groups comparing parameters keep a majority.
+"""Draws random faults that the run is sure to survive. Every shard keeps a host, every state partition keeps a correct
+copy, and groups comparing parameters keep a majority.
 """
 
 import itertools
@@ -20,13 +19,9 @@ from spare_megatron.stacking.placement import Placement, make_placement
 
 @dataclass(slots=True)
 class PartitionLossBudget:
-    """Counts the losses that state partitions must survive, as an upper bound on lost copies.
-
-    The groups lost within `recovery_steps` must be fewer than the hosts of a partition, whichever partitions they host.
-
-    Attributes:
-        redundancy: Hosts of each partition, r_o.
-        recovery_steps: Steps to remake lost copies, and again to compare them.
+    """Counts the losses that state partitions must survive, as an upper bound on lost copies. The groups lost within
+    `recovery_steps` must be fewer than the hosts of a partition, whichever partitions they host. `redundancy`: hosts of
+    each partition, r_o. `recovery_steps`: steps to remake lost copies, and again to compare them.
     """
 
     redundancy: int
@@ -37,10 +32,9 @@ class PartitionLossBudget:
     """Steps at which a group's state was corrupted, which costs the group."""
 
     def allows(self, step: int, num_lost: int, num_members: int, *, is_flip: bool) -> bool:
-        """Whether every partition keeps enough hosts if `num_lost` of `num_members` groups are lost at this step.
-
-        If one of h hosts is corrupt and k others are lost or hold a copy not compared since, the correct ones must be
-        more than half: 2 (h - k - 1) > h. `is_flip` marks a loss by corruption.
+        """Whether every partition keeps enough hosts if `num_lost` of `num_members` groups are lost at this step. If
+        one of h hosts is corrupt and k others are lost or hold a copy not compared since, the correct ones must be more
+        than half: 2 (h - k - 1) > h. `is_flip` marks a loss by corruption.
         """
         hosts = min(self.redundancy, num_members)
         if self._num_since(step - self.recovery_steps) + num_lost >= hosts:
@@ -157,7 +151,6 @@ class _Condition:
 
     def allows(self, draw: _Draw, groups: frozenset[GroupId], step: int, targets: Set[frozenset[GroupId]]) -> bool:
         """Whether the run is sure to survive this fault in these groups, and all of them are present to be hit.
-
         `targets` has every set of groups that such a fault can strike at once.
         """
         if any(step < self.hit_until.get(group, 0) for group in groups):
@@ -205,9 +198,8 @@ class _Condition:
 
 
 def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
-    """The random faults of a run without configuration problems, by step; empty if `faults.mean_steps` is absent.
-
-    The last `faults.recovery_steps` are spared: a fault there might be found only after the run.
+    """The random faults of a run without configuration problems, by step; empty if `faults.mean_steps` is absent. The
+    last `faults.recovery_steps` are spared: a fault there might be found only after the run.
     """
     faults = config.faults
     if faults.mean_steps is None:
@@ -296,7 +288,6 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    """Whether a fault of this duration may cost its groups."""
     if kind in ("disk_full", "clock_jump", "stop_store"):
         return False
     return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
@@ -324,7 +315,6 @@ def _place(
 
 
 def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[GroupId]:
-    """The groups that the fault strikes if aimed at this one."""
     if draw.is_of_domain:
         size = config.spare.groups_per_domain
         first = group - group % size

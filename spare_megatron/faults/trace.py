@@ -49,10 +49,8 @@ class Fault:
 
 
 def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """The groups that a fault is sure to cost the run.
-
-    A rank or node that returns before it is missed costs none; a slow store may delay that by several heartbeat
-    intervals. A flipped bit may go unnoticed.
+    """The groups that a fault is sure to cost the run. A rank or node that returns before it is missed costs none; a
+    slow store may delay that by several heartbeat intervals. A flipped bit may go unnoticed.
     """
     is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
     if fault.kind in ("kill", "raise", "nan") or (fault.kind in ("hang", "stop") and is_long):
@@ -64,14 +62,10 @@ def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
 
 
 def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
-    """The faults of a run in the order they are configured, for a configuration without problems.
-
-    Open steps are spread over the run in that order; a fault that needs a loss takes the step of its predecessor.
-    Groups are distinct, and no drawn group takes the last host of a shard. Each fault has its own random stream, so
-    setting one field changes no other fault's rank, step or ordinal.
-
-    Raises:
-        ValueError: Every group left to draw would wipe out a shard.
+    """The faults of a run in the order they are configured, for a configuration without problems. Open steps are spread
+    over the run in that order; a fault that needs a loss takes the step of its predecessor. Groups are distinct, and no
+    drawn group takes the last host of a shard. Each fault has its own random stream, so setting one field changes no
+    other fault's rank, step or ordinal. ValueError: every group left to draw would wipe out a shard.
     """
     trace = config.faults.trace
     shares = [np.random.default_rng([config.faults.seed, index]).random(4) for index in range(len(trace))]
@@ -157,6 +151,5 @@ def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
 
 
 def _is_survivable(placement: Placement, lost: set[GroupId], group: GroupId) -> bool:
-    """Whether losing this group too wipes out no further shard."""
     alive = frozenset(GroupId(other) for other in range(placement.num_groups)) - lost
     return placement.uncovered(alive - {group}) == placement.uncovered(alive)

@@ -24,7 +24,6 @@ class Equality:
     """How far two runs are equal.
 
     Attributes:
-        num_steps: Committed steps of each run.
         num_common: Steps whose losses and gradient norms both journals hold.
         difference: The first difference in these; None if there is none.
         params_step: Committed steps after which parameters are compared: the first that differ, else the last; None if
@@ -93,7 +92,6 @@ def compare(first: History, second: History) -> Equality | None:
 
 
 def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, Difference | None]:
-    """The number of steps that both journals hold, and the first difference in them."""
     left, right = (np.flatnonzero(~steps.is_undone & ~np.isnan(steps.loss)) for steps in (first, second))
     common, in_left, in_right = np.intersect1d(first.step[left], second.step[right], return_indices=True)
     left, right = left[in_left], right[in_right]
@@ -110,9 +108,8 @@ def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, 
 
 
 def _compare_params(first: ParamsDigests, second: ParamsDigests) -> tuple[int | None, tuple[str, ...]]:
-    """The steps after which parameters first differ, or were last compared, and the digests in both runs.
-
-    Skips steps after which the groups of one run had different parameters: one of them was wrong.
+    """The steps after which parameters first differ, or were last compared, and the digests in both runs. Skips steps
+    after which the groups of one run had different parameters: one of them was wrong.
     """
     common = [step for step in sorted(first.keys() & second.keys()) if len(first[step]) == len(second[step]) == 1]
     if not common:

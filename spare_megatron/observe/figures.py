@@ -162,9 +162,8 @@ def _mark_checkpoints(figure: go.Figure, history: History, unit: Unit) -> None:
 
 
 def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
-    """Indices to draw, ascending: all, or the minimum and the maximum of each of most / 2 runs of neighbours.
-
-    Absent values are NaN, and drawn only where all values are.
+    """Indices to draw, ascending: all, or the minimum and the maximum of each of most / 2 runs of neighbours. Absent
+    values are NaN, and drawn only where all values are.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -262,7 +261,6 @@ def _presence_heat(history: History, intervals: Sequence[Interval], unit: Unit) 
 
 def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
     """Groups over commits, as colours. Commits are in the order of the log: without a restart the n-th is step n.
-
     `values` chooses between seconds from a step's start to its update ("step_s") and microbatches computed ("load").
     """
     is_time = values == "step_s"

@@ -101,7 +101,6 @@ class History:
     """A run.
 
     Attributes:
-        verdict: Result of the proof that every microbatch was counted once.
         figures: Figures by their names in `summary.json`.
         goodput: Where its time went; None if it has no step.
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
@@ -139,10 +138,8 @@ class History:
 
 
 def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
-    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch.
-
-    Raises:
-        ValueError: The journal lacks the run's record, with which every journal begins.
+    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch. ValueError: the
+    journal lacks the run's record, with which every journal begins.
     """
     if run_state.run is None:
         raise ValueError("the journal has no run record: there is nothing to show")

@@ -1,5 +1,4 @@
 """Renders one self-contained HTML page for a run, or for two side by side. It works from a file, without a network.
-
 Plots and the library that draws them are compressed inside it; a plot is drawn when it comes into view.
 """
 
@@ -137,7 +136,6 @@ def _pack(text: str) -> str:
 
 
 def _figures_of(history: History) -> Iterator[tuple[str, str]]:
-    """The rows of the table at the top."""
     figures, goodput = history.figures, history.goodput
     loss = figures["final_loss"]
     yield "spare check", history.verdict

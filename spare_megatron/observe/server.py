@@ -48,11 +48,8 @@ class PageContent:
 
 
 class Updated:
-    """Caches content, and updates it on request but not too often. Any thread may call it.
-
-    Args:
-        make: Makes the content from the former one; returns the same object if nothing is new.
-        clock_s: A monotonic clock.
+    """Caches content, and updates it on request but not too often. Any thread may call it. `make`: makes the content
+    from the former one; returns the same object if nothing is new.
     """
 
     def __init__(
@@ -75,14 +72,9 @@ class Updated:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the page, and its content as `data` beside it, below a path that cannot be guessed.
-
-    Args:
-        port: The port; 0 takes a free one.
-        now_s: Seconds since the epoch, from which pages learn how old the newest figure is.
-
-    Raises:
-        OSError: The port is taken.
+    """Serves the page, and its content as `data` beside it, below a path that cannot be guessed. `port` 0 takes a free
+    one; OSError: the port is taken. `now_s`: seconds since the epoch, from which pages learn how old the newest figure
+    is.
     """
 
     daemon_threads = True

@@ -1,7 +1,6 @@
-"""Converts the spans of ranks to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-Format: Google, "Trace Event Format": complete events (X), metadata (M), flows (s, f) and instants (i). Times are whole
-microseconds: Perfetto drops a span that exceeds the one around it by a rounding error.
+"""Converts the spans of ranks to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing. Format: Google, "Trace
+Event Format": complete events (X), metadata (M), flows (s, f) and instants (i). Times are whole microseconds: Perfetto
+drops a span that exceeds the one around it by a rounding error.
 """
 
 import itertools
@@ -33,15 +32,9 @@ class _Placed(NamedTuple):
 
 
 def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None = None) -> dict[str, Any]:
-    """Builds the trace: a process for each group, a thread for each of its ranks, and one for its recoveries.
-
-    Args:
-        ranks: The spans of the ranks.
-        journal: The journal of the same run, for marks of losses and to align clocks.
-        steps: Keeps the spans of these steps only; None keeps all.
-
-    Raises:
-        ValueError: There are no such spans.
+    """Builds the trace: a process for each group, a thread for each of its ranks, and one for its recoveries. Keeps the
+    spans of `steps`; None keeps all. The journal, of the same run, marks losses and aligns clocks. ValueError: there
+    are no such spans.
     """
     offsets_s = clock_offsets(ranks, journal)
     chosen = [(part, span) for part in ranks for span in part.spans if steps is None or span.step in steps]
@@ -63,10 +56,9 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
 
 
 def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, float]:
-    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time.
-
-    Ranks on one machine share a clock. All groups read each log entry as soon as it is written, so the median delay of
-    one machine's reads behind another's is taken for the difference of their wall clocks.
+    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time. All groups read a
+    log entry as soon as it is written: the median delay between two machines' reads is taken for the difference of
+    their wall clocks.
     """
     wall_s: dict[str, float] = {}
     machine_of: dict[int, str] = {}
@@ -164,7 +156,6 @@ def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEve
 
 
 def _ranges(ranks: Sequence[RankSpans]) -> str:
-    """The steps that have spans, in words."""
     steps = sorted({span.step for part in ranks for span in part.spans})
     parts: list[list[int]] = []
     for step in steps:

@@ -61,7 +61,6 @@ def domain_coverage_probabilities(counts: IntArray) -> FloatArray:
     C(D - s, j) / C(D, j) for the s domains that hold all hosts of some shard, times the product over the other distinct
     sets of e domains of 1 - C(D - e, j - e) / C(D, j). Shards on the same domains count once; distinct sets are taken
     as independent.
-
     Derived. Its sum from j = 1 is within 20% of exact enumeration for N = 24, D from 6 to 12, r from 2 to 3, and of
     Monte Carlo within 4% for Golomb and 7% for consecutive offsets, N = 200, D = 50, r from 3 to 8.
     """
@@ -82,7 +81,6 @@ def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[Floa
     At time t: product over patterns of sum over h of P_h (1 - q_g^(r - h))^c, for the c shards with the same hosts per
     domain. h of their r hosts are lost with their domains, with probability P_h (a domain is lost with
     q_d = 1 - exp(-t / F_d)); each other host is lost by itself with q_g = 1 - exp(-t / F).
-
     Derived; exact within a pattern, patterns taken as independent. By Harris's inequality that is a lower bound:
     against simulated losses, N = 200 in domains of 4, r from 3 to 8, 4 to 6% low for Golomb and 10 to 35% for
     consecutive offsets.

@@ -80,7 +80,6 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
     a step longer, until the next commit. The time to a wipe-out is `planner.repair.survival`, with spares or domains
     that of the equivalent independent groups (`equivalent_repair`, `equivalent_domain_repair`). Steps are weighted by
     the groups down: over time since the restart, with spares or domains in the steady state.
-
     Derived. The stretch is 0.3% low to 4% high against simulated runs (tests/unit/test_planner_forecast.py), and rather
     high: a group that came back has work of all its shards, so more hosts share a patch.
     """

@@ -67,7 +67,6 @@ def patch_stacks(
     group's home shard, which share its m microbatches. Its work on other shards is smaller pieces that other hosts
     compute meanwhile. With `last_resort` any survivor computes any shard: there is no condition, and for H = 0 all
     N - 1 - k survivors share the shard.
-
     Derived; H is really hypergeometric. Against `stacking.reorder.patch_work` until wipe-out, N in {200, 600, 1000}: 11
     to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20; high because a group has given away part of its
     home shard by the time it is lost.
@@ -102,7 +101,6 @@ def mean_step_s(
     t = pause_s + makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the
     mean seconds between losses. A loss during t causes a first round and a loss during a round a further one: rounds
     are geometric with mean exp(p / i). Groups may be lost in the pause before the step, too.
-
     Derived. k is fixed over a step, so steps must be short relative to k mean loss intervals.
     """
     step_s = pause_s + makespans * times.shard_s + times.reduce_s

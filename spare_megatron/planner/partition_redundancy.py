@@ -21,7 +21,6 @@ class PartitionPlan:
 
     Attributes:
         redundancy: r_o.
-        copy_s: Seconds to make one copy.
         time_to_wipe_out_s: Mean seconds until a partition has lost all hosts.
         time_to_wipe_out_without_copies_s: The same without repairs.
         time_to_train_ratio: That of the plan, including restarts for lost state.
@@ -41,7 +40,6 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     that is about F^r_o / (N r_o R_o^(r_o - 1)): r_o losses among its hosts within the time of one copy. Without copies
     a group hosts its first partitions until its first loss; with k groups lost once, the next first loss takes
     F / (N - k), so the mean is the sum over k of P(no wipe-out after k losses) F / (N - k).
-
     Derived. Within 9% of random losses of `stacking.state_partitions`, N from 12 to 60, r_o = 2 and 3, of which up to
     6% is noise (tests/unit/test_planner_partitions.py has fewer samples of the same, and a simulated run).
 

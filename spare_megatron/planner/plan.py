@@ -24,16 +24,8 @@ def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float,
 
     J. T. Daly, Future Generation Computer Systems 22 (2006), for restarts that do not fail themselves: wipe-outs are a
     Poisson process, so an interval of T_c fails exp(T_c / T_f) - 1 times on average before it completes, and each
-    failure costs T_f + T_r less the time of the next try. Exact in that model for any T_c.
-
-    Args:
-        cadence_s: T_c, at least T_s and above 0.
-        save_s: T_s.
-        mean_time_to_failure_s: T_f, above 0.
-        restart_s: T_r.
-
-    Raises:
-        ValueError: A time is out of its range.
+    failure costs T_f + T_r less the time of the next try. Exact in that model for any T_c. `cadence_s` is T_c, at least
+    `save_s`, T_s, and above 0; `mean_time_to_failure_s` is T_f, above 0, and `restart_s` T_r; else ValueError.
 
     >>> round(availability(3306.5, 60.0, 90000.0, 3600.0), 4)
     0.9269
@@ -93,7 +85,6 @@ class Plan:
 
     Attributes:
         policy: Granularity, and whether groups come back.
-        redundancy: r.
         cadence_s: T_c*, the best cadence.
         endured_losses: Expected lost groups before a wipe-out; a group that comes back counts each time.
         time_to_wipe_out_s: T_f, from a restart on.
@@ -118,11 +109,8 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
 
     Within 1.2% of simulated runs at the same assumptions (benchmarks/planner_formulas.py). With SPARe's published
     settings (N = 200, 600, 1000) the best ratios are 2.87, 2.52, 2.39 at r = 8, 8, 9; the paper's simulation has 2.92,
-    2.49, 2.34 at r = 9, 8, 9.
-
-    Raises:
-        ValueError: The redundancy is not from 1 to N, the policy is unknown, is "rejoin" without `facts.rejoin`, or is
-            "stack" with hosts of last resort.
+    2.49, 2.34 at r = 9, 8, 9. ValueError: the redundancy is not from 1 to N, the policy is unknown, is "rejoin" without
+    `facts.rejoin`, or is "stack" with hosts of last resort.
     """
     check_redundancy(facts.num_groups, redundancy)
     expected = _forecast(facts, policy, redundancy)

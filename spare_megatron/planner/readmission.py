@@ -114,7 +114,6 @@ def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: f
     A loss takes the last host of a given shard of the lost group with probability E[C(k, r - 1) / C(N - 1, r - 1)], k
     down among the N - 1 others. Independent groups that are down for a share u have u^(r-1) there. u exceeds the actual
     share of time down, since groups that wait for hardware are down together.
-
     Derived. With `planner.repair.survival` the time to a wipe-out is 7 to 23% low against simulated events, N = 31 and
     60, r = 3, up to 4 spares, wipe-outs 5 to 30 absences apart: the pool is full at the start, which the steady state
     ignores (benchmarks/planner_formulas.py). r is 2 or more, and `num_down` has P(k down) for k from 0 to N.
@@ -139,9 +138,7 @@ def step_with_joins_s(
 
     A commit with any group ready pauses for J, in which further groups are lost and get ready; iterated from P = 0 it
     rises to the least solution. Derived; exact for groups that get ready independently at a constant rate.
-
-    `ready_per_s` is how often groups get ready: k over the mean absence, with groups that get ready together counted
-    once.
+    `ready_per_s` is k over the mean absence, with groups that get ready together counted once.
     """
     pause_s = np.zeros_like(makespans)
     for _ in range(_ROUNDS):
@@ -151,9 +148,9 @@ def step_with_joins_s(
 
 
 def num_down_over_time(num_groups: int, counts: LostCounts, lived: Survival, away: RepairTimes) -> FloatArray:
-    """P(k down) for k in each range, at each time of a survival: Binomial(N, u (1 - exp(-t / relaxation))).
+    """P(k down) for k in each range, at each time of a survival, all groups up at t = 0; shape (times, ranges).
 
-    Shape (times, ranges). All groups are up at t = 0, after a restart.
+    Binomial(N, u (1 - exp(-t / relaxation))).
     """
     down = away.down_share * -np.expm1(-lived.times_s / away.relaxation_s)
     return num_down_in_ranges(num_groups, counts, down[:, None])

@@ -1,8 +1,5 @@
-"""SIGUSR1, the request to end a run after the current step.
-
-It may be sent to any process of a run at any time. Every process starts with it blocked, so an early request stays
-pending and does no harm. Supervisors unblock it once they can act on it; the driver forwards a request that came
-before there were supervisors.
+"""SIGUSR1, the request to end a run after the current step, to any of its processes at any time. All start with it
+blocked, so it stays pending. Supervisors unblock it once they can act on it; the driver forwards an earlier request.
 """
 
 import signal

@@ -1,6 +1,5 @@
-"""Preloaded first in the fork server: the kernel kills the server when the process that started it ends.
-
-A running server notices that by itself. A stopped one does not, and its children only die with it.
+"""Preloaded first in the fork server: the kernel kills the server when the process that started it ends. A running
+server notices that by itself. A stopped one does not, and its children only die with it.
 """
 
 import ctypes

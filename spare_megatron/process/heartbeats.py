@@ -1,7 +1,4 @@
-"""A rank's heartbeat page: memory shared with its supervisor, and the thread that counts beats in it.
-
-Each field has one writer and is aligned, so that it is read whole without a lock.
-"""
+"""A rank's heartbeat page, shared with its supervisor. Each aligned field has one writer, so reads need no lock."""
 
 import contextlib
 import ctypes

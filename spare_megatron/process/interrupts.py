@@ -112,10 +112,9 @@ class Deferral:
 
 @contextlib.contextmanager
 def deferred(act: Callable[[], None] = lambda: None) -> Iterator[Deferral]:
-    """Defers SIGINT and SIGTERM: the first one has its previous effect at the end of the block.
-
-    An exception of the block then gives way to that effect: what fails after a signal may fail because of it. `act` is
-    called in the handler of each signal, and again when it takes effect in the block; it must not raise.
+    """Defers SIGINT and SIGTERM: the first one has its previous effect at the end of the block. An exception of the
+    block then gives way to that effect: what fails after a signal may fail because of it. `act` is called in the
+    handler of each signal, and again when it takes effect in the block; it must not raise.
     """
     deferral = Deferral(act)
     deferral._install()

@@ -17,10 +17,8 @@ class Locked(ValueError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the directory, creating it if absent, against every other job on this or another machine.
-
-    The lock ends with the process, however it ends; a file that is left over means nothing. Raises Locked if another
-    process holds it, and OSError if it cannot be created or written.
+    """Holds the directory, creating it if absent, against other jobs on any machine until the process ends; a file that
+    is left over means nothing. Locked: another process holds it. OSError: it cannot be created or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -37,9 +35,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds the directory; None if that cannot be determined here.
-
-    Only for the directory of a run that has begun: one that is starting could find the lock taken by this check.
+    """Whether a process holds the directory; None if that cannot be determined here. Only for the directory of a run
+    that has begun: one that is starting could find the lock taken by this check.
     """
     try:
         fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,8 +1,6 @@
-"""Network namespaces for the nodes of a run on one machine, so that a fault can cut a node off.
-
-Each supervisor and its ranks live in a namespace with a veth pair to a bridge in the hub's namespace, which holds the
-control store. All of it disappears with the processes. resolv.conf is empty there: no name server is reachable, and
-every lookup would wait for one. Needs root and iproute2.
+"""Network namespaces for the nodes of a run on one machine, so that a fault can cut a node off: a veth pair each to a
+bridge in the hub's namespace, which holds the control store. All of it disappears with the processes. resolv.conf is
+empty there, or every lookup would wait for a name server. Needs root and iproute2.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
-"""The connection between the driver and a supervisor on another machine.
-
-The driver's address and a secret key are in a file of the run's directory that only its owner can read. Both sides
-prove by HMAC that they have the key; what follows is neither signed nor encrypted.
+"""The connection between the driver and a supervisor on another machine. Its address and secret key are in a file of
+the run's directory that only its owner can read. HMAC proves the key; what follows is neither signed nor encrypted.
 """
 
 import contextlib
@@ -24,7 +22,6 @@ _POLL_S = 0.5
 
 class Listener:
     """Listens for the supervisor of one node, and publishes its address in the run's directory, which both share.
-
     `host` is this machine's address as the other one reaches it.
     """
 

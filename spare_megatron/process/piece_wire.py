@@ -79,7 +79,6 @@ class Request:
 
 class Channel:
     """One end of a connection, after the server's greeting, the nonce. Every wait sets the connection's timeout anew.
-
     `timeout_s` is the longest wait for a whole request or answer that has begun, and for the other side to take one.
     `is_over` is as in `receive`, while an answer is awaited.
     """
@@ -99,13 +98,7 @@ class Channel:
         self._is_over = is_over
 
     def ask(self, request: Request) -> memoryview:
-        """Client: the bytes of a piece.
-
-        Raises:
-            WrongStep: The state there is of another step.
-            NotOffered: The server does not offer the piece.
-            TransferBroken: No valid answer has come.
-        """
+        """Client: the bytes of a piece. WrongStep, NotOffered: refused. TransferBroken: no valid answer has come."""
         head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
         self._send(head + self._mac(head))
         answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s, is_over=self._is_over)
@@ -122,10 +115,8 @@ class Channel:
         return content
 
     def next_request(self, idle_s: float) -> tuple[Request, bytes] | None:
-        """Server: the next request, and the bytes to sign the answer with; None if the client has left.
-
-        Raises:
-            TransferBroken: The client was silent for `idle_s` seconds, or its request is not authentic or no piece.
+        """Server: the next request, and the bytes to sign the answer with; None if the client has left. TransferBroken:
+        the client was silent for `idle_s` seconds, or its request is not authentic or no piece.
         """
         head = receive(self._connection, _REQUEST.size + _MAC_BYTES, idle_s, may_end=True)
         if not head:
@@ -167,11 +158,8 @@ def receive(
     is_over: Callable[[], bool] | None = None,
 ) -> memoryview:
     """Receives num_bytes within timeout_s, or none where the other side may end the connection (`may_end`) and has.
-
-    While nothing comes, `is_over` is asked every LOOK_S whether the bytes are no longer needed.
-
-    Raises:
-        TransferBroken: They have not come in time, never will, or are no longer needed.
+    While nothing comes, `is_over` is asked every LOOK_S whether the bytes are no longer needed. TransferBroken: they
+    have not come in time, never will, or are no longer needed.
     """
     data = memoryview(bytearray(num_bytes))
     end_s = time.monotonic() + timeout_s

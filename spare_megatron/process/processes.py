@@ -1,7 +1,5 @@
-"""Starts and ends the processes of a run on this machine: control store, network hub, supervisors.
-
-All are forked from a server that imports torch and Megatron once, so that a process starts in milliseconds. It has no
-threads and has not touched a GPU, which makes forking it safe.
+"""Starts and ends the processes of a run on this machine: control store, network hub, supervisors. They are forked in
+milliseconds from a server that has imported torch and Megatron, has no threads and has not touched a GPU.
 """
 
 import contextlib
@@ -53,9 +51,8 @@ _STORE_START_TIMEOUT_S = 120.0
 
 
 def fork_server() -> ForkServerContext:
-    """The context from which all processes of a run are started, as children of the fork server.
-
-    Main thread only: the kernel ends the server with the thread that started it.
+    """The context from which all processes of a run are started, as children of the fork server. Main thread only: the
+    kernel ends the server with the thread that started it.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # it is importing its parent's main module
         leave(NO_MAIN_GUARD)
@@ -69,10 +66,8 @@ def fork_server() -> ForkServerContext:
 
 
 def set_environment_of_ranks() -> None:
-    """Sets the environment that Megatron's import and new processes need; variables that the user has set stay.
-
-    c10d's warnings are off: `without_name_lookups` makes it warn of unknown host names in every process. What concerns
-    a run is raised as an exception or logged as an error.
+    """Sets the environment for Megatron's import and new processes; variables that the user has set stay. c10d's
+    warnings are off: with `without_name_lookups` every process would warn of unknown host names.
     """
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,9 +85,8 @@ def end_fork_server() -> None:
 
 
 def rank_context(device: str) -> ForkContext | SpawnContext:
-    """The context from which a supervisor starts its ranks, so that they are its children and die with it.
-
-    Forked ranks have the supervisor's imports. On device "gpu" they are spawned and import for themselves: importing
+    """The context from which a supervisor starts its ranks, so that they are its children and die with it. Forked ranks
+    have the supervisor's imports. On device "gpu" they are spawned and import for themselves: importing
     transformer-engine uses a GPU, after which a fork cannot use it.
     """
     return multiprocessing.get_context("spawn") if device == "gpu" else multiprocessing.get_context("fork")
@@ -125,10 +119,9 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
 
 
 def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) -> None:
-    """Runs the target in a child of the fork server, which dies with the server, and the server with the driver.
-
-    The server ends when no process holds the other end of its pipe, which every child inherits. Each child closes it
-    here, so that only the driver holds it: its death ends the server and all children, even stopped ones.
+    """Runs the target in a child of the fork server, which dies with the server, and the server with the driver. The
+    server ends when no process holds the other end of its pipe, which every child inherits. Each child closes it here,
+    so that only the driver holds it: its death ends the server and all children, even stopped ones.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     die_with(server_pid)
@@ -147,9 +140,8 @@ def start_hub(context: ForkServerContext, wait: Wait) -> Child:
 def start_store(
     context: ForkServerContext, control: ControlConfig, run_name: str, hub: Child | None, wait: Wait
 ) -> tuple[Child | None, StoreSpec]:
-    """The control store of a new run, with its process if it is the embedded one.
-
-    Raises RuntimeError if it does not come up, and ValueError for credentials for etcd that cannot be used.
+    """The control store of a new run, with its process if it is the embedded one. Raises RuntimeError if it does not
+    come up, and ValueError for credentials for etcd that cannot be used.
     """
     if control.store == "etcd":
         return None, etcd_spec(control, run_name, os.environ)
@@ -174,12 +166,9 @@ def start_embedded_store(
 
 
 def _first_report(child: Child, wait: Wait) -> Any:
-    """The first report of a process, which says that it is up; ends the process if none comes.
-
-    Raises:
-        TimeoutError: It has reported nothing within _STORE_START_TIMEOUT_S.
-        EOFError: It has died.
-        KeyboardInterrupt: A signal came; see `Deferral.wait`.
+    """The first report of a process, which says that it is up; ends the process if none comes. TimeoutError: it has
+    reported nothing within _STORE_START_TIMEOUT_S. EOFError: it has died. KeyboardInterrupt: a signal came; see
+    `Deferral.wait`.
     """
     try:
         if not wait([child.reports], _STORE_START_TIMEOUT_S):
@@ -199,10 +188,7 @@ def end_child(child: Child) -> None:
 
 
 def stop_children(children: Collection[Child]) -> None:
-    """Asks all processes to stop, then kills those that are late, and reaps all.
-
-    They end in parallel: each may take seconds, and there may be a thousand.
-    """
+    """Asks all processes to stop, then kills those that are late, and reaps all, in parallel."""
     for child in children:
         with contextlib.suppress(OSError):
             child.reports.send(StopProcess())

@@ -61,11 +61,8 @@ class RestartAwaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRestarted:
-    """The group takes part again after a wipe-out; sent by each rank, forwarded by the node of its leader.
-
-    Attributes:
-        step: Committed steps that it has loaded.
-        rejected: Checkpoints and snapshots that could not be used, with the reasons.
+    """The group takes part again after a wipe-out; sent by each rank, forwarded by the node of its leader. `step`:
+    committed steps that it has loaded. `rejected`: checkpoints and snapshots that could not be used, with the reasons.
     """
 
     member: Member
@@ -110,12 +107,7 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The log ends training before the last step, by a wipe-out or a halt; sent by every leader.
-
-    Attributes:
-        step: Committed steps.
-        is_final: The run ends; otherwise it is to restart.
-    """
+    """The log ends training after `step` committed steps, for good (`is_final`) or to restart; sent by every leader."""
 
     group: GroupId
     step: int
@@ -188,10 +180,7 @@ class RanksStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
-    """A node's supervisor did not come, or was lost before the node's ranks were ready; sent by its remote supervisor.
-
-    `cause` says why, and what to look at.
-    """
+    """A node's supervisor did not come, or was lost before its ranks were ready; sent by its remote supervisor."""
 
     node: int
     cause: str
@@ -204,8 +193,6 @@ class GroupLost:
     Attributes:
         rank: The rank that showed the loss; -1 if its whole node is lost.
         cause: The reason, in a line.
-        traceback: Traceback of the exception that ended the rank, if there was one.
-        incarnation: The lost incarnation of the group.
         is_given_up: The group has used up its restarts.
         error: The exception behind it if other groups may meet the same, else empty.
         concerns_all: As in `RankRaised`.

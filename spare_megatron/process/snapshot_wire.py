@@ -1,6 +1,5 @@
-"""The messages between a rank and its node's snapshot server, over a socket that never leaves the node.
-
-The socket has an abstract name instead of a file, so nothing is left behind; the key authenticates both sides.
+"""The messages between a rank and its node's snapshot server, over a socket that never leaves the node. The socket has
+an abstract name instead of a file, so nothing is left behind; the key authenticates both sides.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from spare_megatron.stacking.layout import PartitionId
 
 class Part(NamedTuple):
     """A part of a rank position's state that is copied by itself: a state partition, or (`partition` is None) the rest.
-
     `position` is the index of the rank inside its group.
     """
 
@@ -36,10 +34,9 @@ class SnapshotServerAddress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWanted:
     """Asks for memory for the snapshot of an attempt; of earlier ones of the position only `previous` must stay.
-
-    The server answers with an empty text, or why it refuses; then with a memory descriptor for each part. When the rank
-    has sent `COPIED`, it answers with the SHA-256 of each. A rank that leaves before that has made no snapshot.
-    `num_bytes` has the parts of this position that are to be kept here.
+    `num_bytes`: the parts to be kept here. The server answers with why it refuses, or an empty text and a memory
+    descriptor for each part; after the rank's `COPIED`, with the SHA-256 of each. A rank that leaves before that has
+    made no snapshot.
     """
 
     position: int
@@ -50,9 +47,8 @@ class CopyWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOver:
-    """The snapshot of an attempt is kept on other nodes; of earlier ones of the position only `previous` must stay.
-
-    The answer, an empty text, says that the others are gone.
+    """The snapshot of an attempt is kept on other nodes; of earlier ones of the position only `previous` must stay. The
+    answer, an empty text, says that the others are gone.
     """
 
     position: int
@@ -87,10 +83,7 @@ class HeldSnapshots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryWanted:
-    """Asks for a part of a snapshot on this node.
-
-    The answer is an empty text, or why it is refused; then a descriptor of its memory.
-    """
+    """Asks for a part of a snapshot. Answered by an empty text and a memory descriptor, or by why it is refused."""
 
     part: Part
     attempt: int

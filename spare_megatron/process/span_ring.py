@@ -1,6 +1,5 @@
-"""A rank's spans, in memory shared with its supervisor, and the compute time of its steps.
-
-The time of forward and backward passes alone distinguishes a slow rank from one that waits for it.
+"""A rank's spans, in memory shared with its supervisor, and the compute time of its steps. The time of forward and
+backward passes alone distinguishes a slow rank from one that waits for it.
 """
 
 import contextlib
@@ -18,9 +17,8 @@ Mark = TypeVar("Mark")
 
 
 class PassTimes(Generic[Mark]):
-    """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included.
-
-    `mark` returns a mark in what the device computes, `between_s` the seconds between two marks that are both past.
+    """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included. `mark` returns
+    a mark in what the device computes, `between_s` the seconds between two marks that are both past.
     """
 
     def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:
@@ -100,10 +98,8 @@ def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
 
 
 class SpanRecorder:
-    """The rank's end of the ring, for its main thread.
-
-    Spans may nest; those of recovery stages overlap with others. The backward pass of a microbatch runs inside
-    Megatron's schedule, which only shows its start: its span ends when the main thread turns to something else.
+    """The rank's end of the ring, for its main thread. Spans may nest; recovery stages overlap with others. Megatron's
+    schedule only shows a backward pass's start: its span ends when the main thread turns to something else.
     """
 
     def __init__(self, ring: Ring, passes: PassTimes) -> None:

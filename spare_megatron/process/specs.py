@@ -24,7 +24,6 @@ class RankSpec:
         page: Heartbeat page, shared with the supervisor. The process inherits it; a spec that is sent has none.
         seconds_left: Time until the run ends with the current step; None if all steps are to be trained.
         wiped_out_at_s: Monotonic time at which the supervisor learned of the wipe-out that caused this start, if any.
-        snapshot_server: Address of the node's snapshot server; None if no snapshots are taken.
         code: Digest of the driver's code.
     """
 
@@ -59,7 +58,6 @@ class NodeSpec:
     """All that a supervisor's process needs to know at its start.
 
     Attributes:
-        rank_main: Main function of a rank's process.
         hub_pid: Process that holds the bridge between the nodes' networks, if each has one of its own.
         incarnation: Incarnation of the node's supervisor; 0 for the first, higher for each that replaces it.
         is_remote: The driver is on another machine, and may be lost without the node.

@@ -1,8 +1,5 @@
-"""CPU starvation of a rank: how long its threads were ready to run without a processor, as the kernel counts it.
-
-All threads count: one that waits for a processor while it holds the interpreter lock, or while it carries out a
-collective, delays others whose own counters do not show it. The waits are summed, so that each thread's shows,
-however long another has waited before.
+"""CPU starvation of a rank: how long its threads were ready without a processor, as the kernel counts it, summed over
+all threads: one that waits while it holds the interpreter lock or carries out a collective delays others unseen.
 """
 
 import contextlib
@@ -27,9 +24,8 @@ class _Thread:
 
 
 def times_of(pid: int) -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread has run and waited; empty if the kernel has no such counters.
-
-    They are the first fields of the file (Linux, Documentation/scheduler/sched-stats).
+    """Nanoseconds that each thread has run and waited; empty if the kernel has no such counters. They are the first
+    fields of the file (Linux, Documentation/scheduler/sched-stats).
     """
     times: dict[str, tuple[int, int]] = {}
     with contextlib.suppress(OSError):  # the process has ended
@@ -55,9 +51,8 @@ def _read(pid: int, thread: str, name: str) -> bytes:
 
 
 class Starvation:
-    """Watches the threads of one rank's process.
-
-    `read_times` returns the nanoseconds that each thread has run and waited, `is_ready` whether one is runnable.
+    """Watches the threads of one rank's process, by their times (`read_times`) and whether one is runnable
+    (`is_ready`).
     """
 
     def __init__(
@@ -74,10 +69,9 @@ class Starvation:
         self._total_s = 0.0
 
     def seconds(self, beats: int, now_s: float) -> float:
-        """Total starvation in seconds up to the monotonic time `now_s`. Never falls, though threads end.
-
-        The kernel counts a wait when it is over. A wait under way, which may last seconds on an overloaded machine, is
-        looked for while the rank's beat counter, `beats`, stands still.
+        """Total starvation in seconds up to the monotonic time `now_s`; never falls, though threads end. The kernel
+        counts a wait when it is over, so one under way is looked for while the rank's beat counter, `beats`, stands
+        still.
         """
         is_silent, self._beats = beats == self._beats, beats
         seen: dict[str, _Thread] = {}

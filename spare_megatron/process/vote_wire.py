@@ -1,8 +1,6 @@
-"""The wire format between a leader and the relay of its block.
-
-A message is a head, a text and an HMAC-SHA-256 of both under the relay's token, which the control store holds beside
-its address. So only readers of the run's store are believed, and damaged bytes are detected. There is no nonce: votes
-and entries are written once, so a replayed message says nothing new.
+"""The wire format between a leader and the relay of its block: a head, a text and an HMAC-SHA-256 of both under the
+relay's token, which the control store holds. Only readers of the run's store are believed, and damage is detected.
+There is no nonce: votes and entries are written once, so a replayed message says nothing new.
 """
 
 import hashlib
@@ -57,11 +55,7 @@ class Inbox:
         self._bytes = b""
 
     def receive(self, connection: socket.socket) -> Iterator[Message]:
-        """Reads once from a non-blocking connection; yields the messages that are complete by now.
-
-        Raises:
-            RelayBroken: The connection has ended, or a message is invalid.
-        """
+        """Reads once, without blocking; yields complete messages. RelayBroken: closed, or a message is invalid."""
         try:
             some = connection.recv(_READ_BYTES)
         except BlockingIOError:

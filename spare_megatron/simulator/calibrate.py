@@ -86,7 +86,6 @@ class Calibration:
         num_steps: Steps without a loss, after the warm-up of the run and of groups that came back.
         num_joins: Admissions of groups that nothing else disturbed.
         full_speed_groups: From the processors of the machine; the other costs are fitted.
-        fit: The fit of compute_s and pipeline_fill.
         scatter: Mean excess of the run's times over these costs.
         untold: Sentences on what the run could not measure.
     """
@@ -180,7 +179,6 @@ def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[
 
 
 def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: RecoveryTimes) -> float:
-    """A recovery in the simulator in which the step is reduced again."""
     loads = np.array(list(times.loads.values()))
     covered_s = costs.agree_s + costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
     reduce_s = costs.retry_s + costs.reduce_s * stretch(times.num_alive, costs)
@@ -188,7 +186,6 @@ def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: Recovery
 
 
 def _nothing_to_measure(committed: Sequence[MeasuredStep]) -> str:
-    """Explains why none of the committed steps can be measured."""
     if not committed:
         return "its journal has no committed step before the first restart, so nothing can be measured by it"
     counts = Counter(step.disturbance for step in committed)
@@ -266,13 +263,9 @@ def _detect_s(recoveries: Sequence[RecoveryTimes]) -> float:
 
 def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[float | None, float]:
     """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|. Cost: O(n log n).
-
-    Args:
-        covered_s: Agreement and patch of each recovery, which hide a rebuild.
-        rest_s: Rest of each recovery, without these and a reduction.
-
-    Returns:
-        rebuild_s is None with fewer than 3 recoveries, or unless a rebuild that is waited for halves the misfit.
+    `covered_s`: agreement and patch of each recovery, which hide a rebuild. `rest_s`: the rest of each recovery,
+    without these and a reduction. rebuild_s is None with fewer than 3 recoveries, or unless a rebuild that is waited
+    for halves the misfit.
     """
     covered, rest = np.array(covered_s), np.array(rest_s)
     hidden, hidden_misfit = (None, median(rest_s)), float(np.abs(median(rest_s) - rest).sum())
@@ -290,9 +283,8 @@ def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[fl
 
 
 def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> FloatArray:
-    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, for rest >= 0.
-
-    Over rebuild_s a term is rest up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
+    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, for rest >= 0. Over rebuild_s a term is rest
+    up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
     """
     by_covered = np.argsort(covered, kind="stable")
     ends = covered + rest

@@ -18,9 +18,8 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def finish_times(loads: IntArray, num_microbatches: int, costs: CostModel) -> FloatArray:
-    """When each group has computed its load if all start together, in units of compute_s; 0 for a group without load.
-
-    A load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. While more than G groups
+    """When each group has computed its load if all start together, in units of compute_s; 0 for a group without load. A
+    load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. While more than G groups
     (the groups at full speed) have work left, each of them runs at rate G / their number (generalized processor
     sharing). Cost: O(n log n) in the number of groups.
 
@@ -66,7 +65,6 @@ class State:
         load: Microbatches of the groups that were timed.
         median_s: Median time until the last of these groups was done.
         count: Steps or patches behind the median.
-        fitted_s: The time by the fit.
     """
 
     what: str
@@ -83,12 +81,8 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeFit:
-    """The fitted compute times.
-
-    Attributes:
-        compute_s: One group computes one shard, alone.
-        pipeline_fill: As in the cost model: the part that other groups' work does not hide.
-        states: All states, with their fitted times.
+    """The fitted compute times. `compute_s`: one group computes one shard, alone. `pipeline_fill`: as in the cost
+    model: the part that other groups' work does not hide.
     """
 
     compute_s: float
@@ -107,17 +101,9 @@ def fit_compute(
     """Minimizes the sum over states of sqrt(count) |log(median_s / fitted_s)| over compute_s and the pipeline fill.
 
     The error of a median falls with the square root of the count. For a given fill the best compute_s is a weighted
-    median; the fill is searched on a grid from 0 to `most_fill`, the lower one on ties.
-
-    Args:
-        steps: Steps without losses, at least one.
-        recoveries: For the patches of single losses.
-        num_microbatches: Microbatches of a shard.
-        full_speed_groups: As in the cost model.
-        most_fill: The fill of a pipeline that no other work hides.
-
-    Raises:
-        ValueError: No group took any time.
+    median; the fill is searched on a grid from 0 to `most_fill`, the fill of a pipeline that no other work hides; the
+    lower one on ties. `steps`, at least one, are without losses; `recoveries` give the patches of single losses.
+    ValueError: no group took any time.
     """
     states = [state for state in _states(steps, recoveries) if state.median_s > 0]
     if not states:

@@ -19,10 +19,8 @@ class Loss:
     """Groups lost together.
 
     Attributes:
-        at_s: Virtual time of the loss.
         groups: Ascending; groups that are down already are not lost again.
         repair_s: Seconds until repaired, if the cause or the trace says so.
-        cause: Name of the cause.
     """
 
     at_s: float
@@ -65,10 +63,8 @@ class FailureSpec:
         mean_s: Mean seconds between losses: of the system while all groups take part, of one group, node, or domain.
             Not used by a trace.
         shape: Weibull shape of these times; 1 is exponential, below 1 bursts.
-        nodes_per_group: For kind "node".
         groups_per_domain: Groups of consecutive ids that form one domain, for kind "domain".
         mix: Causes of the losses, each drawn independently of all else. A trace names its own.
-        trace: The losses of kind "trace", ascending in time.
 
     Raises:
         ValueError: Values are out of their range or do not belong to the kind, or the trace is empty.
@@ -217,9 +213,8 @@ class SystemWide:
 
 
 class PerNode:
-    """Each node has a clock that, on running out, takes its group down; a group may be one node.
-
-    While a group is down its nodes' clocks stand still. `Fleet` decides when it is repaired.
+    """Each node has a clock that, on running out, takes its group down; a group may be one node. While a group is down
+    its nodes' clocks stand still. `Fleet` decides when it is repaired.
     """
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:

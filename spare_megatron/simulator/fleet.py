@@ -17,14 +17,8 @@ class Fleet:
     Failed hardware (a group's, or one of its nodes) is repaired into the pool of spares. A lost group reserves what is
     free first: a spare, else the next repaired; groups lost together choose in order of their ids. It then fetches the
     state and waits to be admitted, and cannot be lost meanwhile. Hardware that is never repaired is gone; with no other
-    left a lost group stays away until a restart, which brings back all groups and spares.
-
-    Attributes:
-        is_up: For each group, whether it takes part.
-        num_lost: Groups lost so far, counting each loss.
-        max_down: The most groups down at a time.
-        losses_by_cause: `num_lost` by cause.
-        cause_of: The cause of each group's last loss.
+    left a lost group stays away until a restart, which brings back all groups and spares. `num_lost`: groups lost so
+    far, counting each loss. `max_down`: the most groups down at a time.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
@@ -111,7 +105,6 @@ class Fleet:
         return float(self._rng.exponential(mean_s)) if is_random else mean_s
 
     def _count(self, now_s: float, num_down: int) -> None:
-        """Records a change of the number of groups down."""
         self._down_s += self._num_down * max(now_s - self._changed_s, 0.0)
         self._changed_s = max(now_s, self._changed_s)
         self._num_down = num_down

@@ -73,9 +73,7 @@ class RecoveryTimes:
 
     Attributes:
         recovery: Its stages, along the survivor that finished its own compute last.
-        num_alive: Survivors.
         loads: Group -> microbatches of its patches.
-        patch_s: Group -> seconds to compute them.
         hidden_s: From the loss to the end of the last survivor's own compute; 0 for a later loss.
         fence_s: From the loss to the fence that the supervisor wrote; None if it wrote none.
         is_retried: Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched.
@@ -192,7 +190,6 @@ def read_retries(journal: Journal) -> dict[int, float]:
 
 def _lost_at(journal: Journal) -> dict[int, tuple[float | None, float | None]]:
     """Step of each recovery -> when the first of its groups was struck, and when it was fenced by its supervisor.
-
     Records of a group before its last update are about an earlier loss: it may come back and be lost again.
     """
     struck_at_s: dict[int, float] = {}
@@ -244,11 +241,8 @@ class LossTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinTime:
-    """Groups admitted together.
-
-    Attributes:
-        step: The first step that they take part in.
-        pause_s: The excess of that step, from the end of the one before, over quiet steps of as many groups.
+    """Groups admitted together. `step`: the first step that they take part in. `pause_s`: the excess of that step, from
+    the end of the one before, over quiet steps of as many groups.
     """
 
     step: int
@@ -308,7 +302,6 @@ def read_joins(journal: Journal, steps: Sequence[MeasuredStep]) -> tuple[JoinTim
 
 
 def _returns(fold: Fold) -> dict[_Life, int]:
-    """Each admitted incarnation -> the step at whose end it was admitted."""
     steps = {commit.attempt + 1: commit.step for commit in fold.commits}
     returns: dict[_Life, int] = {}
     for attempt, members in sorted(fold.opened.items()):

@@ -70,14 +70,9 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Scenario:
-    """Loads the scenario of a preset or a TOML file.
-
-    Args:
-        name_or_path: Name of a preset, or path of a file that ends in .toml.
-        overrides: Values by dotted key, or arguments `a.b=value` with the value in TOML or a bare string.
-
-    Raises:
-        ScenarioError: There is no such preset or file, it cannot be parsed, a key is unknown, or a value is invalid.
+    """Loads the scenario of a preset, by its name, or of a TOML file, by a path that ends in .toml. `overrides`: values
+    by dotted key, or arguments `a.b=value` with the value in TOML or a bare string. ScenarioError: there is no such
+    preset or file, it cannot be parsed, a key is unknown, or a value is invalid.
     """
     text, folder = _read(name_or_path)
     try:

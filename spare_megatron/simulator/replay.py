@@ -1,6 +1,5 @@
-"""Replays a real run's losses in virtual time, to compare predicted with measured times.
-
-Each loss is placed once its step has been computed in the simulation, so one simulation is enough for all.
+"""Replays a real run's losses in virtual time, to compare predicted with measured times. Each loss is placed once its
+step has been computed in the simulation, so one simulation is enough for all.
 """
 
 from collections import defaultdict
@@ -79,10 +78,9 @@ class PlacedLosses:
 
 
 class ReplayedWorld(World):
-    """Virtual time in which a run loses and admits its groups in the same steps as measured.
-
-    A loss comes at the same share of the step's compute, or as long after it: before the sum is complete if it stopped
-    the reduction, else after it. The scenario has no losses of its own; `retried_at_s` is `read_retries`.
+    """Virtual time in which a run loses and admits its groups in the same steps as measured. A loss comes at the same
+    share of the step's compute, or as long after it: before the sum is complete if it stopped the reduction, else after
+    it. The scenario has no losses of its own; `retried_at_s` is `read_retries`.
     """
 
     def __init__(
@@ -190,7 +188,6 @@ class Replay:
     Attributes:
         steps: By number of groups, descending.
         median_recovery: Medians over the recoveries that have a prediction; None if none has.
-        median_join: The same for joins.
         wall: From the end of the first of these steps to the end of the last.
     """
 
@@ -204,9 +201,8 @@ class Replay:
 
 
 def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> Replay:
-    """Simulates the run of the journal with these costs, up to its first restart, and compares.
-
-    `scatter` is added to the predicted wall time. ValueError if the journal has no run record or no committed step.
+    """Simulates the run of the journal with these costs, up to its first restart, and compares. `scatter` is added to
+    the predicted wall time. ValueError if the journal has no run record or no committed step.
     """
     runs, steps = journal.of(RunRecord), read_steps(journal)
     if not runs or not steps:

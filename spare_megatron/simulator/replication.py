@@ -21,10 +21,9 @@ def disjoint_sets(scenario: Scenario) -> IsWhole:
 
 
 def run_replication(world: World, is_whole: IsWhole) -> None:
-    """Trains to the end; every step takes `redundancy` shards of compute.
-
-    A loss costs nothing while its shards have another group. Otherwise the survivors finish their compute, detect it as
-    under the policy spare, and all groups restart.
+    """Trains to the end; every step takes `redundancy` shards of compute. While its shards have another group a loss
+    costs nothing; otherwise survivors finish their compute, detect it as under the policy spare, and all groups
+    restart.
     """
     scenario = world.scenario
     cadence_s, last_save_s, step = scenario.save_cadence_s(), 0.0, 0

@@ -141,9 +141,8 @@ class Scenario:
         return optimal_cadence_s(self.costs.save_s, time_s)
 
     def time_to_wipe_out_s(self) -> float:
-        """T_f, mean seconds of training until a wipe-out of shards or of state partitions, taken as independent.
-
-        A copy counts one step after it is made, as in `planner.partition_redundancy`.
+        """T_f, mean seconds of training until a wipe-out of shards or of state partitions, taken as independent. A copy
+        counts one step after it is made, as in `planner.partition_redundancy`.
         """
         shards_s = self._time_to_lost_shards_s()
         if not self.slice_redundancy:
@@ -196,7 +195,6 @@ class Scenario:
 
     def mean_absence_s(self) -> float | None:
         """Mean seconds from a loss until the group can be admitted; None if hardware is never repaired.
-
         `planner.readmission.hardware_wait_s`, at the rate of losses with all groups up, plus the state transfer.
         """
         repair_s = self.failures.mean_repair_s(self.repair_s)

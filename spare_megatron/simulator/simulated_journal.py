@@ -42,7 +42,6 @@ class _Recovery:
 
 class SimulatedJournal:
     """Writes lines at virtual times. Parameters, losses and gradients are not simulated: their fields are constant.
-
     Contributions and lost groups carry the times at which they happened, so lines are not in time order.
     """
 

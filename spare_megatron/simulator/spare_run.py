@@ -41,11 +41,7 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 
 
 class Copies:
-    """Copies of state partitions in progress; a receiver makes its copies one after another.
-
-    Args:
-        copy_s: Seconds per copy; None if none is ever made.
-    """
+    """Copies of state partitions in progress, one after another per receiver, in `copy_s` each; None: never any."""
 
     def __init__(self, copy_s: float | None) -> None:
         self._copy_s = inf if copy_s is None else copy_s
@@ -76,11 +72,7 @@ Clock = Callable[[], float]
 
 
 class SpareRun:
-    """Executes the controller's actions; holds no policy.
-
-    Attributes:
-        decision_s: Seconds spent in the controller, by `clock`.
-    """
+    """Executes the controller's actions; holds no policy. `decision_s`: seconds spent in the controller, by `clock`."""
 
     def __init__(self, world: World, journal: SimulatedJournal | None, clock: Clock | None) -> None:
         scenario = world.scenario

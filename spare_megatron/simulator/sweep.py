@@ -1,7 +1,5 @@
-"""Plans, resumes and summarizes sweeps of simulations.
-
-A case is one scenario with one seed. Its digest identifies it in a file of results, so that an interrupted sweep
-resumes and never takes over results of other scenarios or other code.
+"""Plans, resumes and summarizes sweeps of simulations. A case is one scenario with one seed; its digest, which covers
+the code, identifies it in a file of results, so that results of other scenarios or code are never taken over.
 """
 
 import hashlib
@@ -68,7 +66,6 @@ class CaseResult:
     """The result of one simulation. Further attributes are those of its scenario and of `world.Result`.
 
     Attributes:
-        digest: That of its case.
         redundancy: 1 for checkpoint_only.
         terms: What each cause adds to the ratio, which is 1 without losses and saves.
         wall_s: Real seconds of the simulation.
@@ -119,7 +116,6 @@ class Figures:
     """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`.
 
     Attributes:
-        seeds: The number of seeds.
         terms: What each cause adds to the ratio on average; their sum is the ratio - 1.
         wall_s: Real seconds of all simulations together, as is decision_s.
     """
@@ -228,9 +224,7 @@ def _decode(line: str, number: int) -> CaseResult:
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """Mean and confidence of independent samples.
-
-    half width = t(0.975, n - 1) s / sqrt(n), s the sample standard deviation.
+    """Mean and confidence of independent samples: half width t(0.975, n - 1) s / sqrt(n), s the standard deviation.
 
     >>> round(estimate([1.0, 2.0, 3.0]).ci95 or 0.0, 4)
     2.4841

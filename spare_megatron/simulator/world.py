@@ -32,11 +32,7 @@ processors; rebuild is what reducing again takes beyond reduce_s.
 
 
 class Ledger:
-    """Accounts virtual time by cause; a restart turns unsaved time into rework.
-
-    Attributes:
-        now_s: Virtual time.
-    """
+    """Accounts virtual time by cause; a restart turns unsaved time into rework. `now_s`: virtual time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -97,7 +93,6 @@ class Result:
         losses: Groups lost, counting each loss.
         save_cadence_s: Planned seconds between saves.
         mean_down: Mean number of groups down, over the time outside restarts.
-        max_down: The most groups down at a time.
         terms: Seconds by cause, which add up to `end_s`. Rework is all time between the last save and a wipe-out, for
             any cause; the other terms count only what was kept.
         decision_s: Real seconds spent in the controller; 0 without a clock.
@@ -137,11 +132,8 @@ class Result:
 
 class World:
     """Virtual time and the groups of one run. `process` says when groups are lost; None takes the scenario's.
-
-    Attributes:
-        lost_at_s: Group -> when it was last lost.
-        num_state_wipe_outs: Wipe-outs of state partitions.
-        fenced_at_s: When the survivors learned of the last loss that they agreed on.
+    `num_state_wipe_outs`: wipe-outs of state partitions. `fenced_at_s`: when the survivors learned of the last loss
+    that they agreed on.
     """
 
     def __init__(self, scenario: Scenario, seed: int, process: FailureProcess | None = None) -> None:
@@ -198,7 +190,6 @@ class World:
         return [group for loss in self.fleet.lose_until(self.now_s) for group in self._noted(loss)]
 
     def _noted(self, loss: Loss) -> tuple[GroupId, ...]:
-        """Records when these groups were lost, and returns them."""
         if loss.groups:
             self._last_loss_s = loss.at_s
             self.lost_at_s |= dict.fromkeys(loss.groups, loss.at_s)

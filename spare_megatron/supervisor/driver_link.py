@@ -23,11 +23,9 @@ class Stopped(Exception):
 
 
 class DriverLink:
-    """The connection. A thread sends, so that the supervisor never waits for a driver that does not read.
-
-    Args:
-        is_needed: The node ends when the driver is gone; otherwise it goes on alone.
-        listener: Called with every report, even if the driver is gone.
+    """The connection. A thread sends, so that the supervisor never waits for a driver that does not read. `is_needed`:
+    the node ends when the driver is gone; otherwise it goes on alone. `listener` gets every report, even if the driver
+    is gone.
     """
 
     def __init__(
@@ -56,11 +54,7 @@ class DriverLink:
         return [] if self._connection is None else [self._connection]
 
     def report(self, report: NodeReport) -> None:
-        """Queues a report for the driver, if there is one.
-
-        Raises:
-            Stopped: A driver that is needed has left too many reports unread.
-        """
+        """Queues a report for the driver, if any. Stopped: a needed driver leaves too many reports unread."""
         self._listener(report)
         if self._connection is None or self._failure is not None:  # `next_order` will find its last order, or its end
             return
@@ -74,11 +68,7 @@ class DriverLink:
             self._sender.start()
 
     def next_order(self) -> GoOn | EndEarly | None:
-        """Receives an order. Returns None if there is none because the driver is gone.
-
-        Raises:
-            Stopped: The node is to end.
-        """
+        """Receives an order. Returns None if there is none because the driver is gone. Stopped: the node is to end."""
         if self._connection is None:
             return None
         try:
@@ -91,14 +81,9 @@ class DriverLink:
         return order
 
     def close(self, last: NodeReport) -> None:
-        """Sends the last report and waits until the driver has taken it.
-
-        A needed driver is on this machine. It may be suspended and resumed at any time, and its end breaks the
-        connection, so the wait for it to read has no limit. Another one has `last_word_s` and must acknowledge the
-        report, because the process that represents it here may outlive it for a moment.
-
-        Raises:
-            Stopped: A driver that is needed is gone.
+        """Sends the last report and waits until the driver has taken it. The wait has no limit for a needed driver,
+        which is on this machine: it may be suspended, and its end breaks the connection. Another one must acknowledge
+        within `last_word_s`: its process here may outlive it. Stopped: a needed driver is gone.
         """
         self.report(last)
         if self._connection is None or self._sender is None:

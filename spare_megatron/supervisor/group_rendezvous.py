@@ -1,8 +1,7 @@
-"""Keeps the parts of a group on several nodes together: one fence ends them all, and all start together.
-
-Each supervisor decides on its own part as on a whole group, and publishes in the control store that an incarnation is
-fenced (`keys.part_fenced`: entry, rank, cause) and that its node is ready for the next one (`keys.part_ready`:
-incarnation of the supervisor). No node leads: each starts its part when it finds all of them ready.
+"""Keeps the parts of a group on several nodes together: one fence ends them all, and all start together. Each
+supervisor publishes in the control store that an incarnation of its part is fenced (`keys.part_fenced`: entry, rank,
+cause) and that its node is ready for the next (`keys.part_ready`). No node leads: each starts its part when all are
+ready.
 """
 
 import json
@@ -38,10 +37,7 @@ class PartFenced:
 
 
 class GroupRendezvous:
-    """One node's parts of the groups that span nodes; events go to `on_event`. For the thread that calls the store.
-
-    `incarnation` is that of this supervisor.
-    """
+    """One node's parts of the groups that span nodes; events go to `on_event`. For the thread that calls the store."""
 
     def __init__(
         self,
@@ -134,10 +130,8 @@ def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Memb
 
 
 def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> Iterator[LossRecord]:
-    """Fences the groups that have ranks on the node and marks them as not awaited at the start, one with each record.
-
-    Yields:
-        The loss of each group, which is fenced when its record is requested.
+    """Fences the groups that have ranks on the node and marks them as not awaited at the start. Yields the loss of each
+    group, which is fenced when its record is requested.
     """
     log = DecisionLog(store)
     for member in present_members(store, layout.groups_on(node)):

@@ -27,10 +27,7 @@ def supervise(spec: NodeSpec, driver: Connection) -> None:
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> bool:
-    """Supervises a node to its end. Returns whether the run has ended without a driver.
-
-    A thread may still be waiting for the store.
-    """
+    """Supervises a node to its end. Returns whether the run has ended without a driver."""
     log_to_file(spec.run_dir, spec.name)
     supervisor = Supervisor(spec, driver)
     end_signal.listen(supervisor.ask_to_end)
@@ -41,13 +38,9 @@ def look_after(spec: NodeSpec, driver: Connection) -> bool:
 
 
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
-    """Supervises a node for a driver on another machine.
-
-    Returns:
-        How the run has ended, if the driver is lost and the nodes have to conclude the run; else None.
-
-    Raises:
-        ValueError: The node is not awaited, its code is not the driver's, or it cannot use the control store.
+    """Supervises a node for a driver on another machine. Returns how the run has ended if the driver is lost and the
+    nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is not the driver's, or it
+    cannot use the control store.
     """
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)

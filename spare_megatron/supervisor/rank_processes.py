@@ -78,7 +78,6 @@ class Spares:
             end_child(self._waiting.pop().child)
 
     def _drop_dead(self) -> None:
-        """Drops the spares that have died."""
         for process in [process for process in self._waiting if not process.child.process.is_alive()]:
             end_child(process.child)
             self._waiting.remove(process)
@@ -92,10 +91,8 @@ def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, supervisor_pid: in
 
 
 def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoReturn:
-    """Runs the rank, its imports included, reports an exception and ends the process.
-
-    Skips destructors: those of abandoned communicators would wait for transfers that cannot end. Until then the
-    exception keeps the communicators alive.
+    """Runs the rank, imports included, reports an exception and ends the process, without destructors: those of
+    abandoned communicators, which the exception keeps alive, would wait for transfers that cannot end.
     """
     try:
         log_to_file(spec.run_dir, spec.name)
@@ -117,10 +114,8 @@ class RankProcesses:
     """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation.
 
     Attributes:
-        snapshot_server: Server of the node's snapshots; None if none are taken.
         pipes: Pipe of reports -> rank that writes it.
         sentinels: Sentinel that becomes ready when a process ends -> its rank.
-        exits: Exit code of each rank's last process.
         foreign: Groups last started by a lost supervisor, in an incarnation that is not known yet.
     """
 
@@ -153,7 +148,6 @@ class RankProcesses:
 
     def start_again(self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool) -> int:
         """Starts the next incarnation of the group's ranks on this node, in place of its former processes.
-
         `wiped_out_at_s` is the monotonic time of the wipe-out that caused the restart, if one did. With `takes_spares`,
         spares become ranks as far as there are any; returns how many do.
         """
@@ -265,10 +259,8 @@ class RankProcesses:
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
     def reap(self, sentinels: Sequence[int]) -> list[RankKey]:
-        """Reaps the processes with these ready sentinels, records their exit codes and drops the sentinels.
-
-        Returns:
-            Their ranks. Those that ended because they lost a peer come last, so that the cause of a loss comes first.
+        """Reaps the processes with these ready sentinels, records their exit codes and drops the sentinels. Returns
+        their ranks; those that ended because they lost a peer come last, so that the cause of a loss comes first.
         """
         ended = [self.sentinels.pop(sentinel) for sentinel in sentinels]
         for key in ended:

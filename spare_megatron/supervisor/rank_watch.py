@@ -13,11 +13,8 @@ _QUIET_INTERVALS = 10.0
 
 
 class RankWatch:
-    """A failure detector for each watched rank.
-
-    Args:
-        group_timeout_s: Longest wait of a rank for others of its group.
-        load_timeout_s: Longest time for a rank to read a checkpoint.
+    """A failure detector for each watched rank. `group_timeout_s`: longest wait of a rank for others of its group.
+    `load_timeout_s`: longest time for a rank to read a checkpoint.
     """
 
     def __init__(self, ranks: RankProcesses, interval_s: float, group_timeout_s: float, load_timeout_s: float) -> None:
@@ -52,11 +49,8 @@ class RankWatch:
         self._detectors = {key: self._new_detector() for key in self._detectors}
 
     def find_lost(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
-        """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause.
-
-        Args:
-            now_s: Monotonic time.
-            known: Groups that are lost already. The caller adds each group that it receives.
+        """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause. `known` has
+        the groups that are lost already; the caller adds each group that it receives. `now_s` is monotonic.
         """
         pulses = {key: self._ranks.pulse(key) for key in self._detectors}
         self._add_starvation(pulses)

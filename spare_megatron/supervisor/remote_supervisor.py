@@ -1,6 +1,5 @@
-"""Represents a supervisor on another machine to the driver: launches it, relays messages, and replaces it if lost.
-
-Runs as a process on the driver's machine, one per remote node.
+"""Represents a supervisor on another machine to the driver: launches it, relays messages, and replaces it if lost. Runs
+as a process on the driver's machine, one per remote node.
 """
 
 import contextlib
@@ -161,11 +160,7 @@ class _RemoteSupervisor:
         return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
     def _launch(self) -> subprocess.Popen[bytes] | None:
-        """Launches a supervisor; None if that is not possible now.
-
-        Raises:
-            OSError, ValueError: The first one cannot be started. Later ones are retried.
-        """
+        """Launches a supervisor; None if not possible now. OSError, ValueError: the first one cannot start."""
         spec = self._spec
         try:
             return self._launcher.start(spec.run_dir, spec.node, self._incarnation)
@@ -207,7 +202,6 @@ class _RemoteSupervisor:
         raise _Over
 
     def _relay_order(self, supervisor: Connection | None) -> None:
-        """Relays an order of the driver, if there is a supervisor."""
         try:
             order: DriverOrder = self._driver.recv()
         except (EOFError, OSError):

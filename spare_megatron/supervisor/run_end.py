@@ -49,11 +49,7 @@ def write_end(spec: NodeSpec, exits: Mapping[RankKey, int], lost: Collection[Gro
 
 
 def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: float) -> None:
-    """Returns when every other supervisor has ended or is silent.
-
-    Raises:
-        StoreLost: The store does not answer.
-    """
+    """Returns when every other supervisor has ended or is silent. StoreLost: the store does not answer."""
     others = [other for other in range(num_nodes) if other != node]
     last: dict[int, tuple[str | None, float]] = {}
     while others:

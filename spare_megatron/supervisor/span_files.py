@@ -29,10 +29,7 @@ class _Kept:
 
 
 class Timeline:
-    """Writes the spans of a window around each event into the run's directory.
-
-    Ranks write to shared memory only; this process reads it, also after a rank has died.
-    """
+    """Writes the spans around each event, also of dead ranks: they write to memory shared with this process."""
 
     def __init__(self, spec: NodeSpec, ranks: RankProcesses) -> None:
         layout = spec.config.layout
@@ -88,7 +85,6 @@ class Timeline:
         self._due_at = None
 
     def _unfinished(self, key: RankKey) -> Span:
-        """The operation that the rank did not finish."""
         pulse = self._ranks.pulse(key)
         began_s = pulse.progress_at_s
         return Span(name=f"lost in {pulse.operation}", step=pulse.step, began_s=began_s, ended_s=time.monotonic())

@@ -1,6 +1,5 @@
-"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes.
-
-The supervisor's main thread has to go on reaping while the store does not answer, so it never calls the store.
+"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes. The supervisor's
+main thread has to go on reaping while the store does not answer, so it never calls the store.
 """
 
 import math
@@ -72,11 +71,8 @@ class FenceWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent:
-    """A watched node has stopped beating.
-
-    Attributes:
-        members: Its groups, in the incarnations lost with it: a replacement supervisor may start the next ones at any
-            time.
+    """A watched node has stopped beating. `members`: its groups, in the incarnations lost with it: a replacement
+    supervisor may start the next ones at any time.
     """
 
     node: int
@@ -114,11 +110,8 @@ class _Ready:
 
 
 class StoreLink:
-    """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`.
-
-    Args:
-        connect: Opens the store, in the thread.
-        incarnation: Incarnation of this supervisor; None if no other may take its place.
+    """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`. `connect` opens the store, in
+    the thread. `incarnation` is that of this supervisor; None if no other may take its place.
     """
 
     def __init__(
@@ -303,10 +296,8 @@ class StoreLink:
 
 
 class StoreWatch:
-    """Judges for how long the store has not answered: away after `interval_s`, given up after `limit_s`.
-
-    Attributes:
-        failure: Why it is given up; empty while it is not.
+    """Judges how long the store has not answered: away after `interval_s`, given up after `limit_s`, with `failure`
+    why.
     """
 
     def __init__(self, node: int, link: StoreLink, interval_s: float, limit_s: float) -> None:

@@ -65,9 +65,8 @@ class _Failed(Exception):
 
 
 class Supervisor:
-    """One node's event loop: turns reports, exits, timers and store events into fences and restarts.
-
-    Runs in the main thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `close`.
+    """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
+    thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `close`.
     """
 
     def __init__(self, spec: NodeSpec, driver: Connection) -> None:
@@ -247,7 +246,6 @@ class Supervisor:
             self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
 
     def _receive_all_reports(self, group: GroupId) -> None:
-        """Handles all reports that the group's ranks have sent so far."""
         for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
             while pipe.poll() and self._receive_report(pipe):
                 pass

@@ -21,11 +21,7 @@ def this_job() -> JobId:
 
 
 def nodes_of(job_id: JobId) -> tuple[str, ...]:
-    """Names of the job's present nodes. Lost nodes leave the job, but not its environment variables.
-
-    Raises:
-        ValueError: Slurm cannot be asked, or the job has no nodes.
-    """
+    """Names of the job's present nodes, without lost ones. ValueError: Slurm cannot be asked, or there are none."""
     names = job_fields(job_id).get("NodeList", "(null)")
     if names in ("", "(null)"):
         raise ValueError(f"job {job_id} has no nodes: it has ended")
@@ -33,11 +29,7 @@ def nodes_of(job_id: JobId) -> tuple[str, ...]:
 
 
 def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the job's nodes in the order of the run, spare nodes last. `racks` maps nodes to racks, if known.
-
-    Raises:
-        ValueError: They are too few for the run.
-    """
+    """Names of the job's nodes in the order of the run, by rack if known, spares last. ValueError: they are too few."""
     names, num_nodes = nodes_of(job_id), config.cluster.num_nodes
     if len(names) < num_nodes:
         raise ValueError(
@@ -54,9 +46,8 @@ def address_of(name: str) -> str:
 
 
 def choose_node(present: Sequence[str], taken: Collection[str], last: str) -> str | None:
-    """The node for a supervisor that is started again; None while there is none.
-
-    Prefers another node than the last one, which may be faulty or lost without anyone having noticed yet.
+    """The node for a supervisor that is started again; None while there is none. Prefers another node than the last
+    one, which may be faulty or lost without anyone having noticed yet.
 
     >>> choose_node(["n1", "n2", "n3"], taken={"n1"}, last="n2")
     'n3'

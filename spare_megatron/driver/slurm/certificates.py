@@ -47,11 +47,7 @@ class Certificates:
 
 
 def issue(folder: Path, addresses: Iterable[str]) -> Certificates:
-    """Issues new certificates for members at these IP addresses or names, signed by an authority of their own.
-
-    Raises:
-        ValueError: The folder exists, or cannot be created or written.
-    """
+    """Issues certificates for members at these addresses or names. ValueError: the folder exists or is not writable."""
     files = Certificates(
         authority=folder / "ca.pem",
         member=folder / "member.pem",

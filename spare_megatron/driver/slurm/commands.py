@@ -31,11 +31,8 @@ class Unanswered(ValueError):
 
 
 def submit(script: Path) -> int:
-    """Submits the script with sbatch. Returns the number of the job, or of the array.
-
-    Raises:
-        ValueError: sbatch is missing or rejects the script.
-        Unanswered: The script may have been accepted.
+    """Submits the script with sbatch. Returns the number of the job, or of the array. ValueError: sbatch is missing or
+    rejects the script. Unanswered: the script may have been accepted.
     """
     printed = call("sbatch", "--parsable", str(script))
     numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
@@ -45,10 +42,7 @@ def submit(script: Path) -> int:
 
 
 def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
-    """Records in a job's folder which job it belongs to.
-
-    Of an array, `tasks` maps the folder of each task to the setting that distinguishes it.
-    """
+    """Records in a job's folder which job it is, and for an array, which setting each task's folder has (`tasks`)."""
     text = {"job_id": job_id} if tasks is None else {"job_id": job_id, "tasks": tasks}
     (folder / JOB_FILE).write_text(json.dumps(text) + "\n")
 
@@ -74,10 +68,7 @@ def _noted(folder: Path) -> Mapping[str, Any]:
 
 
 def own_job() -> JobId | None:
-    """The job that this process belongs to, if any.
-
-    A job of an array is named ARRAY_TASK, because one of them has the number of the whole array.
-    """
+    """The job of this process, if any; ARRAY_TASK in an array, one of whose jobs has the number of the whole."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if array.isdigit() and task.isdigit():
         return f"{array}_{task}"
@@ -100,12 +91,8 @@ def cancel(job_id: JobId) -> None:
 
 
 def wait_for(job_ids: Collection[JobId], *, poll_s: float = 2.0, silence_s: float = 300.0) -> int:
-    """Waits until all jobs have ended, requeues included. Returns the highest exit code of their scripts.
-
-    Polls all jobs in turn, because Slurm soon forgets one that has ended, and bears `silence_s` without an answer.
-
-    Raises:
-        ValueError: Slurm has not answered for minutes, or has forgotten how a job ended.
+    """Waits until all jobs have ended, requeues included; returns the highest exit code. Polls all, because Slurm soon
+    forgets ended jobs. ValueError: Slurm is silent for `silence_s`, or has forgotten how a job ended.
     """
     codes: dict[JobId, int] = {}
     heard_s = dict.fromkeys(job_ids, time.monotonic())
@@ -134,11 +121,8 @@ def require(command: str, advice: str = "run this on a login node of a Slurm clu
 
 
 def call(command: str, *arguments: str) -> str:
-    """Runs a command and returns its output.
-
-    Raises:
-        ValueError: The command is missing or fails.
-        Unanswered: It does not return in time, or fails without an answer of slurmctld.
+    """Runs a command and returns its output. ValueError: the command is missing or fails. Unanswered: it does not
+    return in time, or fails without an answer of slurmctld.
     """
     require(command)
     try:

@@ -1,6 +1,5 @@
-"""Runs an etcd on the job's nodes, for a run without one of its own. Three members tolerate the loss of one.
-
-Members and clients authenticate by certificates of the job; all others are refused.
+"""Runs an etcd on the job's nodes, for a run without one of its own. Three members tolerate the loss of one. Members
+and clients authenticate by certificates of the job; all others are refused.
 """
 
 import dataclasses
@@ -45,10 +44,9 @@ pid=$!
 while kill -0 "$pid"; do wait; done 2>/dev/null # is interrupted by a signal
 rm -rf "$data"
 """
-"""Runs etcd and removes its data, which are of no use after the job.
-
-Ignores USR1, which ends training early. srun passes USR2 on, and Slurm itself sends TERM when the job is cancelled or
-out of time."""
+"""Runs etcd and removes its data, which are of no use after the job. Ignores USR1, which ends training early. srun
+passes USR2 on, and Slurm itself sends TERM when the job is cancelled or out of time.
+"""
 
 
 def member_commands(
@@ -102,13 +100,10 @@ def endpoints_of(addresses: Sequence[str], first_port: int) -> tuple[str, ...]:
 def etcd_of_the_job(
     nodes: Sequence[str], control: ControlConfig, first_port: int, token: str, folder: Path
 ) -> Iterator[ControlConfig]:
-    """Runs an etcd on the first of these nodes within the block: three members, or one on fewer nodes.
-
-    Yields `control`, which has no endpoints, with the settings that reach it. `first_port` and `token` are as for
-    `member_commands`; `folder` takes certificates and output, must not exist, and all nodes share it.
-
-    Raises:
-        ValueError: It did not come up.
+    """Runs an etcd on the first of these nodes within the block: three members, or one on fewer nodes. Yields
+    `control`, which has no endpoints, with the settings that reach it. `first_port` and `token` are as for
+    `member_commands`; `folder` takes certificates and output, must not exist, and all nodes share it. ValueError: it
+    did not come up.
     """
     require("etcd", "install it on the nodes, add its folder in slurm.setup, or name an etcd in control.endpoints")
     names = nodes[: num_etcd_members(len(nodes))]

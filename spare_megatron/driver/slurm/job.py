@@ -21,13 +21,9 @@ def task_folders(num_tasks: int) -> list[str]:
 
 
 def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python: Path, num_tasks: int = 0) -> str:
-    """The script for sbatch, readable and complete. Requires `cluster.launcher` to be srun.
-
-    All nodes share `folder`, the job's own, and have `python`; relative paths of the configuration start from
-    `working_folder`. Both folders are absolute. `num_tasks` is the size of an array; 0 for a single job.
-
-    Raises:
-        ValueError: A path has characters that neither sbatch nor a shell takes literally.
+    """The script for sbatch. Requires `cluster.launcher` to be srun, and `folder` and `python` on all nodes; relative
+    paths of the configuration start from `working_folder`. Both folders are absolute. `num_tasks`: size of an array, 0
+    for a single job. ValueError: a path has characters that sbatch or a shell does not take literally.
     """
     for what, path in (("the run's directory", folder), ("the working directory", working_folder), ("Python", python)):
         if not _SHELL_SAFE.fullmatch(str(path)):

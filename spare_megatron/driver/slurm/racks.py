@@ -1,7 +1,5 @@
-"""Orders a job's nodes by rack, according to Slurm's topology.
-
-Groups that are lost together with a rack or block form a domain of `spare.groups_per_domain` groups, no two of which
-host the same shard. Groups use consecutive nodes, so the nodes of a domain should be those of one rack.
+"""Orders a job's nodes by rack, according to Slurm's topology. Groups use consecutive nodes, so that a domain of
+`spare.groups_per_domain` groups, no two of which host the same shard, is in one rack if possible.
 """
 
 import itertools
@@ -35,10 +33,9 @@ def nodes_per_domain(spare: SpareConfig, layout: Layout) -> int:
 
 
 def order_by_rack(names: Sequence[str], racks: Mapping[str, str], num_nodes: int, domain_nodes: int) -> tuple[str, ...]:
-    """Orders the nodes of a job for a run, spare nodes last. A node that is not in `racks` has a rack of its own.
-
-    Each domain gets nodes of one rack, and of one without another domain while there are such racks. Domains in one
-    rack are adjacent. Domains that fit into no rack take the remaining nodes, first those of racks with the most.
+    """Orders the nodes of a job for a run, spare nodes last. A node that is not in `racks` has a rack of its own. Each
+    domain gets nodes of one rack, and of one without another domain while there are such racks. Domains in one rack are
+    adjacent. Domains that fit into no rack take the remaining nodes, first those of racks with the most.
 
     >>> names = ["a1", "b1", "a2", "b2", "b3"]
     >>> order_by_rack(names, {name: name[0] for name in names}, 4, 2)

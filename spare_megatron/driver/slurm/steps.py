@@ -14,10 +14,8 @@ from spare_megatron.driver.slurm.commands import JobId, call, cancel, own_job
 
 
 def end_orphaned_job(*, wants_more: bool) -> None:
-    """Ends the job of this step, whose batch script was lost with its node. Leaves all other jobs alone.
-
-    Requeues it if steps are left that another attempt may commit (`wants_more`) and requeues are left, else cancels it.
-    Every remaining node calls this; only the first call has an effect.
+    """Ends the job of this step, whose batch script was lost with its node; every remaining node calls this, the first
+    has an effect. Requeues it if steps (`wants_more`) and requeues are left, else cancels it.
     """
     job_id, requeues = own_job(), os.environ.get("SPARE_REQUEUES", "")
     if job_id is None or not requeues.isdigit():  # only the script of `spare submit` says how often
@@ -28,10 +26,7 @@ def end_orphaned_job(*, wants_more: bool) -> None:
 
 
 def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
-    """The srun command that runs once, on this node of the job.
-
-    The step shares the node with others of the job, may use all of it, and survives the loss of other nodes.
-    """
+    """The srun command that runs once on this node, beside other steps, and survives the loss of other nodes."""
     options = (
         "--nodes=1",
         "--ntasks=1",
@@ -55,11 +50,8 @@ def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> t
 
 @dataclass(slots=True)
 class SrunLauncher:
-    """Starts the supervisors of one run as steps of its job.
-
-    Attributes:
-        job_id: The job that the driver belongs to.
-        nodes: The Slurm nodes that the run begins on, in the order of its own.
+    """Starts the supervisors of one run as steps of its job. `job_id`: the job that the driver belongs to. `nodes`: the
+    Slurm nodes that the run begins on, in the order of its own.
     """
 
     job_id: JobId

@@ -85,22 +85,13 @@ class _Gated:
 
 
 class _Hanging:
-    """A sink that takes one step for ever, as a service that does not answer."""
+    """A sink that never finishes a step, like a service that does not answer."""
 
-    def write(self, values: Mapping[str, Value]) -> None:  # noqa: ARG002  (as all sinks are told)
+    def write(self, values: Mapping[str, Value]) -> None:  # noqa: ARG002  (the interface of all sinks)
         threading.Event().wait()
 
     def close(self) -> None:
-        """Never asked to."""
-
-
-class _LeftBehind(DetachedSink):
-    """Told of the end as the others are, after the steps that are measured, and not waited for as long."""
-
-    def close(self) -> None:
-        patience_s, metric_sinks.CLOSE_TIMEOUT_S = metric_sinks.CLOSE_TIMEOUT_S, 1.0
-        super().close()
-        metric_sinks.CLOSE_TIMEOUT_S = patience_s
+        """Never called: the sink hangs before."""
 
 
 def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
@@ -122,7 +113,7 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
     def open_all(*arguments: Any) -> list[MetricsSink]:
         sinks = open_sinks(*arguments)
         if hangs:
-            sinks.append(_LeftBehind("hanging", _Hanging, left_behind.append))
+            sinks.append(DetachedSink("hanging", _Hanging, left_behind.append, close_timeout_s=1.0))
         return [_Gated(sink) for sink in sinks]
 
     vars(run)["open_sinks"] = open_all
@@ -130,7 +121,10 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         began_s = time.monotonic()
-        summary = run.start_run(config, folder, lost.append, rank_main=run_gated_rank)
+        try:
+            summary = run.start_run(config, folder, lost.append, rank_main=run_gated_rank)
+        finally:
+            vars(run)["open_sinks"] = open_sinks
         wall_s = time.monotonic() - began_s
         assert summary.verdict == "valid", summary.reasons
         assert not [event for event in lost if isinstance(event, MetricsLost)], "a sink is missing in the figures"

@@ -39,7 +39,6 @@ from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.observe import metrics as metric_sinks
 from spare_megatron.observe.metrics import DetachedSink, MetricsSink, Value
 from spare_megatron.process import span_ring
 from spare_megatron.process.reports import MetricsLost, StepCommitted
@@ -111,7 +110,7 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
     left_behind: list[str] = []
 
     def open_all(*arguments: Any) -> list[MetricsSink]:
-        sinks = open_sinks(*arguments)
+        sinks = open_sinks(*arguments, rest_s=0.0)  # the blocks make the lots
         if hangs:
             sinks.append(DetachedSink("hanging", _Hanging, left_behind.append, close_timeout_s=1.0))
         return [_Gated(sink) for sink in sinks]
@@ -166,7 +165,7 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     process = psutil.Process()
     lost: list[object] = []
     with tempfile.TemporaryDirectory() as scratch:
-        sinks = open_sinks(config, Path(scratch), lost.append)
+        sinks = open_sinks(config, Path(scratch), lost.append, rest_s=0.0)
         telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), sinks)
         began_s, before, spent_before_s = time.monotonic(), 0, 0.0
         for step in range(num_steps):
@@ -227,7 +226,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ["WANDB_MODE"] = "offline"
-    metric_sinks.REST_S = 0.0  # lots are made here
     there = [name for name in SINKS if find_spec(name) is not None]
     wanted = {"tensorboard": "metrics.tensorboard=true", "wandb": 'metrics.wandb_project="telemetry"'}
     overrides = [

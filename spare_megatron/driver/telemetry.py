@@ -14,7 +14,15 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.journal.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RunRecord
-from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, TensorBoardSink, Value, WandbSink
+from spare_megatron.observe.metrics import (
+    REST_S,
+    DetachedSink,
+    JsonlSink,
+    MetricsSink,
+    TensorBoardSink,
+    Value,
+    WandbSink,
+)
 from spare_megatron.process.processes import report_held
 from spare_megatron.process.reports import (
     GroupLost,
@@ -102,8 +110,13 @@ _NOT_UPLOADED = ("slurm", "control")
 
 
 def open_sinks(
-    config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[MetricsLost | RecordsHeld], None],
+    *,
+    rest_s: float = REST_S,
 ) -> list[MetricsSink]:
+    """Opens the sinks that the configuration asks for; `rest_s` is that of `DetachedSink`."""
     metrics = config.metrics
 
     def failed(reason: str) -> None:
@@ -120,9 +133,9 @@ def open_sinks(
 
     sinks: list[MetricsSink] = [JsonlSink(run_dir, report_held(on_event))]
     if metrics.tensorboard:
-        sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed))
+        sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed, rest_s=rest_s))
     if metrics.wandb_project:
-        sinks.append(DetachedSink("Weights & Biases", open_wandb, failed))
+        sinks.append(DetachedSink("Weights & Biases", open_wandb, failed, rest_s=rest_s))
     return sinks
 
 

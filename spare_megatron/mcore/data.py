@@ -36,10 +36,8 @@ class _Vocabulary:
 def prepare_index(config: RunConfig) -> Path:
     """Builds the sample index unless it exists, and returns its folder; removes indices unused for long.
 
-    Call it in one process before the ranks start: they only load the index.
-
-    Raises:
-        ValueError: The corpus is missing or too short, or the index cannot be written or is too large.
+    Call it in one process before the ranks start: they only load the index. Raises ValueError if the corpus is missing
+    or too short, or the index cannot be written or is too large.
     """
     folder = index_folder(config)
     if not folder.is_dir():
@@ -96,10 +94,7 @@ class Corpus:
         return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
 
     def digest(self) -> str:
-        """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
-
-        Raises ValueError if one of them cannot be read.
-        """
+        """SHA-256 (hex) over each shard's first and last microbatch. Raises ValueError if one cannot be read."""
         digest = sha256()
         for step, index in ((0, 0), (self._num_steps - 1, self._microbatches_per_shard - 1)):
             for shard in range(self._num_shards):
@@ -122,10 +117,7 @@ class Corpus:
 
 
 def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
-    """Megatron's dataset over the corpus; builds the index if the folder has none.
-
-    Avoids BlendedMegatronDatasetBuilder, whose `build` makes the ranks wait for each other.
-    """
+    """The dataset over the corpus, without BlendedMegatronDatasetBuilder, whose `build` synchronizes the ranks."""
     prefix = Path(config.data.corpus).absolute()
     dataset_config = GPTDatasetConfig(
         random_seed=config.train.seed,

@@ -1,7 +1,6 @@
 """The flat gradient space of a rank: Megatron's gradient buffers one after the other, last chunk first.
 
-Megatron lays out a buffer from the last parameter to the first, so the space roughly follows the order in which a
-backward pass finishes its gradients. Buckets are ranges of this space.
+It roughly follows the order in which a backward pass finishes gradients. Buckets are ranges of this space.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,12 +64,9 @@ def size_of(of: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A contiguous range of a bucket.
+    """A contiguous `place` in a bucket, with the gradients of state partition `number`; None if every group needs them.
 
-    Attributes:
-        number: The state partition of these gradients; None if every group needs them.
-        place: The range in the bucket.
-        counted: The ranges within it that Megatron counts for the norm; empty if every group needs them.
+    `counted` are the ranges within it that Megatron counts for the norm; empty if every group needs them.
     """
 
     number: PartitionId | None

@@ -1,9 +1,8 @@
 """Gradient, loss and microbatch sums of one step, bucket by bucket of a rank's flat gradient space.
 
-They start as local sums over this group's microbatches and stay unscaled sums over tokens until the commit. Each bucket
-is reduced in a staging buffer, so that its local sum survives a failed attempt; once all groups hold the sum over
-groups, it replaces the local sum. The last two elements of a staged bucket are its number of microbatches and, in the
-last bucket, the loss, because a group that is lost after the reduction cannot report them otherwise.
+Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
+local sum survives a failed attempt. The last two elements of a staged bucket are its number of microbatches and, in the
+last bucket, the loss: a group that is lost after the reduction cannot report them otherwise.
 """
 
 import math
@@ -66,10 +65,7 @@ class GradientSums(Protocol):
         """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
 
     def norm(self, bucket: int) -> float:
-        """L2 norm of a bucket's local gradient sums. Waits for the device.
-
-        Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
-        """
+        """L2 norm of local sums; not finite if a gradient or the loss is not or overflows. Waits for the device."""
 
     def on_summed(self, bucket: int, staging: Tensor) -> None:
         """Stores the count and loss of a staged bucket whose sum over groups is complete."""
@@ -219,9 +215,8 @@ class FixedPoint:
 def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
     """The finest fixed point in which the sum over a global batch cannot overflow.
 
-    With T the tokens of a microbatch and B the microbatches of a global batch, each rounded up to a power of two,
-    a microbatch may reach T x 2^12 in an element, and B of those must stay within 2^62 after scaling:
-    scale = 2^62 / (B x T x 2^12). All are powers of two, so that scaling is exact and only the rounding is not.
+    With T tokens in a microbatch and B microbatches in a global batch, each rounded up to 2^k, a microbatch may
+    reach T x 2^12 in an element, so scale = 2^62 / (B x T x 2^12). Scaling is exact; only the rounding is not.
 
     >>> fixed_point(128, 16).scale == 2.0**39
     True
@@ -232,11 +227,7 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
 
 
 class FixedPointSums(_Staged):
-    """Integer sums, each gradient of each microbatch rounded once; bitwise independent of where and when it is
-    computed.
-
-    A hook catches each microbatch's gradient before Megatron adds it to its buffer.
-    """
+    """Integer sums, each microbatch's gradient rounded once; independent of where and when it is computed."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, fixed: FixedPoint) -> None:
         self._chunks = chunks
@@ -325,7 +316,6 @@ class FixedPointSums(_Staged):
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
-    """The parts of Megatron's buffers that make up a bucket, each with its place in the staged bucket."""
     pieces = []
     for segment in of:
         start, stop = max(segment.start, bucket.start), min(segment.stop, bucket.stop)

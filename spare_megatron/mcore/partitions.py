@@ -1,8 +1,7 @@
 """How a rank's parameters are cut into state partitions, pieces and fragments; equal on that rank of every group.
 
-The parameters, concatenated in chunk order, are cut into partitions of equal length (the last ones may be short or
-empty). A partition is cut into pieces, the unit in which optimizer state is copied, and a piece into fragments, ranges
-of single parameters. An element is thus always updated in the same fragment, whichever group hosts its partition.
+The parameters in chunk order are cut into partitions of equal length (the last may be short or empty), these into
+pieces, the unit of copying, and these into fragments, ranges of single parameters that are always updated alike.
 """
 
 from bisect import bisect_right
@@ -56,11 +55,9 @@ class StatePartitions:
         self.num_partitions = num_partitions
 
     def length(self, number: PartitionId) -> int:
-        """Elements of a partition."""
         return max(0, min(self._length, self._size - number * self._length))
 
     def num_pieces(self, number: PartitionId) -> int:
-        """Pieces of a partition; 0 if it is empty."""
         return -(-self.length(number) // self._piece)
 
     def place(self, number: PartitionId, piece: int) -> slice:

@@ -26,8 +26,7 @@ def seed_microbatch(
 ) -> None:
     """Seeds the generators for one microbatch's forward pass through one stage.
 
-    Masks differ between stages and, where tensor-parallel ranks hold different elements, between these; never between
-    groups.
+    Masks differ between stages and between tensor-parallel ranks that hold different elements; never between groups.
     """
     number = seed_of("microbatch", seed, step, microbatch.shard, microbatch.index, stage)
     _seed_generators(number, tensor_rank, device)
@@ -44,10 +43,7 @@ def _seed_generators(seed: int, tensor_rank: int, device: torch.device) -> None:
 
 @contextmanager
 def distinct_on_tensor_ranks(tensor_rank: int) -> Iterator[None]:
-    """In this context, CPU random numbers differ between tensor-parallel ranks, as with Megatron's tracker on a GPU.
-
-    The outer generators stay in step: each draws one number, from which the inner seed is made.
-    """
+    """In this context, CPU random numbers differ between tensor-parallel ranks, as with Megatron's tracker on a GPU."""
     generator = torch.default_generator
     seed = int(torch.randint(2**31, (), generator=generator)) + tensor_rank
     outside = generator.get_state()

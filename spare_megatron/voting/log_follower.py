@@ -23,7 +23,6 @@ _MOST_ENTRIES = 512
 
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
-    """What the controller needs to know that is fixed for the run."""
     spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
     partitions = None
     if config.optimizer.sharding == "stacked":
@@ -77,10 +76,7 @@ class LogFollower:
         self._stop: Stop | None = None
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | None:
-        """The action that ends the run, as far as the log is written, else None. A restart undoes a wipe-out.
-
-        `on_entry` is called after each entry; there may be many.
-        """
+        """The action that ends the run by the log so far, if any; a restart undoes a wipe-out. Calls `on_entry`."""
         controller = self._controller
         while texts := self._log.read(controller.head, _MOST_ENTRIES):
             for text in texts:

@@ -14,12 +14,10 @@ RETRY_ATTEMPTS = 100
 
 
 class RelayLink:
-    """Connection to the current relay, opened with the first vote and again when the relay changes.
+    """A member's connection to its current relay, opened with the first vote and again when the relay changes.
 
-    Args:
-        member: The member that votes over it.
-        find: Looks up the address of a member's relay; None if it has published none.
-        timeout_s: Longest wait for the relay, counted from the sending of a vote.
+    `find` looks up the address of a member's relay, if it has published one. Waits for the relay `timeout_s` at most,
+    counted from the sending of a vote.
     """
 
     def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:
@@ -36,10 +34,7 @@ class RelayLink:
         self._end_s = 0.0
 
     def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
-        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately.
-
-        `head` is the number of log entries read so far.
-        """
+        """Sends a vote and the number of entries read; False if the relay is unreachable, declines or failed lately."""
         self._end_s = time.monotonic() + self._timeout_s
         if relay != self._relay:
             self.close()
@@ -62,10 +57,7 @@ class RelayLink:
         return not is_closed
 
     def await_entry(self, index: int, attempt: int) -> str:
-        """The log entry at the index, as passed on by the relay.
-
-        Empty if the connection breaks, the entry comes too late after the vote, or the relay declines the vote.
-        """
+        """The log entry as passed on; empty if the connection breaks, it is late, or the relay declines the vote."""
         while index not in self._entries and self._connection is not None and self._last_entry < index:
             # Even past the deadline: an entry that has arrived need not be read from the store.
             if not _has_come(self._connection, max(self._end_s - time.monotonic(), 0.0)):

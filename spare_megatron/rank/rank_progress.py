@@ -11,13 +11,9 @@ from spare_megatron.stacking.plans import Microbatch
 class StepUnderWay:
     """The step under way.
 
-    Attributes:
-        started_s: Monotonic time.
-        makespan: Largest load of the plan, in microbatches.
-        computed: The microbatches in the rank's local sums.
-        plans: Digests of the plans that are computed.
-        num_recomputed: Microbatches recomputed by all groups.
-        epoch: Epoch of the last attempt.
+    `started_s` is monotonic time, `makespan` the plan's largest load in microbatches, `computed` the microbatches in
+    the local sums, `plans` the digests of computed plans, `num_recomputed` a count over all groups, `epoch` the last
+    attempt's.
     """
 
     step: int
@@ -41,7 +37,6 @@ class RankProgress:
     Attributes:
         head: Log entries folded so far.
         num_steps: Committed steps in the parameters.
-        num_restarts: Restarts of the run.
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
         save_ends: Finished saves of the group, which its votes report until a commit records them.
@@ -57,6 +52,5 @@ class RankProgress:
 
     @property
     def now(self) -> StepUnderWay:
-        """The step under way."""
         assert self.step is not None, "no step has begun"
         return self.step

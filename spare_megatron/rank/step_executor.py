@@ -18,10 +18,7 @@ from spare_megatron.state.transfer.state_source import StateSource
 
 
 class StepExecutor:
-    """Carries out ComputeStep, ComputePatch and UpdateModel. It decides nothing.
-
-    `source` is the state that other groups may read from this rank.
-    """
+    """Carries out ComputeStep, ComputePatch and UpdateModel; other groups may read `source`. It decides nothing."""
 
     def __init__(
         self,
@@ -47,11 +44,7 @@ class StepExecutor:
         self._progress = progress
 
     def compute_step(self, action: ComputeStep, num_alive: int) -> None:
-        """Starts the step and computes this group's part of the plan from zero sums.
-
-        Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes
-        nothing.
-        """
+        """Starts the step; computes this group's part of the plan unless it is computed or parameters are lacking."""
         plan, before = action.plan, self._progress.step
         if before is not None and before.step != plan.step:
             before = None

@@ -37,10 +37,7 @@ from spare_megatron.voting.log_follower import Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executors:
-    """The objects that carry out the controller's actions on one rank. They decide nothing.
-
-    `stacked` is None unless optimizer state is stacked.
-    """
+    """The objects that carry out the controller's actions on one rank; `stacked` only with stacked optimizer state."""
 
     steps: StepExecutor
     reduction: Reduction
@@ -57,10 +54,7 @@ def start(controller: Controller) -> deque[Action]:
 def train(
     controller: Controller, executors: Executors, actions: deque[Action], is_end_asked: Callable[[], bool]
 ) -> Stop:
-    """Executes actions until the controller stops the run. Returns the stop action, which says why.
-
-    `actions` are the first ones. Once `is_end_asked` returns true, the run ends with the step under way.
-    """
+    """Executes actions until the controller stops the run, also after a step if `is_end_asked`; returns the stop."""
     while True:
         if is_end_asked():
             controller.handle(EndRequested(), now_s=time.monotonic())

@@ -1,9 +1,8 @@
 """The production control store: etcd v3, replicated by raft.
 
-Every write is idempotent, so a write whose answer is lost is simply repeated: a compare-and-set that was applied finds
-its own value, and a key that has been counted exists and is not counted again. Counters use etcd's versions of keys,
-which rise by one with every write, so that counting needs no prior read. A counter has one key per power of two, as a
-transaction may write a key only once.
+Every write is idempotent, so a write whose answer is lost is repeated. Counters use etcd's versions of keys, which rise
+by one with every write, so that counting needs no prior read; a counter has one key per power of two, as a transaction
+may write a key only once.
 """
 
 import time
@@ -105,11 +104,7 @@ class EtcdControlStore:
         timeout_s: float,
         former: tuple[str, int] | None = None,  # noqa: ARG002  (its server process has dropped it)
     ) -> Any:
-        """Rank 0 serves a TCPStore of its own and publishes its address here; the others connect to that.
-
-        A communicator's members exchange some N^2 small values, too many to replicate by consensus, and the loss of a
-        member ends the communicator in any case.
-        """
+        """Rank 0 serves a TCPStore and publishes its address here: N^2 small values are too many for consensus."""
         # Another thread may be using this object's connection.
         store = EtcdControlStore(self._spec, self._gateway.another())
         try:

@@ -34,14 +34,10 @@ class NotFinished(NotACheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRank:
-    """What one rank has saved.
+    """What one rank of `num_ranks` has saved: a file of `num_bytes` with this SHA-256, holding parameters.
 
-    Attributes:
-        num_ranks: Ranks of the group.
-        sha256: Of the file, which has `num_bytes`.
-        params_sha256: Of the parameters in it.
-        slices: The SHA-256 of each optimizer state partition in it; empty if it holds all state.
-        manifest: Of the checkpoint that the file is a part of, without files.
+    `slices` has the SHA-256 of each optimizer state partition in it, empty if it holds all state; `manifest` is that of
+    the whole checkpoint, without files.
     """
 
     run_dir: str
@@ -76,7 +72,6 @@ def emergency_checkpoint_path(checkpoint: CheckpointConfig, run_dir: Path, step:
 
 
 def file_of(path: Path, group: int, rank: int) -> Path:
-    """A rank's file; makes the folder."""
     path.mkdir(parents=True, exist_ok=True)
     return path / f"{_stem(group, rank)}{folders.EMERGENCY_SUFFIX}"
 

@@ -18,10 +18,9 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class StateDigests:
-    """One rank's part in its group's digests.
+    """One rank's part in its group's digests; `hosted` are the state partitions that the group hosts at first.
 
-    `every_steps` is the number of steps between regular comparisons; 0 compares only after recoveries, for saves and at
-    the end. `hosted` are the state partitions that the group hosts at first.
+    State is compared `every_steps`; 0 compares only after recoveries, for saves and at the end.
     """
 
     def __init__(
@@ -85,10 +84,7 @@ class StateDigests:
         self.value = Digests()
 
     def compare_if_due(self, step: int, num_restarts: int) -> None:
-        """All parameters are those after `step` committed steps; the next vote compares them if due or wanted.
-
-        Collective over: all ranks of the group.
-        """
+        """Given all parameters of `step`, the next vote compares if due. Collective over: all ranks of the group."""
         self.forget()
         is_due = step == self._after_save or (self._every_steps and step % self._every_steps == 0)
         if self.is_wanted or is_due:
@@ -113,11 +109,7 @@ class StateDigests:
         )
 
     def hash_rest(self, *, copied_from: GroupId | None = None) -> None:
-        """The next vote also carries a digest of all other state, where every group holds all of it.
-
-        A thread hashes it until that vote; it does not change before the update after that. `copied_from` names its
-        donor.
-        """
+        """The next vote also carries a digest of all other state, if equal in all groups, hashed in a thread."""
         if self._trainer.stacked is None:
             self._hashing = _in_background(self._trainer.rest_of_state().sha256)
             self._copied_from = copied_from
@@ -152,7 +144,6 @@ class StateDigests:
 
 
 def _in_background(work: Callable[[], str]) -> Future[str]:
-    """Runs the work in a daemon thread."""
     future: Future[str] = Future()
 
     def run() -> None:

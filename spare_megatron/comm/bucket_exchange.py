@@ -1,6 +1,7 @@
 """Sums one rank's gradient buckets over the groups, in order and a few at a time (`core.bucket_window`).
 
-A local sum is checked, staged and summed over the groups, and replaced by the sum once every group holds it.
+A local sum is checked, copied to a staging buffer and summed over the groups, and the sum replaces the local one once
+every group holds it. A commit writes all staged sums, a new attempt only those that are kept.
 """
 
 from collections.abc import Callable

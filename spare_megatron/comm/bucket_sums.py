@@ -142,7 +142,7 @@ class ScatteredBuckets:
 
 
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
-    """Scattered sums for stacked optimizer state over NCCL, all-reduce otherwise (benchmarks/RESULTS.md)."""
+    """Chooses how to sum: scattered for stacked optimizer state over NCCL, else all-reduce (benchmarks/RESULTS.md)."""
     if trainer.stacked is None or trainer.stacked.device.type == "cpu":
         return AllReducedBuckets(communicator)
     return ScatteredBuckets(group, trainer, communicator)

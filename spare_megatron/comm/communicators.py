@@ -223,7 +223,10 @@ class CrossGroupCommunicator:
             self._in_flight[0].pause(longest_s)
 
     def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
-        """Sums a buffer in place; False if it must not be reused. Collective over: rank j of every member group."""
+        """Sums one buffer in place; returns whether the sum is complete. If not, the buffer must never be reused.
+
+        Collective over: rank j of every member group.
+        """
         self.start_attempt()
         return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 

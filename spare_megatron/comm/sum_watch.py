@@ -37,7 +37,10 @@ class SumWatch:
         threading.Thread(target=self._run, name="sum-watch", daemon=True).start()
 
     def poll(self) -> None:
-        """Aborts the sums in flight if the oldest was so and obsolete at the previous check. Raises StoreLost."""
+        """Aborts the sums in flight if the oldest was in flight and obsolete at the previous check too.
+
+        Raises StoreLost if the store does not answer.
+        """
         first, head = self._communicator.first_in_flight(), self._head()
         is_same, self._last = first is not None and first is self._last, first
         was_obsolete_at, self._obsolete_at = self._obsolete_at, None

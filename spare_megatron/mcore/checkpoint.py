@@ -337,7 +337,10 @@ class _PartitionsPlanner(MCoreSavePlanner):
 
 
 class _HashingFiles(torch_checkpoint.filesystem.FileSystem):
-    """Files hashed while written and synced when closed: `written` (size, SHA-256 by name), `error` (first OSError)."""
+    """Files that are hashed while written and synced to disk when closed.
+
+    `written` has the size and SHA-256 of each by name, `error` the first error of the operating system.
+    """
 
     def __init__(self, on_write: Callable[[], None]) -> None:
         self.written: dict[str, tuple[int, str]] = {}

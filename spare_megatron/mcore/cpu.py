@@ -24,7 +24,10 @@ def install() -> None:
 
 
 def _current_device_is_the_cpu() -> None:
-    """Buffers of `device=torch.cuda.current_device()`: p2p_communication, param_and_grad_buffer, rotary_pos_*."""
+    """Handles buffers of `device=torch.cuda.current_device()`.
+
+    Needed by: pipeline_parallel/p2p_communication.py, distributed/param_and_grad_buffer.py, rotary_pos_embedding.py.
+    """
 
     def current_device() -> torch.device:
         return torch.device("cpu")
@@ -34,7 +37,7 @@ def _current_device_is_the_cpu() -> None:
 
 
 def _cuda_literals_mean_the_cpu() -> None:
-    """Buffers of `device="cuda"`: pipeline_parallel/schedules.py, optimizer/optimizer.py and clip_grads.py."""
+    """Handles `device="cuda"`: pipeline_parallel/schedules.py, optimizer/optimizer.py, optimizer/clip_grads.py."""
 
     def on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(create)
@@ -50,7 +53,7 @@ def _cuda_literals_mean_the_cpu() -> None:
 
 
 def _cuda_moves_nothing() -> None:
-    """`tensor.cuda()`: models/common/language_module/language_module.py (tied embeddings of the last stage)."""
+    """Handles `tensor.cuda()`: models/common/language_module/language_module.py (tied embeddings of the last stage)."""
 
     def cuda(tensor: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
         return tensor
@@ -59,7 +62,7 @@ def _cuda_moves_nothing() -> None:
 
 
 def _optimizer_takes_cpu_tensors() -> None:
-    """Comparisons of `tensor.type()` with 'torch.cuda.FloatTensor': optimizer/optimizer.py and clip_grads.py."""
+    """Handles comparisons of `tensor.type()` with 'torch.cuda.FloatTensor': optimizer/{optimizer,clip_grads}.py."""
     true_type = torch.Tensor.type
 
     def type_seen_by_the_caller(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:

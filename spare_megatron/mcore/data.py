@@ -94,7 +94,10 @@ class Corpus:
         return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
 
     def digest(self) -> str:
-        """SHA-256 (hex) over each shard's first and last microbatch. Raises ValueError if one cannot be read."""
+        """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
+
+        Raises ValueError if one of them cannot be read.
+        """
         digest = sha256()
         for step, index in ((0, 0), (self._num_steps - 1, self._microbatches_per_shard - 1)):
             for shard in range(self._num_shards):

@@ -64,9 +64,12 @@ def size_of(of: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A contiguous `place` in a bucket, with the gradients of state partition `number`; None if every group needs them.
+    """A contiguous range of a bucket.
 
-    `counted` are the ranges within it that Megatron counts for the norm; empty if every group needs them.
+    Attributes:
+        number: The state partition of these gradients; None if every group needs them.
+        place: The range in the bucket.
+        counted: The ranges within it that Megatron counts for the norm; empty if every group needs them.
     """
 
     number: PartitionId | None

@@ -65,7 +65,10 @@ class GradientSums(Protocol):
         """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
 
     def norm(self, bucket: int) -> float:
-        """L2 norm of local sums; not finite if a gradient or the loss is not or overflows. Waits for the device."""
+        """L2 norm of a bucket's local gradient sums. Waits for the device.
+
+        Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
+        """
 
     def on_summed(self, bucket: int, staging: Tensor) -> None:
         """Stores the count and loss of a staged bucket whose sum over groups is complete."""
@@ -215,8 +218,9 @@ class FixedPoint:
 def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
     """The finest fixed point in which the sum over a global batch cannot overflow.
 
-    With T tokens in a microbatch and B microbatches in a global batch, each rounded up to 2^k, a microbatch may
-    reach T x 2^12 in an element, so scale = 2^62 / (B x T x 2^12). Scaling is exact; only the rounding is not.
+    With T the tokens of a microbatch and B the microbatches of a global batch, each rounded up to a power of two,
+    a microbatch may reach T x 2^12 in an element, and B of those must stay within 2^62 after scaling:
+    scale = 2^62 / (B x T x 2^12). All are powers of two, so that scaling is exact and only the rounding is not.
 
     >>> fixed_point(128, 16).scale == 2.0**39
     True
@@ -227,7 +231,11 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
 
 
 class FixedPointSums(_Staged):
-    """Integer sums, each microbatch's gradient rounded once; independent of where and when it is computed."""
+    """Integer sums, each gradient of each microbatch rounded once; bitwise independent of where and when it is
+    computed.
+
+    A hook catches each microbatch's gradient before Megatron adds it to its buffer.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, fixed: FixedPoint) -> None:
         self._chunks = chunks

@@ -1,7 +1,8 @@
 """How a rank's parameters are cut into state partitions, pieces and fragments; equal on that rank of every group.
 
-The parameters in chunk order are cut into partitions of equal length (the last may be short or empty), these into
-pieces, the unit of copying, and these into fragments, ranges of single parameters that are always updated alike.
+The parameters, concatenated in chunk order, are cut into partitions of equal length (the last ones may be short or
+empty). A partition is cut into pieces, the unit in which optimizer state is copied, and a piece into fragments, ranges
+of single parameters. An element is thus always updated in the same fragment, whichever group hosts its partition.
 """
 
 from bisect import bisect_right

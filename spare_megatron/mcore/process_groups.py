@@ -17,9 +17,9 @@ _AXES = "pct"
 def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> ProcessGroupCollection:
     """The process groups of this rank for Megatron's model, optimizer and schedules. The world is the group.
 
-    The tensor-parallel index of a rank varies fastest, then context, then pipeline; the data-parallel size is 1. Each
-    gets `timeout`. Collective over: all ranks of the group. Raises ValueError if the world's size differs from the
-    layout's.
+    The tensor-parallel index of a rank varies fastest, then context, then pipeline. Megatron sees a data-parallel size
+    of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`. Collective
+    over: all ranks of the group. Raises ValueError if the world's size differs from the layout's.
     """
     if dist.get_world_size() != layout.ranks_per_group:
         raise ValueError(
@@ -42,7 +42,12 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
 
 
 def _publish_groups(groups: ProcessGroupCollection) -> None:
-    """Sets two Megatron globals that tensor_parallel/cross_entropy.py and language_module.py read in any case."""
+    """Sets two Megatron globals that it reads even if the model was given its process groups.
+
+    tensor_parallel/cross_entropy.py reads the tensor-parallel group, and
+    models/common/language_module/language_module.py the data-parallel rank when it describes the last stage's tied
+    embeddings for a checkpoint.
+    """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
     parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
 

@@ -43,7 +43,10 @@ def _seed_generators(seed: int, tensor_rank: int, device: torch.device) -> None:
 
 @contextmanager
 def distinct_on_tensor_ranks(tensor_rank: int) -> Iterator[None]:
-    """In this context, CPU random numbers differ between tensor-parallel ranks, as with Megatron's tracker on a GPU."""
+    """In this context, CPU random numbers differ between tensor-parallel ranks, as with Megatron's tracker on a GPU.
+
+    The outer generators stay in step: each draws one number, from which the inner seed is made.
+    """
     generator = torch.default_generator
     seed = int(torch.randint(2**31, (), generator=generator)) + tensor_rank
     outside = generator.get_state()

@@ -37,7 +37,12 @@ class PieceState:
 
 @dataclass(slots=True)
 class _Hosted:
-    """A partition held here, whole or in part: rows as in `PieceState.data`; update counts of arrived pieces."""
+    """A partition held here in whole or in part.
+
+    Attributes:
+        state: fp32, one row of the partition's length for each kind of value in `PieceState.data`.
+        installed_at: Piece -> number of updates that its state included when it arrived.
+    """
 
     state: Tensor
     installed_at: dict[int, int] = field(default_factory=dict)
@@ -53,7 +58,10 @@ class _Updated:
 
 
 class StackedOptimizer:
-    """Updates the hosted partitions, once per committed step; another thread may read and install state meanwhile."""
+    """Updates the hosted state partitions, once per committed step.
+
+    Partitions in `hosted` start from the present parameters. Another thread may read and install state meanwhile.
+    """
 
     def __init__(
         self,
@@ -295,7 +303,10 @@ def _bytes_of(values: Tensor) -> memoryview:
 def _build_adam(
     config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection
 ) -> tuple[list[torch.nn.Parameter], dict[torch.nn.Parameter, int], torch.optim.AdamW]:
-    """Parameters in Megatron's order, their groups, an empty Adam; as for fp32, since bf16 would copy them all."""
+    """Returns the parameters in Megatron's order, the parameter group of each, and an Adam with these groups, empty.
+
+    Megatron makes the groups. It is asked for an fp32 model's optimizer, since the bf16 one would copy all parameters.
+    """
     settings = config.optimizer
     as_fp32 = replace(config, model=replace(config.model, precision="fp32"))
     whole = build_adam(adam_config(as_fp32), chunks, groups)

@@ -11,9 +11,13 @@ from spare_megatron.stacking.plans import Microbatch
 class StepUnderWay:
     """The step under way.
 
-    `started_s` is monotonic time, `makespan` the plan's largest load in microbatches, `computed` the microbatches in
-    the local sums, `plans` the digests of computed plans, `num_recomputed` a count over all groups, `epoch` the last
-    attempt's.
+    Attributes:
+        started_s: Monotonic time.
+        makespan: Largest load of the plan, in microbatches.
+        computed: The microbatches in the rank's local sums.
+        plans: Digests of the plans that are computed.
+        num_recomputed: Microbatches recomputed by all groups.
+        epoch: Epoch of the last attempt.
     """
 
     step: int

@@ -139,7 +139,10 @@ class Reduction:
         return votes
 
     def _is_decided(self) -> bool:
-        """Whether the next log entry is written, or no sum can complete as a group lacks this step's parameters."""
+        """Whether the next log entry is written, or the sums cannot complete.
+
+        A group that could not gather this step's parameters adds nothing to them.
+        """
         head = self._progress.head
         is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
         return is_in_vain or self._agreement.is_written(head)

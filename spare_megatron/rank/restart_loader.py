@@ -85,7 +85,10 @@ class RestartLoader:
         self._wiped_out_at_s = None
 
     def candidates(self) -> tuple[CheckpointCandidate, ...]:
-        """The newest of this training's checkpoints that pass `glance`, not withdrawn, 3 at most. Raises `OSError`."""
+        """The newest checkpoints of this training that pass `glance` and are not withdrawn, three at most.
+
+        Raises `OSError` if the checkpoint folder cannot be read.
+        """
         self._require_folder()
         self._offered = {}
         rejected: list[str] = []

@@ -44,7 +44,11 @@ class StepExecutor:
         self._progress = progress
 
     def compute_step(self, action: ComputeStep, num_alive: int) -> None:
-        """Starts the step; computes this group's part of the plan unless it is computed or parameters are lacking."""
+        """Starts the step and computes this group's part of the plan from zero sums.
+
+        Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes
+        nothing.
+        """
         plan, before = action.plan, self._progress.step
         if before is not None and before.step != plan.step:
             before = None

@@ -54,7 +54,10 @@ def start(controller: Controller) -> deque[Action]:
 def train(
     controller: Controller, executors: Executors, actions: deque[Action], is_end_asked: Callable[[], bool]
 ) -> Stop:
-    """Executes actions until the controller stops the run, also after a step if `is_end_asked`; returns the stop."""
+    """Executes actions until the controller stops the run. Returns the stop action, which says why.
+
+    `actions` are the first ones. Once `is_end_asked` returns true, the run ends with the step under way.
+    """
     while True:
         if is_end_asked():
             controller.handle(EndRequested(), now_s=time.monotonic())

@@ -27,7 +27,9 @@ _FIRST_TRY_S = 0.5
 """First tries are short: a write sent to a dead leader is never answered, and the next leader takes the repetition."""
 
 _NUM_SHORT_TRIES, _NUM_DOUBLINGS = 3, 4
-"""Most short tries in an election, and most doublings of later tries that time out, to not flood a slow cluster."""
+"""An election takes at most this many short tries. Further tries that time out double the next, up to _NUM_DOUBLINGS
+times, so that repetitions do not flood a cluster that is merely slow.
+"""
 
 _PAUSE_S = 0.02
 

@@ -104,7 +104,11 @@ class EtcdControlStore:
         timeout_s: float,
         former: tuple[str, int] | None = None,  # noqa: ARG002  (its server process has dropped it)
     ) -> Any:
-        """Rank 0 serves a TCPStore and publishes its address here: N^2 small values are too many for consensus."""
+        """Rank 0 serves a TCPStore of its own and publishes its address here; the others connect to that.
+
+        A communicator's members exchange some N^2 small values, too many to replicate by consensus, and the loss of a
+        member ends the communicator in any case.
+        """
         # Another thread may be using this object's connection.
         store = EtcdControlStore(self._spec, self._gateway.another())
         try:

@@ -16,7 +16,10 @@ _PAUSE_S = 0.05
 
 
 class EtcdWatch:
-    """A range of keys (first, after the last), followed on its own connection; `values` precede `revision`."""
+    """A range of keys (the first one, and the one after the last) that is followed on a connection of its own.
+
+    `values` are the contents of the range at the revision before `revision`, the first one to receive.
+    """
 
     def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], values: dict[str, str], revision: int) -> None:
         self._keys = keys

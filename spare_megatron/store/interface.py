@@ -47,7 +47,10 @@ class ControlStore(Protocol):
         """The values of the keys, None for absent ones, without waiting; few keys lie between the first and last."""
 
     def exists(self, key: str) -> bool:
-        """Whether the key has a value, cheaply. True is reliable; False may lag by a message latency, or seconds."""
+        """Whether the key has a value; the cheap poll of a rank in a reduction.
+
+        True is reliable; False may lag by a message latency, or by seconds while the store is degraded.
+        """
 
     def wait(self, key: str, timeout_s: float) -> str:
         """Blocks until the key has a value and returns it; raises `StoreTimeout` after timeout_s seconds."""

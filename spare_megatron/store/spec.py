@@ -19,10 +19,14 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdStoreSpec:
-    """One run's keys in etcd. `endpoints` are URLs of one scheme, `prefix` is unique to the run.
+    """One run's keys in etcd.
 
-    `timeout_s` is the longest time without an answer from any member; empty `ca_file`: the system's CA certificates;
-    empty `cert_file` (the client's, with its key in `key_file`): none.
+    Attributes:
+        endpoints: URLs of the members, all of one scheme.
+        prefix: Prefix of all keys of the run; unique.
+        timeout_s: Longest time without an answer from any member.
+        ca_file: CA certificates for the members; the system's when empty.
+        cert_file: The client's certificate, with its key in key_file; none when empty.
     """
 
     endpoints: tuple[str, ...]

@@ -113,9 +113,14 @@ class GroupAgreement:
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
 
-        Per rank: whether it holds the whole sum, the number of buckets it holds, the hex digest of its work in the
-        step, the summed loss on the last pipeline stage (else None), seconds of its passes. Collective over: all ranks
-        of the group. Raises RuntimeError if the ranks computed different work.
+        Collective over: all ranks of the group. Raises RuntimeError if the ranks computed different work.
+
+        Args:
+            is_complete: Whether this rank holds the whole sum.
+            num_complete: Number of buckets whose sums it holds.
+            work_digest: Hex digest of the work this rank computed in the step.
+            loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
+            compute_s: Seconds of its forward and backward passes in the step.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         loss = -math.inf if loss_sum is None else loss_sum
@@ -168,9 +173,10 @@ class GroupAgreement:
     def cast(
         self, attempt: int, votes: Mapping[Member, str], voters: Sequence[Member], forget: Sequence[int] = ()
     ) -> VotesRead | None:
-        """Leader: casts encoded votes of the group and those it relays; returns all if the last may be among them.
+        """Leader: casts votes. Returns all votes if the last one may be among them, for the leader to decide.
 
-        `forget`: earlier attempts whose casts by this group are no longer read.
+        `votes` are the encoded ones of the group and of those that it relays; casts on the attempts in `forget` are no
+        longer read.
         """
         num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None

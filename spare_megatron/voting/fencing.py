@@ -22,7 +22,10 @@ _NUM_RECENT = 64
 
 
 def is_connection_error(error: RuntimeError) -> bool:
-    """Whether a peer is gone; gloo and NCCL raise RuntimeError for their own faults, too, with other text."""
+    """Whether a collective or transfer failed because a peer is gone, rather than by a fault of its own.
+
+    gloo and NCCL raise RuntimeError for both; only the text differs.
+    """
     return _CONNECTION_ERROR.search(str(error)) is not None
 
 
@@ -34,11 +37,17 @@ def fence(
     error: str = "",
     on_entry: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes sure that the log fences the incarnation `member`; returns the index of an entry that does.
+    """Makes sure that the log fences the member; returns the index of an entry that does.
 
-    Reads only the last _NUM_RECENT entries: a member that is fenced twice is lost once. The entry has the first 200
-    characters of `reason` and of `error`, the last line of the group's own exception if any. `from_index` is at or
-    before the head; the closer, the fewer reads. `on_entry` follows each entry that another process wrote first.
+    Only the last _NUM_RECENT of the existing entries are read: a member that is fenced twice is lost once.
+
+    Args:
+        log: The log.
+        member: The lost group, in the incarnation that was lost.
+        reason: Text for people; the entry has its first 200 characters.
+        from_index: An index at or before the head; the closer, the fewer reads.
+        error: Last line of the exception that ended the group, if it was its own; the same limit.
+        on_entry: Called after each entry that another process wrote first; there may be many.
     """
     text = encode_entry(
         Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])

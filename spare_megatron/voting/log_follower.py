@@ -76,7 +76,10 @@ class LogFollower:
         self._stop: Stop | None = None
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | None:
-        """The action that ends the run by the log so far, if any; a restart undoes a wipe-out. Calls `on_entry`."""
+        """The action that ends the run, as far as the log is written, else None. A restart undoes a wipe-out.
+
+        `on_entry` is called after each entry; there may be many.
+        """
         controller = self._controller
         while texts := self._log.read(controller.head, _MOST_ENTRIES):
             for text in texts:

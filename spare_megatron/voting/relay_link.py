@@ -34,7 +34,10 @@ class RelayLink:
         self._end_s = 0.0
 
     def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
-        """Sends a vote and the number of entries read; False if the relay is unreachable, declines or failed lately."""
+        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately.
+
+        `head` is the number of log entries read so far.
+        """
         self._end_s = time.monotonic() + self._timeout_s
         if relay != self._relay:
             self.close()
@@ -57,7 +60,10 @@ class RelayLink:
         return not is_closed
 
     def await_entry(self, index: int, attempt: int) -> str:
-        """The log entry as passed on; empty if the connection breaks, it is late, or the relay declines the vote."""
+        """The log entry at the index, as passed on by the relay.
+
+        Empty if the connection breaks, the entry comes too late after the vote, or the relay declines the vote.
+        """
         while index not in self._entries and self._connection is not None and self._last_entry < index:
             # Even past the deadline: an entry that has arrived need not be read from the store.
             if not _has_come(self._connection, max(self._end_s - time.monotonic(), 0.0)):

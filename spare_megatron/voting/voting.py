@@ -92,7 +92,10 @@ class Voting:
         return self._cast({self._member: self._vote})
 
     def read_votes(self, attempt: int, voters: Sequence[Member], num_left: int) -> VotesRead | None:
-        """After a loss, the votes cast so far, if all `num_left` voters left may have voted and no relay reads them."""
+        """After a loss, the votes cast so far; `num_left` of the voters that began the attempt are left.
+
+        None if the group's relay reads them, or a vote is still missing: its caster reads after its cast.
+        """
         if self._reliance.is_placed or self.agreement.num_votes(attempt) < num_left:
             return None
         return self.agreement.read_votes(attempt, voters)

@@ -1,8 +1,8 @@
 """Checkpoint folders: names, manifests, and publication by one atomic rename. Loads without torch.
 
-A checkpoint is written to a folder named `.tmp`, last the manifest with the size and SHA-256 of every file. Once all is
-on the disk, one rename gives the final name, which thus always stands for a whole checkpoint, whenever a process is
-killed.
+A checkpoint is written to a folder whose name ends in `.tmp`; the manifest, with the size and SHA-256 of every file, is
+written last. Once all is on the disk, one rename gives the final name, which thus always stands for a whole checkpoint,
+whenever a process is killed; later damage is found by the manifest (`verification`).
 """
 
 import hashlib

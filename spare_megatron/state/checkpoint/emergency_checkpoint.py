@@ -34,10 +34,14 @@ class NotFinished(NotACheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRank:
-    """What one rank of `num_ranks` has saved: a file of `num_bytes` with this SHA-256, holding parameters.
+    """What one rank has saved.
 
-    `slices` has the SHA-256 of each optimizer state partition in it, empty if it holds all state; `manifest` is that of
-    the whole checkpoint, without files.
+    Attributes:
+        num_ranks: Ranks of the group.
+        sha256: Of the file, which has `num_bytes`.
+        params_sha256: Of the parameters in it.
+        slices: The SHA-256 of each optimizer state partition in it; empty if it holds all state.
+        manifest: Of the checkpoint that the file is a part of, without files.
     """
 
     run_dir: str

@@ -33,7 +33,8 @@ _CHUNK_BYTES = 1 << 20
 def refusal_in_log(log: DecisionLog, head: int, action: SaveCheckpoint) -> str:
     """Why a checkpoint must not become visible, by the log since `head` entries were folded; empty if it may.
 
-    Call it once the folder is there: a group that folds a refusal later finds the folder, an earlier one is found here.
+    Call it once the checkpoint's folder is there. A group that folds a refusing entry after that finds the folder or
+    the checkpoint; one that has folded it before may have found neither, so that the entry is found here.
     """
     return why_refused(action, _entries(log, head))
 

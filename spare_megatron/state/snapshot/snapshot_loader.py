@@ -197,7 +197,10 @@ class SnapshotLoader:
         )
 
     def _has_just_lost(self, holder: Member) -> bool:
-        """Whether the log newly says that the holder is lost: another may have the copy, else its node may."""
+        """Whether the log says for the first time that the holder is lost: another may have the copy.
+
+        Its node may still run, and is waited for where no other has the copy.
+        """
         if holder in self._lost or not self._agreement.is_lost(holder, self._head):
             return False
         self._lost.add(holder)

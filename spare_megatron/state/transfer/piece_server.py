@@ -22,7 +22,10 @@ class Source(Protocol):
     """The state that is served. Several threads read it."""
 
     def read(self, name: str, step: int, piece: Piece) -> bytes:
-        """The piece of the named state at this step. Raises `WrongStep`; `NotOffered`: unknown name or range."""
+        """The piece of the state of this name, as of this step.
+
+        Raises `WrongStep` if the state is of another step, `NotOffered` if the name or the range is unknown.
+        """
 
 
 class PieceServer:

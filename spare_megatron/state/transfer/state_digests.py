@@ -84,7 +84,10 @@ class StateDigests:
         self.value = Digests()
 
     def compare_if_due(self, step: int, num_restarts: int) -> None:
-        """Given all parameters of `step`, the next vote compares if due. Collective over: all ranks of the group."""
+        """All parameters are those after `step` committed steps; the next vote compares them if due or wanted.
+
+        Collective over: all ranks of the group.
+        """
         self.forget()
         is_due = step == self._after_save or (self._every_steps and step % self._every_steps == 0)
         if self.is_wanted or is_due:
@@ -109,7 +112,11 @@ class StateDigests:
         )
 
     def hash_rest(self, *, copied_from: GroupId | None = None) -> None:
-        """The next vote also carries a digest of all other state, if equal in all groups, hashed in a thread."""
+        """The next vote also carries a digest of all other state, where every group holds all of it.
+
+        A thread hashes it until that vote; it does not change before the update after that. `copied_from` names its
+        donor.
+        """
         if self._trainer.stacked is None:
             self._hashing = _in_background(self._trainer.rest_of_state().sha256)
             self._copied_from = copied_from

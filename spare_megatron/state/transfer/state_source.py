@@ -37,7 +37,10 @@ class StateSource:
 
     @contextlib.contextmanager
     def changing(self, step: int) -> Iterator[None]:
-        """Blocks readers, after waiting for those under way, and withdraws offers; then the state is of `step`."""
+        """Blocks readers inside the block, after which the state is that after `step` committed steps.
+
+        Entering waits for pieces that are being read, and withdraws what was offered.
+        """
         with self._lock:
             self._offered = {}
             yield

@@ -81,10 +81,11 @@ class StateTransfer:
         self._probe = probe
 
     def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> Member | None:
-        """Offers the state to admitted groups or, if this is one of them, takes it. Returns the donor, if any.
+        """Offers the state to the groups that are admitted or, if this is one of them, takes it.
 
-        `has_state`: all parameters here are those of this step; `head` counts the log entries folded so far. Collective
-        over: all ranks of the group. Raises `JoinFailed` if no state has come.
+        Returns the donor; None if this group took part before. `has_state`: all parameters here are those of this step;
+        `head` counts the log entries folded so far. Collective over: all ranks of the group. Raises `JoinFailed` if no
+        state has come.
         """
         member, donor = self._agreement.member, None
         if member in (*action.donors, *action.members):

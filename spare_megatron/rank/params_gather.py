@@ -44,9 +44,9 @@ class ParamsGather:
     def run(self, action: GatherParams) -> None:
         """Sends the parameters that this group owns; takes over those of others if it lacks any. Sets `lacks_params`.
 
-        Ends once the next log entry is written or a rank reports a broken gather; only then StoreLost is raised, as no
-        group can resume from updated partitions alone. Collective over: rank j of every member group, and all ranks of
-        the group.
+        Ends once the next log entry is written or a rank reports a broken gather. Raises StoreLost only then, as no
+        group can resume without the parameters that match its updated partitions. Collective over: rank j of every
+        member group, and all ranks of the group.
         """
         lost: StoreLost | None = None
         head, members = self._progress.head, self._communicator.members

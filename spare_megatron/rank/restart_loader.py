@@ -35,10 +35,11 @@ _NUM_OFFERED = 3
 class RestartLoader:
     """One rank's part in a start from a checkpoint or a snapshot.
 
-    Attributes:
+    `rejected` holds the checkpoints and snapshots that cannot be used, and why, as of the last search.
+
+    Args:
         wiped_out_at_s: When the supervisor learned of the wipe-out (monotonic); None if the process is older.
         snapshots: Loads snapshots from the nodes' memory; None if the run takes none.
-        rejected: Checkpoints and snapshots that cannot be used, and why, as of the last search.
     """
 
     def __init__(

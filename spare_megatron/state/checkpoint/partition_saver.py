@@ -1,7 +1,7 @@
 """A save to which several groups contribute optimizer state partitions, coordinated in the control store.
 
-Keys under `save/{head}/`, with the log entries folded when it began: `begun` (there is a folder to write into), `over`
-(the save has ended), `{group}/{incarnation}` (what the group has written, or why it could not).
+Keys lie under `save/{head}/`, `head` being the number of log entries folded when the save began: `begun` (there is a
+folder), `over` (the save has ended), `{group}/{incarnation}` (what the group has written, or why it could not).
 """
 
 import json

@@ -29,7 +29,7 @@ from spare_megatron.store.interface import ControlStore
 from spare_megatron.voting.agreement import GroupAgreement
 
 _CONNECT_TIMEOUT_S = 5.0
-"""Longest wait for a server that may be cut off."""
+"""Longest wait for a server that may be cut off: another may have the copy, and this one is asked again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses before the holders of a copy are asked again; doubled every time."""
 

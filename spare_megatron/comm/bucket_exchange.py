@@ -19,16 +19,10 @@ from spare_megatron.mcore.trainer import GroupTrainer
 
 
 class BucketExchange:
-    """The buckets of one rank, attempt by attempt.
+    """The buckets of the rank at index `position` of its group, attempt by attempt.
 
-    Args:
-        position: The rank's index inside its group.
-        bucket_sums: Which part of each summed bucket each group receives.
-        outlier_factor: A bucket's gradient norm is an outlier above this multiple of its usual one; 0 disables the
-            check.
-
-    Attributes:
-        finding: Of the first unsound bucket of this attempt; SOUND if there is none.
+    A bucket's gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check. `finding`
+    is that of the first unsound bucket of this attempt; SOUND if there is none.
     """
 
     def __init__(
@@ -80,10 +74,7 @@ class BucketExchange:
     # ------------------------------------------------------------------------------------------- between attempts
 
     def start_attempt(self, action: AttemptReduce) -> None:
-        """Kept sums replace local sums, the rest is dropped.
-
-        Raises `RuntimeError` if this rank does not hold all that is kept.
-        """
+        """Kept sums replace local sums, the rest is dropped. Raises `RuntimeError` if this rank lacks what is kept."""
         num_kept = action.kept[self._position] if action.kept else 0
         if num_kept > self._window.num_complete:
             raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
@@ -98,7 +89,6 @@ class BucketExchange:
         self._bucket_sums.start_attempt(action)
 
     def commit(self) -> None:
-        """Replaces the local sums by the sums of the attempt."""
         assert self.is_complete, "a commit needs the group's own complete sum"
         self._write(self._num_buckets)
 
@@ -133,11 +123,7 @@ class BucketExchange:
     # --------------------------------------------------------------------------------------------------- an attempt
 
     def send_ready(self, num_ready: int, step: int, num_computed: int) -> None:
-        """Sends the first `num_ready` buckets as far as the window allows, each once it is checked.
-
-        Called while others are computed, so it never waits: what cannot be sent or received now is sent or received
-        later.
-        """
+        """Sends the first `num_ready` buckets as far as the window allows, each once it is checked. Never waits."""
         if self.communicator.is_ready():
             self._receive()
             self._send(num_ready, lambda bucket: self._may_send_early(bucket, step, num_computed))

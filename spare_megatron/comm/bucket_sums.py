@@ -15,10 +15,7 @@ from spare_megatron.stacking.state_partitions import Ownership, recipients
 
 
 class Staging:
-    """A pool of uninitialized flat tensors of one size, for bucket sums and gather rounds.
-
-    Do not release the tensors of an abandoned transfer: it may still write them.
-    """
+    """A pool of uninitialized flat tensors of one size. Never release those that an abandoned transfer may write."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
@@ -26,7 +23,6 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one tensor."""
         if not self._free:
             self._free.append(self._make())
         return self._free[-1].nbytes
@@ -42,9 +38,7 @@ class Staging:
 class BucketSums(Protocol):
     """How the buckets of one rank are summed over groups, and which sums this rank receives.
 
-    Attributes:
-        is_finished: Whether everything beyond the bucket sums has been exchanged.
-        squares: Sum of squared gradients for the norm, as `GroupTrainer.update` takes it; None if all sums are local.
+    `is_finished`: everything beyond the bucket sums has been exchanged. `squares`: as `GroupTrainer.update` takes it.
     """
 
     is_finished: bool
@@ -136,10 +130,7 @@ class ScatteredBuckets:
         ]
 
     def finish_attempt(self, is_decided: Callable[[], bool]) -> None:
-        """Sums the squared gradients of all partitions, each contributed by its owner, whichever group that is.
-
-        Collective over: rank j of every member group.
-        """
+        """Sums the owners' squared gradients of all partitions. Collective over: rank j of every member group."""
         by_partition = torch.zeros(self._num_partitions, dtype=torch.float64, device=self._device)
         for bucket in range(len(self._parts)):
             for number, squares in self._squares[bucket]:
@@ -151,10 +142,7 @@ class ScatteredBuckets:
 
 
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
-    """Chooses how to sum: scattered for stacked optimizer state over NCCL, all-reduce otherwise.
-
-    gloo's reduce to one member takes as long as its all-reduce, though it sends fewer bytes (benchmarks/RESULTS.md).
-    """
+    """Chooses how to sum: scattered for stacked optimizer state over NCCL, else all-reduce (benchmarks/RESULTS.md)."""
     if trainer.stacked is None or trainer.stacked.device.type == "cpu":
         return AllReducedBuckets(communicator)
     return ScatteredBuckets(group, trainer, communicator)

@@ -1,9 +1,8 @@
 """The cross-group communicator of a rank, rebuilt in place when the surviving groups change.
 
-A bare c10d backend (gloo or NCCL) on a store prefix that is never reused, registered in no world, so that a lost group
-breaks nothing else. gloo's constructor blocks until all members arrive, so it runs in a thread with its own store
-connection. gloo's `abort()` ends no work, its destructor waits for that work, and the work may still write its tensors:
-all of it is kept until it has ended. For NCCL see `comm.nccl`.
+A bare c10d backend (gloo or NCCL) on a store prefix that is never reused, so that a lost group breaks nothing else.
+gloo's constructor blocks until all members arrive, so it runs in a thread. gloo's `abort()` ends no work, its
+destructor waits for it, and it may still write its tensors: all is kept until it has ended. For NCCL see `comm.nccl`.
 """
 
 import threading
@@ -26,7 +25,7 @@ from spare_megatron.store.interface import ControlStore
 
 _POLL_S = 0.0005
 _PAUSE_S = 0.050
-"""Longest sleep between two progress reports while waiting for something that wakes the rank (a gloo work, a build)."""
+"""Longest sleep between two progress reports while waiting for something that wakes the rank."""
 _NUM_TAGS = 1 << 30
 _MAX_RENDEZVOUS = 2
 """Number of latest rendezvous where other members may still be; what this rank left at earlier ones is removed."""
@@ -41,14 +40,10 @@ class _Build:
 
 
 class CrossGroupCommunicator:
-    """The cross-group communicator of rank j of every group, as one rank sees it across rebuilds.
+    """The cross-group communicator of rank j = `position` of every group, as one rank sees it across rebuilds.
 
-    Args:
-        position: j, this rank's index inside its group.
-        device: Device of the tensors; selects gloo or NCCL.
-        timeout_s: Longest wait for a build or a reduction.
-        ask_interval_s: Seconds between two looks at the log while waiting (`store.decision_log.ask_interval_s`).
-        probe: Receives progress reports while the rank waits.
+    The type of `device` selects gloo or NCCL. A build or a reduction takes `timeout_s` at most; a waiting rank reads
+    the log every `ask_interval_s` (`store.decision_log.ask_interval_s`) and reports progress to `probe`.
     """
 
     def __init__(
@@ -123,8 +118,7 @@ class CrossGroupCommunicator:
     def connect(self, is_decided: Callable[[], bool]) -> bool:
         """Waits until sums can be posted. Returns False and sets `evidence` if they cannot.
 
-        Does not query the log if the communicator exists: thousands of ranks asking in every step would overload the
-        store, and a sum that completes after a loss still counts.
+        Does not query the log if the communicator exists: that would overload the store in large runs.
         """
         if not self._is_alone and not self._finish_build(is_decided):
             return self.give_up()
@@ -133,21 +127,16 @@ class CrossGroupCommunicator:
     def post(self, tensor: torch.Tensor) -> bool:
         """Starts to sum a tensor over all members, in place. False, with `evidence`, if the connection is broken.
 
-        Collective over: rank j of every member group, in the same order of tensors. The tensor belongs to the
-        communicator until `poll` has counted it; one that is given up must never be reused, as a transfer may still
-        write it.
+        Collective over: rank j of every member group, in the same order. The tensor belongs to the communicator until
+        `poll` has counted it; one that is given up must never be reused, as a transfer may still write it.
         """
         return self._post([tensor], lambda backend: [backend.allreduce([tensor], dist.AllreduceOptions())])
 
     def post_shares(self, shares: Sequence[tuple[torch.Tensor, Sequence[GroupId]]], extras: torch.Tensor) -> bool:
         """Starts to sum shares of a buffer for their recipients, and `extras` for all. Returns as `post` does.
 
+        Recipients are as in `BucketShare`; completion of `extras` proves that every member has posted the whole buffer.
         Collective over: rank j of every member group, in the same order, with the same recipients.
-
-        Args:
-            shares: Values, summed in place, and the groups that receive the sum: first the one that sends it to the
-                others; empty means all. On any other member the values are undefined afterwards.
-            extras: Its completion here proves that every member has posted the whole buffer.
         """
         index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
@@ -257,9 +246,7 @@ class CrossGroupCommunicator:
             return None
 
     def abort_sum(self, in_flight: object) -> None:
-        """Aborts a sum's communicator; `poll` counts none of its sums afterwards. Callable from any thread; never
-        waits.
-        """
+        """Aborts a sum's communicator; `poll` then counts none of its sums. Callable from any thread; never waits."""
         assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
         self._abort_backend(in_flight.backend)
 
@@ -340,7 +327,6 @@ class CrossGroupCommunicator:
             nccl.abort(backend)
 
     def _sweep(self) -> None:
-        """Frees abandoned transfers and builds that have ended."""
         self._abandoned = [transfer for transfer in self._abandoned if transfer.may_write]
         for build in self._abandoned_builds:
             is_done = not build.thread.is_alive()

@@ -1,9 +1,8 @@
-"""NCCL between groups: all of its settings, and how its communicators are connected and aborted.
+"""NCCL between groups: all of its settings, and how its communicators are connected and aborted. See docs/gpu.md.
 
-Connecting cannot be aborted and waits forever for a member that never comes, so members first meet at the store.
-Blocking mode stays on, as torch cannot reliably abort in the other mode. `abort()` may wait for other communicators'
-kernels, so each runs in its own thread. An aborted sum looks complete: `comm.communicators` records what it aborts. A
-kernel that waits for a lost member may block later GPU work (`comm.sum_watch`). See docs/gpu.md.
+Connecting cannot be aborted and waits forever for a missing member, so members first meet at the store. Blocking mode
+stays on, as torch cannot reliably abort in the other. `abort()` may wait for other communicators' kernels, so each runs
+in its own thread. An aborted sum looks complete: `comm.communicators` records what it aborts.
 """
 
 import contextlib
@@ -45,11 +44,7 @@ class NoLongerWanted(RuntimeError):
 
 
 def prepare_process() -> None:
-    """Sets the environment that NCCL and torch read for their first communicator.
-
-    Raises:
-        ImportError: The NCCL version is not supported.
-    """
+    """Sets NCCL's and torch's environment, before their first use. Raises ImportError for an unsupported NCCL."""
     os.environ.update(_OF_A_RANK)
     for name, value in _OF_A_RANK_UNLESS_SET.items():
         os.environ.setdefault(name, value)
@@ -72,12 +67,9 @@ def connect(
 ) -> Any:
     """Returns a NCCL backend with all connections established; makes `device` current on the calling thread.
 
-    The members meet at `store`, whose names must never have been used before, within `timeout` (also the limit of each
-    sum); `is_wanted` is checked once they have met. Collective over: all members.
-
-    Raises:
-        NoLongerWanted: `is_wanted` returned False.
-        RuntimeError: A member did not come in time, or is gone.
+    The members meet at `store`, under names never used before, within `timeout` (also the limit of each sum); then
+    `is_wanted` is checked. Collective over: all members. Raises NoLongerWanted if `is_wanted` returned False,
+    RuntimeError if a member did not come in time or is gone.
     """
     meet(store, size, timeout)
     if not is_wanted():
@@ -102,8 +94,7 @@ def meet(store: dist.Store, size: int, timeout: timedelta) -> None:
 def coalesced(backend: Any, device: torch.device, post: Callable[[], object]) -> Any:
     """Posts point-to-point transfers as one NCCL group and returns their common work. Raises RuntimeError if it fails.
 
-    Runs in a thread of its own: torch and NCCL count open groups per thread, and a failed one stays open, which would
-    hold back all later calls of that thread, also those to the rank's own group.
+    Runs in its own thread: a failed group stays open and would hold back all later calls of that thread.
     """
     stream = torch.cuda.current_stream(device)
     with ThreadPoolExecutor(max_workers=1) as thread:

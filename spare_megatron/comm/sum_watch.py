@@ -1,7 +1,6 @@
 """Aborts obsolete sums on a GPU while the rank's main thread is blocked.
 
-A NCCL kernel that waits for a lost group may block all later GPU work. A main thread that computes while buckets are in
-flight then waits for the GPU and cannot read the log, so a second thread does.
+A NCCL kernel that waits for a lost group may block later GPU work, and with it the main thread.
 """
 
 import threading
@@ -17,11 +16,9 @@ _INTERVAL_S = 0.25
 
 
 class SumWatch:
-    """The watch thread of one rank with a GPU.
+    """The watch thread of one rank with a GPU. `connect` opens a store connection, not used while sums complete.
 
-    Args:
-        connect: Opens a connection to the control store. It is not queried while sums keep completing.
-        head: Number of log entries that the main thread has folded; the next one makes the sums in flight obsolete.
+    `head` is the number of log entries folded by the main thread; the next makes the sums in flight obsolete.
     """
 
     def __init__(
@@ -42,8 +39,7 @@ class SumWatch:
     def poll(self) -> None:
         """Aborts the sums in flight if the oldest was in flight and obsolete at the previous check too.
 
-        Raises:
-            StoreLost: The store does not answer.
+        Raises StoreLost if the store does not answer.
         """
         first, head = self._communicator.first_in_flight(), self._head()
         is_same, self._last = first is not None and first is self._last, first

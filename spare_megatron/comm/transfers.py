@@ -14,11 +14,9 @@ from spare_megatron.comm import nccl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShare:
-    """Values that are summed over all members, in place, for some of them.
+    """A range of a buffer, summed in place over all members; undefined afterwards on those that do not receive it.
 
-    Attributes:
-        values: A range of a buffer; undefined afterwards on members that do not receive the sum.
-        recipients: Indices of the receiving members: first the one that sends the sum to the others; empty means all.
+    `recipients` are member indices: first the one that sends the sum to the others; empty means all.
     """
 
     values: torch.Tensor
@@ -27,11 +25,9 @@ class BucketShare:
 
 @dataclass(slots=True)
 class Transfer:
-    """A sum or an all-gather in flight; must live until its works have ended.
+    """A sum or an all-gather in flight, which may write `tensors` and must live until its works have ended.
 
-    Attributes:
-        tensors: The tensors that may be written until then.
-        follow: Posts the transfers that follow once `works` have ended.
+    `follow` posts the transfers that follow once `works` have ended.
     """
 
     backend: Any
@@ -72,11 +68,9 @@ class Transfer:
 
 
 class Exchange:
-    """Sums and forwards the shares of one buffer, on one member.
+    """Sums and forwards the shares of one buffer, on the member with index `rank`.
 
-    Args:
-        rank: Index of this member.
-        is_polled: Whether point-to-point works report their end to a poller: NCCL's do, gloo's do not.
+    `is_polled`: point-to-point works report their end to a poller; NCCL's do, gloo's do not.
     """
 
     def __init__(self, backend: Any, rank: int, *, is_polled: bool) -> None:
@@ -87,9 +81,8 @@ class Exchange:
     def post(self, transfer: Transfer, shares: Sequence[BucketShare], extras: torch.Tensor, first_tag: int) -> None:
         """Starts to sum the shares for their recipients, and `extras` for all members.
 
-        Each share has its own tag, equal on all members: two buffers may complete in different orders on different
-        members. With NCCL everything is posted at once, as the stream keeps the order; with gloo a sum is forwarded
-        once it is here.
+        Each share has its own tag, equal on all members: buffers may complete in different orders. NCCL's stream keeps
+        the order, so all is posted at once; with gloo a sum is forwarded once it is here.
         """
         transfer.works = self._sums(shares, extras)
         if self._is_polled:

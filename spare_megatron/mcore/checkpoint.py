@@ -1,8 +1,7 @@
 """Distributed checkpoints of a group, with stacked optimizer state in the format of replicated state.
 
-A state partition is a range of the flat parameter space; a checkpoint entry is a box of a tensor. Each fragment is
-therefore cut into boxes, in every dimension: the end of a row, whole rows, the start of a row. A reader needs no
-knowledge of partitions: it asks for boxes and gets whatever overlaps them.
+A state partition is a range of the flat parameter space, a checkpoint entry a box of a tensor, so each fragment is cut
+into boxes. A reader needs no knowledge of partitions: it asks for boxes and gets whatever overlaps them.
 """
 
 import copy
@@ -108,7 +107,6 @@ class ShardedPartitions:
     def _box(
         self, home: ShardedTensor, offsets: Collection[int], sizes: Collection[int], state: Tensor
     ) -> Iterator[ShardedTensor]:
-        """One entry for each kind of value of a box."""
         num_prepended = home.prepend_axis_num
         origin = home.global_offset
         shape = (*(1 for _ in range(num_prepended)), *sizes)
@@ -130,7 +128,6 @@ class ShardedPartitions:
 def _homes(
     parameter: torch.nn.Parameter, sharded: ShardedTensor | ShardedTensorFactory
 ) -> Iterator[tuple[int, ShardedTensor]]:
-    """The tensors that a parameter is stored as, each with its offset in the flat parameter."""
     tensors = nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
     for tensor in tensors:
         assert tensor.data.is_contiguous(), f"{tensor.key} is stored as no range of its parameter"
@@ -169,8 +166,7 @@ class GroupState:
     ) -> None:
         """Refers to the live tensors, so it is valid until the next update unless `copy` is called before.
 
-        Contributes the state of these `partitions`, each of which must be whole here, and with `has_rest`
-        everything else.
+        Contributes these `partitions`, each of which must be whole here, and with `has_rest` everything else.
         """
         model = _model_state(chunks, groups)
         self._partitions: dict[PartitionId, _Parts] = {}
@@ -211,16 +207,11 @@ class GroupState:
         on_write: Callable[[], None],
         partitions: Collection[PartitionId] | None = None,
     ) -> Written:
-        """Writes these copied partitions, or everything else if None, into an empty folder.
+        """Writes copied partitions, or all else if None, into an empty folder; the first rank adds metadata.
 
-        The first rank adds the metadata. `on_write` is called at the first bytes of this rank. The contents of the
-        files that it returns are synced to disk, their directory entries may not be.
-
-        Collective over: ranks (gloo). Any thread may call it if no other uses `ranks` meanwhile.
-
-        Raises:
-            OSError: This rank could not write.
-            CheckpointException: Another rank could not write.
+        `on_write` is called at the first bytes of this rank. File contents are synced to disk; directory entries may
+        not be. Collective over: ranks (gloo). Any thread may call it if no other uses `ranks` meanwhile. Raises OSError
+        if this rank could not write, CheckpointException if another could not.
         """
         files = _HashingFiles(on_write)
         parts: _Parts = dict(self._rest) if partitions is None else {}
@@ -288,11 +279,9 @@ def load_checkpoint(
 ) -> None:
     """Loads a checkpoint that was written with any layout, with stacked or replicated optimizer state.
 
-    With stacked state, `partitions` are held afterwards. `on_read` is called when all tensors are read
-    and not all are installed. Collective over: all ranks of the group.
-
-    Raises:
-        CheckpointingException: The checkpoint lacks what this model needs. The state is undefined then.
+    With stacked state, `partitions` are held afterwards. `on_read` is called when all tensors are read and not all are
+    installed. Collective over: all ranks of the group. Raises CheckpointingException if the checkpoint lacks what this
+    model needs; the state is undefined then.
     """
     model = _model_state(chunks, groups)
     if isinstance(optimizer, StackedOptimizer):
@@ -331,7 +320,6 @@ def _optimizer_state(
 
 
 def _by_key(parts: Iterable[ShardedBase]) -> _Parts:
-    """The entries that this rank writes, by name."""
     found: _Parts = {}
     for part in parts:
         if is_main_replica(part.replica_id):

@@ -24,11 +24,8 @@ def write_corpus(
 ) -> CorpusCounts:
     """Writes PREFIX.bin and PREFIX.idx and returns their counts; skips empty documents.
 
-    A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. Both files
-    are renamed into place at the end, the index last, so a prefix with an index is whole.
-
-    Raises:
-        ValueError: A token is not below `vocab_size`, or no document has tokens.
+    A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. A prefix
+    with an index is whole. Raises ValueError if a token is not below `vocab_size`, or no document has tokens.
     """
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)

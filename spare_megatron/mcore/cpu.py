@@ -26,8 +26,7 @@ def install() -> None:
 def _current_device_is_the_cpu() -> None:
     """Handles buffers of `device=torch.cuda.current_device()`.
 
-    Needed by: pipeline_parallel/p2p_communication.py (received activations), distributed/param_and_grad_buffer.py
-    (gradient buffers), models/common/embeddings/rotary_pos_embedding.py (frequencies).
+    Needed by: pipeline_parallel/p2p_communication.py, distributed/param_and_grad_buffer.py, rotary_pos_embedding.py.
     """
 
     def current_device() -> torch.device:
@@ -38,11 +37,7 @@ def _current_device_is_the_cpu() -> None:
 
 
 def _cuda_literals_mean_the_cpu() -> None:
-    """Handles buffers of `device="cuda"`.
-
-    Needed by: pipeline_parallel/schedules.py (token counts), optimizer/optimizer.py (loss scales, overflow buffers),
-    optimizer/clip_grads.py (norms).
-    """
+    """Handles `device="cuda"`: pipeline_parallel/schedules.py, optimizer/optimizer.py, optimizer/clip_grads.py."""
 
     def on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(create)
@@ -58,10 +53,7 @@ def _cuda_literals_mean_the_cpu() -> None:
 
 
 def _cuda_moves_nothing() -> None:
-    """Handles `tensor.cuda()`.
-
-    Needed by: models/common/language_module/language_module.py (tied embeddings of the last stage).
-    """
+    """Handles `tensor.cuda()`: models/common/language_module/language_module.py (tied embeddings of the last stage)."""
 
     def cuda(tensor: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
         return tensor
@@ -70,10 +62,7 @@ def _cuda_moves_nothing() -> None:
 
 
 def _optimizer_takes_cpu_tensors() -> None:
-    """Handles comparisons of `tensor.type()` with 'torch.cuda.FloatTensor'; only Megatron's optimizer sees that name.
-
-    Needed by: optimizer/optimizer.py (sorting parameters by format), optimizer/clip_grads.py (an assertion).
-    """
+    """Handles comparisons of `tensor.type()` with 'torch.cuda.FloatTensor': optimizer/{optimizer,clip_grads}.py."""
     true_type = torch.Tensor.type
 
     def type_seen_by_the_caller(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:

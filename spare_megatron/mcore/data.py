@@ -36,10 +36,8 @@ class _Vocabulary:
 def prepare_index(config: RunConfig) -> Path:
     """Builds the sample index unless it exists, and returns its folder; removes indices unused for long.
 
-    Call it in one process before the ranks start: they only load the index.
-
-    Raises:
-        ValueError: The corpus is missing or too short, or the index cannot be written or is too large.
+    Call it in one process before the ranks start: they only load the index. Raises ValueError if the corpus is missing
+    or too short, or the index cannot be written or is too large.
     """
     folder = index_folder(config)
     if not folder.is_dir():
@@ -122,10 +120,7 @@ class Corpus:
 
 
 def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
-    """Megatron's dataset over the corpus; builds the index if the folder has none.
-
-    Avoids BlendedMegatronDatasetBuilder, whose `build` makes the ranks wait for each other.
-    """
+    """The dataset over the corpus, without BlendedMegatronDatasetBuilder, whose `build` synchronizes the ranks."""
     prefix = Path(config.data.corpus).absolute()
     dataset_config = GPTDatasetConfig(
         random_seed=config.train.seed,

@@ -1,7 +1,6 @@
 """The flat gradient space of a rank: Megatron's gradient buffers one after the other, last chunk first.
 
-Megatron lays out a buffer from the last parameter to the first, so the space roughly follows the order in which a
-backward pass finishes its gradients. Buckets are ranges of this space.
+It roughly follows the order in which a backward pass finishes gradients. Buckets are ranges of this space.
 """
 
 from collections.abc import Iterator, Sequence

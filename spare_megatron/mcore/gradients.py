@@ -1,9 +1,8 @@
 """Gradient, loss and microbatch sums of one step, bucket by bucket of a rank's flat gradient space.
 
-They start as local sums over this group's microbatches and stay unscaled sums over tokens until the commit. Each bucket
-is reduced in a staging buffer, so that its local sum survives a failed attempt; once all groups hold the sum over
-groups, it replaces the local sum. The last two elements of a staged bucket are its number of microbatches and, in the
-last bucket, the loss, because a group that is lost after the reduction cannot report them otherwise.
+Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
+local sum survives a failed attempt. The last two elements of a staged bucket are its number of microbatches and, in the
+last bucket, the loss: a group that is lost after the reduction cannot report them otherwise.
 """
 
 import math
@@ -325,7 +324,6 @@ class FixedPointSums(_Staged):
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
-    """The parts of Megatron's buffers that make up a bucket, each with its place in the staged bucket."""
     pieces = []
     for segment in of:
         start, stop = max(segment.start, bucket.start), min(segment.stop, bucket.stop)

@@ -125,7 +125,6 @@ def copy_through(buffers: Sequence[PinnedBuffer], all_batches: Iterable[Batch]) 
 
 
 def batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterator[Batch]:
-    """All bytes in order, split into batches of `num_bytes`; the last may be smaller."""
     batch: list[tuple[Tensor, Tensor]] = []
     left = num_bytes
     for source, target in pairs:
@@ -143,7 +142,6 @@ def batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterator[
 
 
 def _places(batch: Batch, memory: Tensor) -> Iterator[Tensor]:
-    """The range of each part of a batch when they are concatenated."""
     start = 0
     for source, _ in batch:
         yield memory[start : start + source.numel()]

@@ -27,10 +27,7 @@ from spare_megatron.mcore.versions import check_version
 
 
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """Names of the layer and Adam implementations, also of plain Megatron's Adam.
-
-    Raises ValueError if the configuration requires transformer-engine and it is not available.
-    """
+    """Layer and Adam implementations. Raises ValueError if transformer-engine is required and not available."""
     has_te = uses_transformer_engine(config, device)
     megatrons = "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
     stacked = "torch, fused" if device.type == "cuda" else "torch"
@@ -45,8 +42,7 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
 class Chunk:
     """Consecutive layers of the model on one rank, in Megatron's wrapper with one fp32 gradient buffer.
 
-    `stage` is the index among all chunks of the model, in layer order; the first embeds the tokens, the last computes
-    the loss.
+    `stage` is the index among all chunks of the model; the first embeds the tokens, the last computes the loss.
     """
 
     module: DistributedDataParallel
@@ -135,7 +131,6 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
 
 
 def uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
-    """Whether layers are transformer-engine's. Raises ValueError if they are required and not available."""
     wanted = config.model.transformer_impl
     if wanted == "transformer_engine" and not (HAVE_TE and device.type == "cuda"):
         raise ValueError(

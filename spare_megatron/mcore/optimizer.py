@@ -1,7 +1,4 @@
-"""Megatron's Adam and learning-rate schedule, with state replicated in every group.
-
-Megatron uses the fused Adam of transformer-engine or apex where installed, and torch's otherwise.
-"""
+"""Megatron's Adam (the fused one where installed) and learning-rate schedule, with state replicated in every group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,10 +53,7 @@ class Optimizer:
         return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a `state_dict` of torch's Adam or of a fused one.
-
-        Torch's counts updates per parameter, a fused Adam per parameter group.
-        """
+        """Loads a `state_dict` of torch's Adam (update count per parameter) or of a fused one (per parameter group)."""
         num_updates = state["schedule"]["num_steps"]
         adam = state["megatron"].get("optimizer", state["megatron"])["state"]
         of_parameters = [each for key, each in adam.items() if key != "common_step"]
@@ -102,10 +96,7 @@ def adam_config(config: RunConfig) -> OptimizerConfig:
 
 
 def build_adam(config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> MegatronOptimizer:
-    """Megatron's optimizer, without weight decay on vectors.
-
-    Collective over: all ranks of the group (they agree on the parameter groups).
-    """
+    """Megatron's optimizer, without weight decay on vectors. Collective over: all ranks of the group."""
     return get_megatron_optimizer(
         config,
         [chunk.module for chunk in chunks],

@@ -14,10 +14,8 @@ from spare_megatron.mcore.model import Chunk
 class NamedParameter:
     """A parameter of this rank, or its part, with its fp32 gradient as a view of the gradient buffer.
 
-    Attributes:
-        name: Name in the whole model, with layers counted from 0 over all stages; `output_layer.weight` for the last
-            stage's copy of tied embeddings.
-        partition_dim: The dimension divided over tensor-parallel ranks; None if each holds all of it.
+    `name` counts layers from 0 over all stages and is `output_layer.weight` for the last stage's tied embeddings.
+    `partition_dim` is the dimension divided over tensor-parallel ranks; None if each holds all of it.
     """
 
     name: str

@@ -56,11 +56,9 @@ class StatePartitions:
         self.num_partitions = num_partitions
 
     def length(self, number: PartitionId) -> int:
-        """Elements of a partition."""
         return max(0, min(self._length, self._size - number * self._length))
 
     def num_pieces(self, number: PartitionId) -> int:
-        """Pieces of a partition; 0 if it is empty."""
         return -(-self.length(number) // self._piece)
 
     def place(self, number: PartitionId, piece: int) -> slice:

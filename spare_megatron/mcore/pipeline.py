@@ -82,10 +82,7 @@ class Pipeline:
         return len(pad(work, self._multiple)) if work else 0
 
     def run(self, work: Sequence[Microbatch], forward_step: ForwardStep) -> None:
-        """Runs forward and backward passes; gradients are added to the buffers.
-
-        Collective over: all ranks of the group, with the same work in the same order.
-        """
+        """Adds gradients to the buffers. Collective over: all ranks of the group, with the same work in order."""
         if not work:
             # Megatron's schedule for one stage would run one microbatch even if there is none.
             return

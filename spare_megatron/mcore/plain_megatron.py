@@ -1,7 +1,6 @@
 """Plain Megatron on the same model and data, the baseline of all comparisons: one world, no redundancy.
 
-Uses Megatron's global parallel state, DistributedDataParallel, schedules, gradient finalization inside the schedule and
-optimizer, as Megatron's own training loop does.
+Uses what Megatron's own training loop does: global parallel state, DistributedDataParallel, schedules, optimizer.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
 _ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
-"""Gradient elements."""
 
 
 def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:

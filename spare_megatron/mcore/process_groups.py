@@ -18,11 +18,8 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
     """The process groups of this rank for Megatron's model, optimizer and schedules. The world is the group.
 
     The tensor-parallel index of a rank varies fastest, then context, then pipeline. Megatron sees a data-parallel size
-    of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`, as none
-    inherits the world's. Collective over: all ranks of the group.
-
-    Raises:
-        ValueError: The world's size differs from the layout's.
+    of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`. Collective
+    over: all ranks of the group. Raises ValueError if the world's size differs from the layout's.
     """
     if dist.get_world_size() != layout.ranks_per_group:
         raise ValueError(

@@ -9,11 +9,7 @@ _SERVICES = ("wandb", "torch.utils.tensorboard")
 
 
 def import_megatron() -> None:
-    """Imports megatron-core in two thirds of the time; every process that is not forked waits for it.
-
-    Megatron decorates functions with `torch.compile`, which imports Inductor; its inference imports wandb, and its
-    timers TensorBoard. These imports are deferred to first use, when `torch.compile` compiles anyway.
-    """
+    """Imports megatron-core in two thirds of the time, by deferring Inductor, wandb and TensorBoard to first use."""
     import torch
     import torch._dynamo  # optimizers need it; imported once here rather than in every forked process
 

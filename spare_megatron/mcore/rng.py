@@ -26,8 +26,7 @@ def seed_microbatch(
 ) -> None:
     """Seeds the generators for one microbatch's forward pass through one stage.
 
-    Masks differ between stages and, where tensor-parallel ranks hold different elements, between these; never between
-    groups.
+    Masks differ between stages and between tensor-parallel ranks that hold different elements; never between groups.
     """
     number = seed_of("microbatch", seed, step, microbatch.shard, microbatch.index, stage)
     _seed_generators(number, tensor_rank, device)

@@ -1,8 +1,7 @@
 """Adam with stacked state: each rank updates only the state partitions that its group hosts.
 
-A partition's state is its two moments in fp32 and, in bf16 models, its main parameters in fp32. Gradients are clipped
-by the norm over all partitions, so that all hosts of a partition compute the same bits. Parameters of other partitions
-are stale after an update until they have been gathered.
+State: two fp32 moments and, in bf16 models, fp32 main parameters. Gradients are clipped by the norm over all
+partitions, so that all hosts compute the same bits. Other partitions' parameters are stale until gathered.
 """
 
 import math
@@ -100,11 +99,8 @@ class StackedOptimizer:
     def step(self, squares: float | None = None) -> tuple[float, float]:
         """Clips the gradients, updates the hosted partitions; returns the norm before clipping and the learning rate.
 
-        Collective over: all ranks of the group (the norm is over all parameters).
-
-        Args:
-            squares: Sum of squared gradients of all partitions of this rank position, without those that every group
-                needs; None if all gradients are local.
+        `squares` is the sum of squared gradients of all partitions of this rank position, without those that every
+        group needs; None if all gradients are local. Collective over: all ranks of the group.
         """
         learning_rate = get_canonical_lr_for_logging(self._adam.param_groups)
         norm = self._norm(squares)
@@ -164,7 +160,6 @@ class StackedOptimizer:
                     fragment.values.copy_(values[fragment.offset - start :][: fragment.stop - fragment.start])
 
     def _was_updated(self, number: PartitionId, piece: int) -> bool:
-        """Whether the last update here included the piece."""
         installed_at = self._hosted[number].installed_at if number in self._hosted else {}
         return piece in installed_at and installed_at[piece] < self.num_updates
 
@@ -189,7 +184,6 @@ class StackedOptimizer:
 
     @property
     def element_bytes(self) -> int:
-        """State of one element."""
         return (_NUM_MOMENTS + self.has_main) * torch.float32.itemsize
 
     def kept_values(self) -> Iterator[Tensor]:
@@ -220,10 +214,9 @@ class StackedOptimizer:
             return PieceState(num_updates=self.num_updates, data=state.cpu().contiguous().numpy().tobytes())
 
     def install_piece(self, number: PartitionId, piece: int, state: PieceState) -> bool:
-        """Takes over the state of a piece, which is updated here afterwards.
+        """Takes over the state of a piece, to be updated here; False if its update count differs from the one here.
 
-        Returns False, and changes nothing, if its update count differs from the one here. Raises ValueError if its size
-        is wrong or the piece is already held.
+        Raises ValueError if its size is wrong or the piece is already held.
         """
         with self._lock:
             if state.num_updates != self.num_updates:

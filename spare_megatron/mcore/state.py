@@ -1,7 +1,6 @@
 """The whole state of a rank: handed to a group that rejoins, copied to host memory, or saved.
 
-A handed-over state consists of a description (everything but tensors) and the tensors' bytes, which are read and
-written in place, so that neither side needs a second copy.
+It is a description (everything but tensors) and the tensors' bytes, read and written in place without a second copy.
 """
 
 import json
@@ -57,10 +56,9 @@ class StateCopy:
 
 
 class RestOfState:
-    """A rank's state beside the parameters that its optimizer updates, for another thread to hash.
+    """A rank's state beside the parameters that its optimizer updates, for a thread to hash before the next update.
 
-    That is the optimizer's state and, in bf16 models, the bf16 parameters. Model buffers are left out: groups may
-    differ in them. The state must not change until `sha256` has returned.
+    That is the optimizer's state and, in bf16 models, the bf16 parameters; not model buffers, which may differ.
     """
 
     def __init__(self, chunks: Sequence[Chunk], optimizer: Optimizer, copies: HostCopies) -> None:
@@ -111,10 +109,7 @@ class IncomingState:
 
 
 def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> OutgoingState:
-    """Parameters, buffers, optimizer state and schedule position, as they are now.
-
-    Of a stacked optimizer only the schedule position: its partitions are copied separately.
-    """
+    """Present parameters, buffers, optimizer state (unless stacked: copied separately) and schedule position."""
     tensors = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
     state = {
         "model": _shapes(chunks),
@@ -179,7 +174,6 @@ def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:
 
 
 def _shapes(chunks: Sequence[Chunk]) -> list[list[list[Any]]]:
-    """Name, data type and shape of every tensor of the model."""
     return [[[name, *_form(tensor)] for name, tensor in _tensors(chunk).items()] for chunk in chunks]
 
 

@@ -1,7 +1,6 @@
 """Parameters whose gradients belong together inside a group: tied embeddings, and what several ranks hold whole.
 
-Megatron sums their gradients over the ranks of the group when a step is finalized. For state partitions this means
-that every group needs these gradients in full, and that only one of the ranks counts them for the norm.
+Megatron sums them when a step is finalized: every group needs them whole, and one rank counts them for the norm.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ from spare_megatron.mcore.model import Chunk
 
 
 def sum_inside_group(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
-    """Sums gradients over context-parallel ranks, both ends of tied embeddings, and layer norms under sequence
-    parallelism.
+    """Sums gradients over context-parallel ranks, both ends of tied embeddings, and sequence-parallel layer norms.
 
     In place, so it must not run before the commit. Collective over: all ranks of the group.
     """

@@ -75,11 +75,10 @@ class GroupTrainer:
         *,
         hosted: Sequence[PartitionId] = (),
     ) -> None:
-        """Builds the rank, once `prepare_index` has been called for the configuration.
+        """Builds the rank, after `prepare_index`; a CUDA `device` must be current. Partitions in `hosted` start here.
 
-        A CUDA `device` must be the current one. With stacked optimizer state, the state partitions in `hosted` start
-        here. Collective over: all ranks of the group. Raises ValueError if Megatron or this package does not support
-        the configuration.
+        Collective over: all ranks of the group. Raises ValueError if Megatron or this package rejects the
+        configuration.
         """
         if device.type == "cpu":
             cpu.install()
@@ -122,10 +121,9 @@ class GroupTrainer:
     def compute(self, work: Sequence[Microbatch], on_ready: OnReady | None = None) -> list[Microbatch]:
         """Adds the gradients and losses of some microbatches to the local sums of the buckets that are not kept.
 
-        During the backward passes `on_ready` is called with the number of leading buckets whose local sums are
-        complete. Returns the microbatches that really went through this rank, in order, which are counted; raises
-        RuntimeError if they differ from `work`. Collective over: all ranks of the group, with the same work in the same
-        order.
+        `on_ready` gets the number of leading buckets with complete local sums. Returns the microbatches counted, in
+        order; raises RuntimeError if they differ from `work`. Collective over: all ranks of the group, with the same
+        work in order.
         """
         self._seen.clear()
         is_counted = False
@@ -159,12 +157,9 @@ class GroupTrainer:
     def update(self, loss_sum: float, squares: float | None = None) -> UpdateResult:
         """Applies the sums over all groups to the parameters; with stacked state, to the state partitions hosted here.
 
-        `loss_sum` is that of the last stage; `squares` the squared gradients of all state partitions, if not all
-        gradients are here (`StackedOptimizer.step`). Collective over: all ranks of the group, each with the sums of its
-        own chunks.
-
-        Raises:
-            IncompleteSum: A bucket does not count exactly the microbatches of a step. Nothing is changed.
+        `loss_sum` is that of the last stage; `squares` as in `StackedOptimizer.step`. Collective over: all ranks of the
+        group. Raises IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a
+        step.
         """
         counted = self.gradients.totals().num_microbatches
         for bucket, num_counted in enumerate(counted):
@@ -187,7 +182,6 @@ class GroupTrainer:
         )
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
-        """The parts of each bucket, by state partition (`flat_gradients.gradient_parts`)."""
         assert self.stacked is not None, "only stacked state has partitions"
         return gradient_parts(self.chunks, self.process_groups, self.stacked.partitions, self.gradients.buckets)
 
@@ -224,10 +218,7 @@ class GroupTrainer:
         )
 
     def load_checkpoint(self, folder: Path, partitions: Collection[PartitionId] = ()) -> None:
-        """Loads a checkpoint of any layout; with stacked state, `partitions` are hosted afterwards.
-
-        Collective over: all ranks of the group.
-        """
+        """Loads a checkpoint of any layout, to host stacked `partitions`. Collective over: all ranks of the group."""
         on_read = partial(self._probe, FaultPoint.LOAD_READ)
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 

@@ -98,8 +98,7 @@ _OFF = (None, False, 0, "", "none")
 def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
     """Megatron's configuration of a run's model and schedule; safe `[megatron]` fields override ours.
 
-    Raises:
-        ValueError: A `[megatron]` field is unknown, unsupported or of the wrong type, or Megatron rejects it.
+    Raises ValueError if a `[megatron]` field is unknown, unsupported or of the wrong type, or Megatron rejects it.
     """
     _refuse(config)
     fields = _fields(config, device)
@@ -197,7 +196,6 @@ def _megatron_value(key: str, value: Any) -> Any:
 
 
 def _is_activation(function: Any) -> bool:
-    """Whether the function maps a tensor to one of the same shape."""
     given = torch.ones(2, 2)
     try:
         return bool(function(given).shape == given.shape)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Versions from `first` on, and below `before` if given."""
-
     first: str
     before: str | None = None
 
@@ -40,7 +38,6 @@ def check_version(package: str, installed: str | None) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

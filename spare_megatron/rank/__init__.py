@@ -1,5 +1,4 @@
 """A rank's process: bootstrap, the training loop, reduction attempts, rejoin and restart.
 
-Imports every room above it but `planner`, `observe` and `simulator`.
-Start with `train`, then `step_executor` and `reduction`; `assembly` builds the parts.
+Imports every room above it but `planner`, `observe` and `simulator`. Start with `train`, then `step_executor`.
 """

@@ -49,14 +49,9 @@ from spare_megatron.voting.voting import Voting, open_relay
 
 
 class Assembly:
-    """The parts of one rank, built on construction.
+    """The parts of one rank, built on construction. `ranks` are the group's, for CPU tensors.
 
     Collective over: all ranks of the group, which may arrive as far apart as the startup timeout allows.
-
-    Attributes:
-        ranks: The group's ranks, for CPU tensors.
-        executors: What the training loop calls.
-        loader: Finds and loads the state of a start or restart.
     """
 
     def __init__(
@@ -306,7 +301,6 @@ class Assembly:
     # -------------------------------------------------------------------------------------------- the piece server
 
     def _serve_state(self) -> StateSource:
-        """Starts the server of this rank's state and publishes its address in the control store."""
         optimizer = self.trainer.stacked
         partitions = [] if optimizer is None else partition_contents(optimizer)
         source = StateSource({content.name: content for content in partitions})

@@ -48,12 +48,10 @@ def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float
 
 
 def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
-    """Makes the group's ranks a torch.distributed world of their own.
+    """Makes the group's ranks a torch.distributed world, used by checkpoint loads alone, with the startup's timeout.
 
-    Only checkpoint loads use the world itself, so its timeout is that of the startup; training has its own process
-    groups. Returns one of the same ranks for CPU tensors, whose timeout exceeds the leader's longest wait.
-
-    Collective over: all ranks of the group, which may arrive as far apart as the startup timeout allows.
+    Returns a group of the same ranks for CPU tensors, whose timeout exceeds the leader's longest wait. Collective over:
+    all ranks of the group, which may arrive as far apart as the startup timeout allows.
     """
     control = spec.config.control
     timeout_s = control.startup_timeout_s
@@ -86,11 +84,7 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
 
 
 def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> None:
-    """Compares samples of every shard with those of the first group that has read them.
-
-    Raises:
-        ValueError: A sample cannot be read or differs.
-    """
+    """Compares samples with the first group that read them. Raises ValueError if one cannot be read or differs."""
     try:
         digest = corpus.digest()
     except ValueError as error:

@@ -19,10 +19,7 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class GroupSaves:
-    """Carries out SaveCheckpoint, RefuseCheckpoint and TakeSnapshot on one rank. It decides nothing.
-
-    `saver` and `snapshotter` are None in a run that takes no checkpoints or no snapshots.
-    """
+    """Carries out SaveCheckpoint, RefuseCheckpoint and TakeSnapshot on one rank, if configured. It decides nothing."""
 
     def __init__(
         self,
@@ -42,9 +39,7 @@ class GroupSaves:
         self._progress = progress
 
     def save(self, action: SaveCheckpoint) -> None:
-        """Starts a checkpoint of the present state if this group has a part in it.
-
-        The state is compared in the next vote and after the next update, so that a wrong checkpoint is found soon.
+        """Starts a checkpoint of the present state, if this group has a part in it, and has the state compared.
 
         Collective over: all ranks of the group.
         """
@@ -98,10 +93,7 @@ class GroupSaves:
 
 
 def save_alone(spec: RankSpec, trainer: GroupTrainer, action: SaveCheckpoint, head: int) -> None:
-    """Saves this rank's part of an emergency checkpoint, without the other ranks.
-
-    `action` describes the state as a checkpoint of this group; `head` counts the log entries folded so far.
-    """
+    """Saves this rank's part of an emergency checkpoint, alone; `head` counts the log entries folded so far."""
     path = emergency_checkpoint_path(spec.config.checkpoint, spec.run_dir, action.step)
     num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
     optimizer = trainer.stacked

@@ -42,15 +42,11 @@ class ParamsGather:
         self._progress = progress
 
     def run(self, action: GatherParams) -> None:
-        """Sends the parameters that this group owns; takes over those of others if it lacks any.
+        """Sends the parameters that this group owns; takes over those of others if it lacks any. Sets `lacks_params`.
 
-        Sets `lacks_params`. The gather ends once the next log entry is written or a rank reports it as broken.
-
-        Collective over: rank j of every member group, and all ranks of the group.
-
-        Raises:
-            StoreLost: Only after the gather has ended: no group can resume from the updated partitions without the
-                parameters that match them.
+        Ends once the next log entry is written or a rank reports a broken gather. Raises StoreLost only then, as no
+        group can resume without the parameters that match its updated partitions. Collective over: rank j of every
+        member group, and all ranks of the group.
         """
         lost: StoreLost | None = None
         head, members = self._progress.head, self._communicator.members
@@ -81,10 +77,7 @@ class ParamsGather:
             raise lost
 
     def _explain(self, head: int) -> str:
-        """Why the gather is incomplete. The first rank to notice reports it in the store.
-
-        Other groups may not notice by themselves: their connections work, and what they wait for never comes.
-        """
+        """Why the gather is incomplete; reported in the store, as other groups may not notice by themselves."""
         if self._agreement.is_broken(head):
             return "another group could not gather"
         if not self._agreement.is_written(head):
@@ -92,7 +85,6 @@ class ParamsGather:
         return self._communicator.evidence
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
-        """Returns whether everything has arrived here."""
         self._communicator.start_attempt()
         if not self._communicator.connect(is_over):
             return False

@@ -123,7 +123,6 @@ class _Rank:
         return parts
 
     def _start(self, parts: Assembly) -> deque[Action]:
-        """Starts together with all other groups."""
         parts.loader.load_initial(parts.hosted())
         self._progress.num_steps = self._controller.step
         parts.digests.check(self._controller.step, num_restarts=0)  # the first vote compares the parameters

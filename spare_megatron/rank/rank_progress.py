@@ -41,7 +41,6 @@ class RankProgress:
     Attributes:
         head: Log entries folded so far.
         num_steps: Committed steps in the parameters.
-        num_restarts: Restarts of the run.
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
         save_ends: Finished saves of the group, which its votes report until a commit records them.
@@ -57,6 +56,5 @@ class RankProgress:
 
     @property
     def now(self) -> StepUnderWay:
-        """The step under way."""
         assert self.step is not None, "no step has begun"
         return self.step

@@ -15,15 +15,9 @@ from spare_megatron.stacking.layout import GroupId
 
 
 class RankReports:
-    """One rank's journal and reports.
+    """One rank's journal and reports: `send` sends one to the supervisor, `clock` times recoveries.
 
-    Args:
-        send: Sends a report to the supervisor.
-        is_leader: Whether this rank journals for its group.
-        sends_steps: Whether this rank also reports committed steps.
-
-    Attributes:
-        clock: Times recoveries; the stages of the loop call it.
+    `is_leader`: it journals for its group. `sends_steps`: it also reports committed steps.
     """
 
     def __init__(

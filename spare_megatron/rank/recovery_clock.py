@@ -24,9 +24,8 @@ class _Recovery:
 class RecoveryClock:
     """Times recoveries. A further loss before the commit of the step belongs to the recovery under way.
 
-    A recovery ends when its step is committed and the new communicator is ready, whichever comes last: after a loss
-    that cost no sum, only the next step needs the communicator. If another group is lost before that, it ends without
-    one.
+    A recovery ends when its step is committed and the new communicator is ready, whichever comes last; if another group
+    is lost before that, without one.
     """
 
     def __init__(self, group: GroupId, listener: StageListener) -> None:

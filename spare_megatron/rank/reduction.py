@@ -30,9 +30,7 @@ from spare_megatron.voting.voting import Voting
 class Reduction:
     """Carries out BuildCommunicator and AttemptReduce. It decides nothing.
 
-    Args:
-        repairs: Copies missing state partitions, whose completion votes report; None without partitions.
-        overlaps: Whether buckets are sent while others are computed.
+    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed.
     """
 
     def __init__(
@@ -81,10 +79,9 @@ class Reduction:
     def send_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
         """Allows buckets to be sent while the last microbatches of the attempt are computed.
 
-        Call it on all ranks of the group, after `start_attempt` and before computing. The leader journals the
-        contribution `brought`, all microbatches that the local sums will hold. What other ranks send depends on the
-        leader's computation, so that nothing is sent before the record. Returns None without overlap, else a callback
-        for the backward passes that takes the number of finished buckets.
+        All ranks of the group call it after `start_attempt` and before computing. The leader first journals the
+        contribution `brought`, all microbatches that the local sums will hold. Returns None without overlap, else a
+        callback for the backward passes that takes the number of finished buckets.
         """
         if not self._overlaps:
             return None
@@ -102,12 +99,8 @@ class Reduction:
     def attempt(self, action: AttemptReduce) -> list[Event]:
         """Sums what is not kept over the groups and casts the group's vote; abstains if the group lacks parameters.
 
-        Returns all votes on the leader that cast the last one; else nothing.
-
-        Collective over: all ranks of the group, and rank j of every member group.
-
-        Raises:
-            UnsoundGradient: This group's gradient is not finite or an outlier.
+        Returns all votes on the leader that cast the last one; else nothing. Collective over: all ranks of the group,
+        and rank j of every member group. Raises UnsoundGradient if this group's gradient is not finite or an outlier.
         """
         self._progress.now.epoch = action.epoch
         self.start_attempt(action)
@@ -155,10 +148,7 @@ class Reduction:
         return is_in_vain or self._agreement.is_written(head)
 
     def _agree_on_finding(self, step: int) -> None:
-        """Raises `UnsoundGradient` if a rank's gradients are not finite or far larger than usual.
-
-        Collective over: all ranks of the group, so that all raise together. An unsound bucket is never sent.
-        """
+        """Raises `UnsoundGradient` if any rank's gradients are unsound. Collective over: all ranks of the group."""
         with self._probe.during(Operation.SETTLE):
             finding = GradientFinding(self._agreement.highest(self._buckets.finding))
         if finding is not GradientFinding.SOUND:

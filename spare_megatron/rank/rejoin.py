@@ -1,7 +1,6 @@
 """Brings a restarted group back: it reads the log from its first entry until an entry names it.
 
-That entry is a commit that admits the group or, after a wipe-out, the restart. A log of months takes long to read;
-every batch of entries counts as progress for the failure detector.
+That is a commit that admits the group or, after a wipe-out, the restart. Every batch of entries counts as progress.
 """
 
 import time
@@ -26,9 +25,7 @@ from spare_megatron.voting.log_follower import Stop
 class Rejoin:
     """One rank's part in its group's return, with a new controller.
 
-    Args:
-        restart_loader: Finds and loads the state of a restart.
-        announced: Called when the group has announced that it waits; the argument says whether for a restart.
+    `announced` is called when the group has announced that it waits; the argument says whether for a restart.
     """
 
     def __init__(
@@ -53,9 +50,7 @@ class Rejoin:
         self._unwritten: list[tuple[int, Entry]] = []  # entries from the last commit on
 
     def run(self) -> deque[Action] | Stop:
-        """Folds the log until an entry names this group, without executing actions.
-
-        Returns the actions from that entry on, or the action that stops the run before.
+        """Folds the log until an entry names this group; returns the actions from there on, or an earlier stop.
 
         Collective over: all ranks of the group. Raises `Fenced` if the group is fenced while it waits.
         """

@@ -35,14 +35,11 @@ _NUM_OFFERED = 3
 class RestartLoader:
     """One rank's part in a start from a checkpoint or a snapshot.
 
-    Args:
-        trainer: The rank's part of the model, as its process has built it.
-        wiped_out_at_s: Monotonic time at which the rank's supervisor learned of the wipe-out; None if the process is
-            older.
-        snapshots: Loads snapshots from the nodes' memory; None if the run takes none.
+    `rejected` holds the checkpoints and snapshots that cannot be used, and why, as of the last search.
 
-    Attributes:
-        rejected: Checkpoints and snapshots that cannot be used, and why, as of the last search.
+    Args:
+        wiped_out_at_s: When the supervisor learned of the wipe-out (monotonic); None if the process is older.
+        snapshots: Loads snapshots from the nodes' memory; None if the run takes none.
     """
 
     def __init__(
@@ -76,7 +73,6 @@ class RestartLoader:
         return time.monotonic() if self._wiped_out_at_s is None else self._wiped_out_at_s
 
     def on_wipe_out(self) -> None:
-        """The rank has read of a wipe-out in the log."""
         self._wiped_out_at_s = self.now_s()
         self._withdrawn = {}
 

@@ -91,7 +91,6 @@ class RestartSearch:
         return tuple(replace(item, silent_s=now_s - since_s) for item, since_s in latest.values())
 
     def _search(self) -> None:
-        """Searches for checkpoints that pass `glance`."""
         candidates: tuple[CheckpointCandidate, ...] = ()
         failure = ""
         try:
@@ -102,7 +101,6 @@ class RestartSearch:
         self._searched_at_s = time.monotonic()
 
     def _announce(self) -> None:
-        """Announces what has changed."""
         reader = self._loader.reader
         own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
         if own != self._announced:

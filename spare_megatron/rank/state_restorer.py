@@ -14,10 +14,7 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class StateRestorer:
-    """Carries out AdmitGroups and LoadCheckpoint. It decides nothing.
-
-    `join_timeout_s` is the longest time that a rejoining group waits for the others to confirm its state.
-    """
+    """Carries out AdmitGroups and LoadCheckpoint; a rejoining group waits `join_timeout_s` at most for confirmation."""
 
     def __init__(
         self,

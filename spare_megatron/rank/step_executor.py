@@ -18,10 +18,7 @@ from spare_megatron.state.transfer.state_source import StateSource
 
 
 class StepExecutor:
-    """Carries out ComputeStep, ComputePatch and UpdateModel. It decides nothing.
-
-    `source` is the state that other groups may read from this rank.
-    """
+    """Carries out ComputeStep, ComputePatch and UpdateModel; other groups may read `source`. It decides nothing."""
 
     def __init__(
         self,

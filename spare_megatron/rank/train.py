@@ -37,10 +37,7 @@ from spare_megatron.voting.log_follower import Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executors:
-    """The objects that carry out the controller's actions on one rank. They decide nothing.
-
-    `stacked` is None unless optimizer state is stacked.
-    """
+    """The objects that carry out the controller's actions on one rank; `stacked` only with stacked optimizer state."""
 
     steps: StepExecutor
     reduction: Reduction

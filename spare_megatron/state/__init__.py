@@ -1,5 +1,4 @@
 """A rank's state outside its training: checkpoints, snapshots in memory, transfers to other groups.
 
-Imports `voting`, `mcore` and the rooms above them.
-Start with `checkpoint/saver`, `snapshot/snapshotter` or `transfer/state_transfer`.
+Imports `voting`, `mcore` and above. Start with `checkpoint/saver`, `snapshot/snapshotter` or `transfer/state_transfer`.
 """

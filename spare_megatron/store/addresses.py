@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 def address_towards(hosts: Iterable[str]) -> str:
     """This machine's address on the route to the first host that is not itself; a loopback address if all of them are.
 
-    A machine's own name often resolves to a loopback address, which no other machine can use; the next host is tried
-    then. Raises ValueError if there is no route to any host.
+    A host name that resolves to a loopback address is skipped. Raises ValueError if there is no route to any host.
     """
     own, failures = "", []
     for host in hosts:
@@ -28,10 +27,7 @@ def address_towards(hosts: Iterable[str]) -> str:
 
 
 def refuse_loopback(address: str, hosts: Iterable[str]) -> None:
-    """Raises ValueError if this machine's address is a loopback one and a host it was derived from is given by name.
-
-    The other machines of the run could not reach it. Nodes rehearsed on one machine have loopback addresses on purpose.
-    """
+    """Raises ValueError if this address is loopback, which others cannot reach, and some host is given by name."""
     names = [host for host in hosts if _is_name(host)]
     if names and is_loopback(address):
         raise ValueError(

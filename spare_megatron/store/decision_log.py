@@ -75,17 +75,10 @@ class DecisionLog:
         return self.entries([index]) != [None]
 
     def cast(self, attempt: int, writer: Member, votes: Mapping[Member, str], forget: Sequence[int] = ()) -> int:
-        """Casts votes with one write. A vote that several writers cast is the same vote.
+        """Casts encoded votes by voter with one write; a `writer` casts once per attempt.
 
-        Args:
-            attempt: The attempt.
-            writer: The casting member; it casts once per attempt.
-            votes: Encoded votes by voter.
-            forget: Attempts whose votes by this writer are no longer read.
-
-        Returns:
-            Votes cast on the attempt so far, repeated casts included: never too few, so the caster of the last vote
-            always learns that it may be the last.
+        Votes by this writer on the attempts in `forget` are no longer read. Returns the votes cast so far, repeated
+        casts included: never too few, so the caster of the last vote always learns that it may be the last.
         """
         voters: dict[str, list[Member]] = {}
         for voter, vote in votes.items():
@@ -134,10 +127,7 @@ class DecisionLog:
         return self._store.get([keys.digest(index, group) for group in groups])
 
     def votes(self, attempt: int, voters: Sequence[Member], relays: Sequence[Member] = ()) -> dict[GroupId, str]:
-        """The votes that these voters have cast on the attempt so far, by group.
-
-        Reads the casts of the relays first, then the keys of those voters that are not found there.
-        """
+        """Votes cast so far, by group: reads the casts of the relays, then the keys of voters not found there."""
         found = self._written_by(attempt, relays)
         found |= self._written_by(attempt, [voter for voter in voters if voter not in found])
         return {voter.group: found[voter] for voter in voters if voter in found}

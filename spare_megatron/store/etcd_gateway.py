@@ -38,9 +38,7 @@ _SILENCE_S = 600.0
 
 
 _INVALID, _MISSING, _DENIED, _EXHAUSTED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
-"""gRPC codes that concern the request itself. Any other may come from a stopping member or a cluster without a leader,
-for much of which etcd has no code of its own.
-"""
+"""gRPC codes that concern the request itself; any other may come from a stopping member or a leaderless cluster."""
 
 
 _NO_SPACE, _NO_SPACE_ALARM = "database space exceeded", "NOSPACE"
@@ -91,11 +89,8 @@ class EtcdGateway:
     def call(self, path: str, body: Mapping[str, Any]) -> EtcdMessage:
         """Sends a request; returns the answer of the first member that gives one.
 
-        Raises:
-            StoreRefused: The credentials or permissions do not suffice.
-            StoreLacks: The request names a lease that does not exist.
-            StoreFull: etcd takes no writes any more.
-            StoreLost: No member answered within `timeout_s` of the spec.
+        Raises StoreRefused (credentials, permissions), StoreLacks (a lease that does not exist), StoreFull (no writes
+        any more), or StoreLost if no member answered within `timeout_s` of the spec.
         """
         began_s = time.monotonic()
         while True:
@@ -120,14 +115,10 @@ class EtcdGateway:
     def stream(
         self, path: str, body: Mapping[str, Any], try_s: float
     ) -> Iterator[tuple[socket.socket, Iterator[EtcdMessage]]]:
-        """Opens a stream to one member; yields its socket and an iterator over its messages.
+        """Opens a stream to one member within `try_s`; yields its socket and an iterator over its messages.
 
-        Shutting the socket down from another thread ends the iteration. `try_s` is the longest wait for the stream to
-        begin.
-
-        Raises:
-            OSError, http.client.HTTPException: The member does not answer; the next stream asks another.
-            StoreRefused: The credentials do not suffice.
+        Shutting the socket down from another thread ends the iteration. Raises OSError or http.client.HTTPException if
+        the member does not answer (the next stream asks another), StoreRefused if the credentials do not suffice.
         """
         try:
             if self._spec.credentials is not None and not self._session.token:
@@ -242,12 +233,10 @@ class _Again(Exception):
 
 
 def try_timeout_s(num_timeouts: int) -> float:
-    """Timeout in seconds of the next try after so many that timed out."""
     return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
 
 
 def is_full(status: EtcdMessage) -> bool:
-    """Whether a member's status says that etcd takes no writes."""
     return any(_NO_SPACE_ALARM in error for error in status.get("errors", ()))
 
 

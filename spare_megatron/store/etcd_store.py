@@ -1,9 +1,8 @@
 """The production control store: etcd v3, replicated by raft.
 
-Every write is idempotent, so a write whose answer is lost is simply repeated: a compare-and-set that was applied finds
-its own value, and a key that has been counted exists and is not counted again. Counters use etcd's versions of keys,
-which rise by one with every write, so that counting needs no prior read. A counter has one key per power of two, as a
-transaction may write a key only once.
+Every write is idempotent, so a write whose answer is lost is repeated. Counters use etcd's versions of keys, which rise
+by one with every write, so that counting needs no prior read; a counter has one key per power of two, as a transaction
+may write a key only once.
 """
 
 import time

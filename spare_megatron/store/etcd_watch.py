@@ -1,7 +1,6 @@
 """A thread that follows one directory of etcd: it caches all values and wakes those that wait for one.
 
-It begins with a read of the directory and then receives every revision after that of the read, so no write is missed.
-When its connection breaks, it resumes at the next member with the revision after the last one seen.
+After a read it receives every later revision; on a broken connection it resumes at the next member.
 """
 
 import contextlib
@@ -99,16 +98,13 @@ _RECHECK_S = 1.0
 """A silent watch is checked by a read after this time: a member cut off from the others is silent, too."""
 
 _RECHECK_READS, _LONGEST_RECHECK_S = 20.0, 5.0
-"""After slow reads the check comes later, by this multiple of the last read's duration, so that waiting does not keep a
-slow cluster busy; but no later than _LONGEST_RECHECK_S.
-"""
+"""After slow reads the check comes later, by this multiple of the last read's duration, up to _LONGEST_RECHECK_S."""
 
 
 class EtcdDirectory:
     """A followed directory (its first key, and the one after the last) whose watch is checked by reads.
 
-    `is_ordered`: keys are written in lexicographic order, and a reader that found one asks for later ones. So values
-    are kept only from there on; earlier keys are read on demand.
+    `is_ordered`: keys are written and asked for in lexicographic order; earlier values are dropped, and read on demand.
     """
 
     def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], *, is_ordered: bool) -> None:

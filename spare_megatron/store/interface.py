@@ -40,15 +40,11 @@ class ControlStore(Protocol):
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         """Writes a heartbeat to a key that only this connection writes.
 
-        A store with leases removes the key ttl_s seconds after the last beat, so watchers of such a store check for its
-        absence. In any other store the value stops changing.
+        A store with leases removes the key ttl_s seconds after the last beat; in any other the value stops changing.
         """
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of the keys, None for absent ones, without waiting.
-
-        The keys are neighbours: few others lie between the first and the last of them in lexicographic order.
-        """
+        """The values of the keys, None for absent ones, without waiting; few keys lie between the first and last."""
 
     def exists(self, key: str) -> bool:
         """Whether the key has a value; the cheap poll of a rank in a reduction.
@@ -62,11 +58,8 @@ class ControlStore(Protocol):
     def rendezvous(self, prefix: str, rank: int, timeout_s: float, former: tuple[str, int] | None = None) -> Any:
         """A new torch.distributed store for building one communicator, on a connection of its own; all ranks call this.
 
-        Args:
-            prefix: Name of the communicator; never used twice.
-            rank: This process's rank in it, from 0 on.
-            timeout_s: Longest wait of the new store for the other ranks.
-            former: Name of a communicator that all members have left, and this rank in it; its keys are removed.
+        `prefix` is the communicator's name, never used twice. The new store waits `timeout_s` at most. The keys of
+        `former`, name and this rank of a communicator that all members have left, are removed.
         """
 
     def local_host(self) -> str:

@@ -1,7 +1,6 @@
 """The keys of a run in the control store: one function or constant for each, with who writes and who reads it.
 
-No other module spells a key. etcd puts the prefix of the run before each; the embedded store holds one run only. A
-communicator's own store, which `ControlStore.rendezvous` opens under one of these names, has keys of its own.
+No other module spells a key. etcd puts the prefix of the run before each; the embedded store holds one run only.
 """
 
 from spare_megatron.stacking.layout import GroupId, Member

@@ -1,8 +1,7 @@
 """The embedded control store: a torch TCPStore server and its client, neither of which waits for a name server.
 
-torch looks up the host name of every peer, for its log alone: the server in the loop that serves all clients, the ranks
-in the middle of a recovery. glibc repeats a lost query after 5 s. torch 2.13 gives up for the life of the process once
-a lookup has failed, so `without_name_lookups` makes the first one fail at once.
+torch looks up the host name of every peer, for its log alone, and glibc repeats a lost query after 5 s; so
+`without_name_lookups` makes the first lookup fail at once, after which torch 2.13 makes no more.
 """
 
 import contextlib
@@ -21,10 +20,7 @@ _RES_INIT = 1
 
 @contextlib.contextmanager
 def without_name_lookups() -> Iterator[None]:
-    """Makes this thread's queries to name servers fail at once inside the block; names in /etc/hosts still resolve.
-
-    torch logs a warning that a host name cannot be retrieved, once per process.
-    """
+    """Makes this thread's queries to name servers fail at once; /etc/hosts still resolves. torch warns once."""
     libc = ctypes.CDLL(None)
     try:
         resolver = libc.__res_state
@@ -60,10 +56,7 @@ def serve(address: str, parent: Connection) -> None:
 
 
 def listen(address: str, timeout: timedelta) -> Any:
-    """A TCPStore that serves on one IP address of this machine, and is its own first client.
-
-    A bare TCPStore server binds every interface, so it is given a socket that is bound to this one.
-    """
+    """A TCPStore server and first client on one IP address; torch alone would bind all interfaces."""
     import torch.distributed as dist
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

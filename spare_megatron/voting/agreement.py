@@ -42,11 +42,8 @@ class GroupBroken(Exception):
 class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
-    Attributes:
-        is_complete: Every rank holds the whole cross-group sum.
-        loss_sum: The summed loss; NaN unless is_complete.
-        num_complete: Per rank, the number of buckets whose sums it holds.
-        compute_s: Per rank, seconds of its forward and backward passes.
+    `is_complete`: every rank holds the whole cross-group sum. `loss_sum`: NaN unless complete. Per rank, `num_complete`
+    buckets are summed and passes took `compute_s` seconds.
     """
 
     is_complete: bool
@@ -56,13 +53,10 @@ class GroupOpinion:
 
 
 class GroupAgreement:
-    """One rank's part in its group's agreement.
-
-    Collective methods raise `GroupBroken` if another rank of the group is gone.
+    """One rank's part in its group's agreement. Collective methods raise `GroupBroken` if another rank is gone.
 
     Args:
-        ranks: CPU process group of the group's ranks. Its timeout bounds how long ranks wait for their leader, so it is
-            longer than decision_timeout_s.
+        ranks: CPU process group of the group's ranks; its timeout exceeds decision_timeout_s.
         log: The decision log, on this rank's own connection.
         decision_timeout_s: Longest wait for an entry.
         may_come_back: Groups that may ask to be admitted after a loss.
@@ -119,7 +113,7 @@ class GroupAgreement:
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
 
-        Collective over: all ranks of the group.
+        Collective over: all ranks of the group. Raises RuntimeError if the ranks computed different work.
 
         Args:
             is_complete: Whether this rank holds the whole sum.
@@ -127,9 +121,6 @@ class GroupAgreement:
             work_digest: Hex digest of the work this rank computed in the step.
             loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
             compute_s: Seconds of its forward and backward passes in the step.
-
-        Raises:
-            RuntimeError: The ranks computed different work.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         loss = -math.inf if loss_sum is None else loss_sum
@@ -184,11 +175,8 @@ class GroupAgreement:
     ) -> VotesRead | None:
         """Leader: casts votes. Returns all votes if the last one may be among them, for the leader to decide.
 
-        Args:
-            attempt: The attempt.
-            votes: Encoded votes of the group and of those that it relays.
-            voters: All voters of the attempt.
-            forget: Earlier attempts whose casts by this group are no longer read.
+        `votes` are the encoded ones of the group and of those that it relays; casts on the attempts in `forget` are no
+        longer read.
         """
         num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
@@ -305,7 +293,6 @@ class GroupAgreement:
 
 
 def _waiting(member: Member, text: str) -> RestartState:
-    """Decodes the text of `announce_restart`."""
     candidates, held, partitions, failure, readings, is_reading = json.loads(text)
     return RestartState(
         member=member,

@@ -1,8 +1,7 @@
 """Recognizes errors that show a lost peer, and fences lost groups in the log.
 
-A supervisor sees a dead child, a rank a reset socket inside its own group; both write the same fence, so it does not
-matter which is first. A reset socket between groups does not identify the lost group: it only fails the attempt, and
-the fence names the group.
+A supervisor sees a dead child, a rank a reset socket inside its group; both write the same fence, whichever is first. A
+reset socket between groups does not identify the lost group and only fails the attempt.
 """
 
 import re
@@ -19,9 +18,7 @@ _CONNECTION_ERROR = re.compile(
 )
 
 _NUM_RECENT = 64
-"""Entries searched for an existing fence: observers of one loss are rarely further apart. A second fence loses nothing,
-but ends the reduction under way.
-"""
+"""Entries searched for an existing fence. A second fence loses nothing, but ends the reduction under way."""
 
 
 def is_connection_error(error: RuntimeError) -> bool:

@@ -19,10 +19,9 @@ def vote_to_finish(
     *,
     lacks_params: bool,
 ) -> list[Event]:
-    """Votes on whether the run can end; does nothing on ranks other than the leader.
+    """The leader votes on whether the run can end; returns all votes if its cast may have been the last, else nothing.
 
-    `lacks_params`: some parameters of the group are those of an earlier step. Returns all votes, on a leader whose cast
-    may have been the last; else nothing.
+    `lacks_params`: some parameters of the group are those of an earlier step.
     """
     agreement = voting.agreement
     if not agreement.is_leader:

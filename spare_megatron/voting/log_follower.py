@@ -23,7 +23,6 @@ _MOST_ENTRIES = 512
 
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
-    """What the controller needs to know that is fixed for the run."""
     spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
     partitions = None
     if config.optimizer.sharding == "stacked":

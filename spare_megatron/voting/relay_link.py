@@ -14,12 +14,10 @@ RETRY_ATTEMPTS = 100
 
 
 class RelayLink:
-    """Connection to the current relay, opened with the first vote and again when the relay changes.
+    """A member's connection to its current relay, opened with the first vote and again when the relay changes.
 
-    Args:
-        member: The member that votes over it.
-        find: Looks up the address of a member's relay; None if it has published none.
-        timeout_s: Longest wait for the relay, counted from the sending of a vote.
+    `find` looks up the address of a member's relay, if it has published one. Waits for the relay `timeout_s` at most,
+    counted from the sending of a vote.
     """
 
     def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:

@@ -47,11 +47,8 @@ class VoteRelay:
     def collect(self, votes: BlockVotes, timeout_s: float, is_decided: Callable[[], bool]) -> None:
         """Collects votes until none worth waiting for is missing; sends CLOSED to clients whose votes it does not have.
 
-        Args:
-            votes: Collects the votes of the block.
-            timeout_s: Longest wait. Members missing at its end are not waited for again until they send something.
-            is_decided: Polled while votes are missing: whether the log has made them unnecessary. It removes fenced
-                members from those that are missing.
+        Members missing after `timeout_s` are not waited for again until they send something. `is_decided`, polled
+        meanwhile, says whether the log makes votes unnecessary; it removes fenced members from those missing.
         """
         end_s = time.monotonic() + timeout_s
         while True:

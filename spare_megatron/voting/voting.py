@@ -1,9 +1,8 @@
 """Casts a group's vote and reads the decision, by way of a relay or directly.
 
-A vote goes to the relay of the group's block, which casts the votes of the block with one write and passes the next log
-entry back. A group that hears nothing from its relay in time casts its vote and reads the log itself: a relay that is
-lost, stopped or slow costs at most FALLBACK_INTERVALS heartbeat intervals, once. After a loss only groups that cast
-votes read them (`core.relays.Reliance` says why that suffices), once as many are counted as groups are left.
+A relay casts its block's votes with one write and passes the next log entry back. A group that hears nothing in time
+casts its vote and reads the log itself: a lost relay costs at most FALLBACK_INTERVALS heartbeat intervals, once. After
+a loss only groups that cast votes read them (`core.relays.Reliance` says why that suffices).
 """
 
 from collections.abc import Mapping, Sequence
@@ -132,7 +131,6 @@ class Voting:
         return self._parts.link.await_entry(index, self._attempt)
 
     def _collect(self, block: Sequence[Member], parts: RelayParts) -> Mapping[Member, str]:
-        """The votes that the group casts as a relay."""
         votes = BlockVotes(self._attempt, block, self._member, self._vote)
         index = self.agreement.head
 

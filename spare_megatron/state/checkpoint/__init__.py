@@ -1,5 +1,4 @@
 """Checkpoints in a folder: written by several groups, verified, loaded.
 
-Same imports as `state`.
-Start with `checkpoint_folder` and `saver`.
+Same imports as `state`. Start with `checkpoint_folder` and `saver`.
 """

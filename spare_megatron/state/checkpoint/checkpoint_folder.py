@@ -1,9 +1,8 @@
-"""Checkpoint folders: names, manifests, and publication by one atomic rename.
+"""Checkpoint folders: names, manifests, and publication by one atomic rename. Loads without torch.
 
-A checkpoint is written to a folder whose name ends in `.tmp`. The manifest, with the size and SHA-256 of every file, is
-written last. When everything is on the disk, one rename gives the folder its final name. So that name always stands for
-a whole checkpoint, whenever a process is killed; later damage is found by the manifest (`verification`).
-Loads without torch.
+A checkpoint is written to a folder whose name ends in `.tmp`; the manifest, with the size and SHA-256 of every file, is
+written last. Once all is on the disk, one rename gives the final name, which thus always stands for a whole checkpoint,
+whenever a process is killed; later damage is found by the manifest (`verification`).
 """
 
 import hashlib
@@ -54,9 +53,7 @@ class Manifest:
         step: Committed steps; the next step to train.
         num_samples: Sequences that those steps have read: the place in the data.
         terms: The terms of the training, as `config.terms` has them.
-        layout: Sizes of the parallel dimensions that wrote it.
         placement: Settings that decide which group hosts which shard.
-        group: The group that wrote it.
         log_head: Log entries folded at the save.
         run_id: The training's id where its metrics go.
         optimizer: How the optimizer state was spread over the groups, and which of them wrote parts of it.
@@ -94,10 +91,7 @@ def manifest_of(
     files: Mapping[str, StoredFile],
     writers: Iterable[Member] = (),
 ) -> Manifest:
-    """The manifest of a checkpoint that holds these files.
-
-    `head` counts the log entries folded at the save. `writers` are the groups that wrote state partitions, if any.
-    """
+    """The manifest of these files; `head` counts the log entries folded, `writers` wrote state partitions, if any."""
     layout, spare = config.layout, config.spare
     optimizer: dict[str, Any] = {"sharding": config.optimizer.sharding}
     if action.hosts:
@@ -245,12 +239,10 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest's fields."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the names of a folder's files to the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

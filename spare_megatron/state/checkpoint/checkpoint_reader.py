@@ -64,7 +64,6 @@ class CheckpointReader:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some file is still to be verified."""
         with self._lock:
             return any(len(found.asked) > len(found.whole) + len(found.damaged) for found in self._found.values())
 

@@ -76,7 +76,6 @@ def emergency_checkpoint_path(checkpoint: CheckpointConfig, run_dir: Path, step:
 
 
 def file_of(path: Path, group: int, rank: int) -> Path:
-    """A rank's file; makes the folder."""
     path.mkdir(parents=True, exist_ok=True)
     return path / f"{_stem(group, rank)}{folders.EMERGENCY_SUFFIX}"
 

@@ -39,11 +39,8 @@ def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
 def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
     """Resolves `checkpoint.load` to the one checkpoint that the run begins with, if set, and sets the run id.
 
-    The run keeps the id of that checkpoint unless `metrics.run_id` is set; without a checkpoint it gets a new one.
-    `reject` receives every newer checkpoint that is damaged or refused.
-
-    Raises:
-        ValueError: No checkpoint fits this run; or `folder`, its own, has later ones that it would overwrite.
+    The run keeps that checkpoint's id unless `metrics.run_id` is set; without one it gets a new id. `reject` receives
+    newer ones that are damaged or refused. Raises ValueError if none fits, or `folder`, its own, has later ones.
     """
     rejected: list[Rejected] = []
     first_step = 0
@@ -73,7 +70,6 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
 
 
 def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
-    """The checkpoint at the path, or the newest valid one below it."""
     if not path.is_dir():
         raise ValueError(f"checkpoint.load={path}: there is no such directory; {_WHAT_TO_SET}")
     try:

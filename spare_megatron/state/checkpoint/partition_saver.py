@@ -1,8 +1,7 @@
 """A save to which several groups contribute optimizer state partitions, coordinated in the control store.
 
-`save/{head}/begun` exists once there is a folder to write into, `save/{head}/over` once the save has ended.
-`save/{head}/{group}/{incarnation}` holds what a group has written, or why it could not. `head` is the number of log
-entries folded when the save began, the same in all groups.
+Keys lie under `save/{head}/`, `head` being the number of log entries folded when the save began: `begun` (there is a
+folder), `over` (the save has ended), `{group}/{incarnation}` (what the group has written, or why it could not).
 """
 
 import json
@@ -47,10 +46,9 @@ class SaveFailed(Exception):
 
 
 class SaveBoard:
-    """One group's view of one save in the control store.
+    """One view of a save in the control store; `voters` are all groups that took part when it began.
 
-    `store` is a connection that only the calling thread uses; `voters` are all groups that took part when the save
-    began.
+    `store` is a connection that only the calling thread uses.
     """
 
     def __init__(self, store: ControlStore, head: int, voters: Sequence[Member]) -> None:
@@ -130,12 +128,10 @@ class _SaveEnded:
 
 
 class PartitionSaver:
-    """One group's part in one save.
+    """One group's part in one save; `board` is None except on the leader.
 
-    Args:
-        board: None except on the leader.
-        aside: The temporary folder of the checkpoint.
-        write: Writes state partitions into an existing folder; returns this rank's files by name.
+    `aside` is the checkpoint's temporary folder; `write` writes state partitions into a folder and returns files by
+    name.
     """
 
     def __init__(
@@ -164,8 +160,7 @@ class PartitionSaver:
     def run(self) -> bool:
         """Writes the group's partitions and waits. True if this group is to publish the checkpoint: all is written.
 
-        Collective over: all ranks of the group. Raises `SaveFailed` if the save cannot be completed or a rank here
-        fails.
+        Collective over: all ranks of the group. Raises `SaveFailed` if the save or a rank here fails.
         """
         while True:
             match self._agree(self._next_move)[0]:

@@ -1,9 +1,8 @@
 """One rank's part in saving checkpoints: state is copied between two updates and written while training goes on.
 
-The state does not change from one update to the next, so it is copied while the next step is computed, and only the
-update waits for the copy. The writing thread has a process group of its own: collectives of two threads on one group
-would mix. A failed save leaves nothing visible and every earlier checkpoint as it was; training goes on. With
-partitioned optimizer state, all hosts of its partitions take part in every save (`partition_saver`).
+Only the next update waits for the copy. The writing thread has its own process group, as collectives of two threads
+would mix. A failed save leaves nothing visible and every earlier checkpoint as it was. With partitioned optimizer
+state, all hosts of its partitions take part in every save (`partition_saver`).
 """
 
 import contextlib
@@ -69,9 +68,7 @@ class _Save:
 class Saver:
     """Saves when it is this group's turn, and writes state partitions when it is another's.
 
-    Args:
-        ranks: A gloo process group of the group's ranks, for this saver alone.
-        connect: Opens a connection to the control store.
+    `ranks` is a gloo process group for this saver alone; `connect` opens a connection to the control store.
     """
 
     def __init__(
@@ -107,8 +104,7 @@ class Saver:
     def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
         """Starts the save if this group has a part in it. `head` counts the log entries folded so far.
 
-        If it is this group's turn and it lacks parameters, `start_postponed` starts the save. Collective over: all
-        ranks of the group.
+        A save that lacks parameters waits for `start_postponed`. Collective over: all ranks of the group.
         """
         member = self._agreement.member
         is_saver = action.member == member
@@ -151,7 +147,6 @@ class Saver:
             self._refusing.append(self._thread.submit(refuse, self._folder, action))
 
     def await_copy(self) -> None:
-        """Waits until the state may change."""
         if self._copied.is_set():
             return
         assert self._save is not None, "a copy belongs to a save"
@@ -302,7 +297,6 @@ class Saver:
             save.board = SaveBoard(self._own_store(), save.head, save.action.voters)
 
     def _own_store(self) -> ControlStore:
-        """The writing thread's connection."""
         self._store = self._store or self._connect()
         return self._store
 

@@ -1,7 +1,6 @@
 """Verifies checkpoints, and marks those that hold wrong state as refused in a file beside the manifest.
 
-A refusal applies to the save by one group, incarnation and epoch. A checkpoint saved again after a restart, after the
-same number of steps, is not affected and replaces the refused one. Loads without torch.
+A refusal applies to the save by one group, incarnation and epoch, not to a later one of that step. Loads without torch.
 """
 
 import hashlib
@@ -47,10 +46,7 @@ def _entries(log: DecisionLog, head: int) -> Iterator[Entry]:
 
 
 def refuse(folder: Path, action: RefuseCheckpoint) -> None:
-    """Removes the checkpoint while it is being written, or marks it as refused once it is visible. Idempotent.
-
-    An `OSError` is only logged: this run does not use the checkpoint in any case.
-    """
+    """Removes an unfinished checkpoint, or marks a visible one as refused. Idempotent; an `OSError` is only logged."""
     try:
         folders.forestall(folder, action.step, action.member)  # first: it could become visible between the two
         _mark(folders.checkpoint_path(folder, action.step), action)
@@ -110,9 +106,8 @@ class SearchResult:
 def read_manifest(path: Path) -> folders.Manifest:
     """Reads and checks a manifest; assembles that of an emergency checkpoint.
 
-    Raises:
-        DamagedCheckpoint: The manifest is missing or has changed; or the emergency checkpoint is not usable.
-        UnfinishedSave: The emergency checkpoint is not complete.
+    Raises DamagedCheckpoint if it is missing, changed or not usable, UnfinishedSave for an incomplete emergency
+    checkpoint.
     """
     if is_emergency_checkpoint(path):
         try:
@@ -141,10 +136,7 @@ def read_manifest(path: Path) -> folders.Manifest:
 
 
 def glance(path: Path) -> folders.Checkpoint:
-    """Checks a checkpoint without reading its files: the manifest, and that each file is there at its full size.
-
-    Raises `DamagedCheckpoint` if something is missing or cut short, or the checkpoint is refused.
-    """
+    """Checks the manifest and that each file has its full size. Raises `DamagedCheckpoint`, also for a refused one."""
     refusal = refusal_of(path)
     if refusal:
         raise DamagedCheckpoint(f"{path.name} is refused: {refusal}")

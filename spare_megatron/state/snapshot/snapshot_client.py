@@ -19,10 +19,7 @@ class SnapshotServerGone(Exception):
 
 
 class SnapshotClient:
-    """The requests of one rank position. All raise `SnapshotServerGone`.
-
-    They wait without limit for a server that runs and does not answer.
-    """
+    """The requests of one rank position, without time limit. All raise `SnapshotServerGone`."""
 
     def __init__(self, address: wire.SnapshotServerAddress, position: int) -> None:
         self._address = address

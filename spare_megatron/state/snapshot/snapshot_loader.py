@@ -55,10 +55,8 @@ class _Holder(NamedTuple):
 class SnapshotLoader:
     """Finds and loads the snapshots of this rank position in the memory of nodes.
 
-    Args:
-        snapshot_server: Connects to the snapshot server of the rank's node.
-        store: The control store, which has the addresses of snapshot servers.
-        timeout_s: Longest wait for the node's server, and for any other server to answer.
+    `snapshot_server` connects to the node's server, `store` has the addresses of the others; each answers in
+    `timeout_s`.
     """
 
     def __init__(
@@ -91,8 +89,7 @@ class SnapshotLoader:
     def announce_intact(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
         """Announces this rank's intact snapshots. Collective over: all ranks of the group.
 
-        Returns those of the group's rank positions, those of partitions that all of its ranks have, and why others are
-        unusable.
+        Returns those of rank positions, those of partitions that all ranks have, and why others are unusable.
         """
         held: tuple[Held, ...] = ()
         partitions: tuple[HeldPartition, ...] = ()
@@ -122,13 +119,10 @@ class SnapshotLoader:
         )
 
     def load(self, attempt: int, partitions: Collection[PartitionId], members: Collection[Member], head: int) -> None:
-        """Loads the snapshot of this attempt, from the rank's own node where it is there.
+        """Loads the snapshot of this attempt, from the rank's own node where it is there, with these state partitions.
 
-        `partitions` are the state partitions to hold, if any; `members` the groups that restart and load it as well;
-        `head` counts the log entries folded so far.
-
-        Raises:
-            JoinFailed: No server has it any more, or none that has it has answered in time.
+        `members` restart and load it as well; `head` counts the log entries folded so far. Raises JoinFailed if no
+        server has it any more, or none that has it has answered in time.
         """
         self._head = head
 
@@ -171,11 +165,7 @@ class SnapshotLoader:
     def _load_from(
         self, servers: dict[str, _Holder], copy: _Copy, prepare: Callable[[bytes], TensorBytes], failure: str
     ) -> None:
-        """Loads the copy from the first of these servers that has it and is not busy.
-
-        After a wipe-out all groups may ask the few that have a copy. A rank that is turned away asks again for as long
-        as some server turns it away: those that are served are done some time.
-        """
+        """Loads the copy from the first of these servers that has it; asks again for as long as some server is busy."""
         name = Part(self._position, copy.partition).name
         alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while servers and time.monotonic() - alive_at_s < self._timeout_s:
@@ -253,7 +243,6 @@ class SnapshotLoader:
 
 
 def _in_place(state: Tensor, description: bytes) -> TensorBytes:
-    """A partition's copy has no description, only the numbers."""
     return TensorBytes([state])
 
 

@@ -1,7 +1,6 @@
 """The snapshot server of a node: a process that holds snapshots of its ranks' states and outlives the ranks.
 
-It gives a rank shared memory to copy its state to, and keeps the copies that are completed. The memory has no name in
-the file system: the kernel frees it with the last process that has it open.
+Ranks copy their state to its shared memory, which the kernel frees with the last process that has it open.
 """
 
 import contextlib
@@ -168,8 +167,7 @@ class SnapshotServer:
     def _free_earlier(self, position: int, attempt: int, previous: int) -> None:
         """Frees snapshots of the position before an attempt, except the previous one.
 
-        Later ones may be those of other groups on this node. A part keeps one freed memory for its next snapshot,
-        unless no snapshot of it is left here: then it is kept elsewhere.
+        A part keeps one freed memory for its next snapshot, unless no snapshot of it is left here.
         """
         freed: list[_Memory] = []
         with self._lock:

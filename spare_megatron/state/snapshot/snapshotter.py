@@ -1,7 +1,6 @@
 """One rank's part in taking snapshots: a thread copies its state to the node's snapshot server between two updates.
 
-The state changes only in updates, so only the update waits for the copy. The server then reads the copy for its
-checksum; only the last update before the next snapshot waits for that.
+The next update waits for the copy; only the last one before the next snapshot waits for the server's checksum.
 """
 
 import contextlib
@@ -56,10 +55,7 @@ class Snapshotter:
         self._postponed: TakeSnapshot | None = None
 
     def start_copy(self, action: TakeSnapshot, *, has_params: bool) -> None:
-        """Starts to copy what this rank is to store; if that is nothing, the server frees old snapshots.
-
-        If the rank lacks parameters of this step (`has_params`), `start_postponed` starts the copy.
-        """
+        """Starts to copy what this rank is to store, if anything; without all parameters, `start_postponed` does."""
         self._postponed = None if has_params else action
         if self._is_given_up or not has_params:
             return
@@ -103,7 +99,6 @@ class Snapshotter:
         copy.stall_s += time.monotonic() - began_s
 
     def finish(self) -> None:
-        """Waits until the last copy has ended, or the server did not answer for too long."""
         with self._probe.during(Operation.SAVE):
             self._settle()
 

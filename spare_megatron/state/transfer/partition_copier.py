@@ -32,10 +32,9 @@ _BROKEN_S = 0.2
 
 
 class PartitionRepairs:
-    """The copies that one rank makes. The main thread assigns and queries them, a background thread makes them.
+    """The copies that one rank makes: assigned and queried by the main thread, made by a background thread.
 
     Args:
-        contents: The partitions of `optimizer` as bytes, by their numbers.
         bytes_per_s: Rate limit over all copies of this rank.
         awaits_update: Whether summed gradients go only to the groups that were to receive them when they were summed.
         find_server: Finds the piece server of the member's rank at the same position.
@@ -95,10 +94,7 @@ class PartitionRepairs:
         self._wake.set()
 
     def whole(self) -> dict[PartitionId, bool]:
-        """Whether each partition that the group is to copy is whole on this rank, ascending.
-
-        Raises the exception that ended the background thread, if any.
-        """
+        """Whether each partition to be copied is whole here, ascending. Raises what ended the background thread."""
         if self._error is not None:
             raise self._error
         with self._lock:

@@ -12,18 +12,11 @@ from spare_megatron.process import piece_wire as wire
 
 
 class PieceClient:
-    """A connection to one piece server, for one thread.
+    """A connection to one piece server, for one thread; waits `timeout_s` for each piece.
 
-    Args:
-        timeout_s: Longest wait for each piece.
-        connect_timeout_s: Longest wait for the connection, and for the greeting, which is sent at once; default
-            timeout_s.
-        is_over: Whether the server is of no use any more, such as one of a lost group. Ends every wait, in which it is
-            polled every `piece_wire.LOOK_S`: a machine without power closes no connection.
-
-    Raises:
-        TurnedAway: The server is busy.
-        TransferBroken: No server answers, or it is over.
+    `connect_timeout_s` (default timeout_s) limits connection and greeting. `is_over`, polled every `piece_wire.LOOK_S`,
+    ends every wait for a server that is lost. Raises TurnedAway if the server is busy, TransferBroken if none answers
+    or it is over.
     """
 
     def __init__(

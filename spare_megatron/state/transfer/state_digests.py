@@ -18,10 +18,9 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class StateDigests:
-    """One rank's part in its group's digests.
+    """One rank's part in its group's digests; `hosted` are the state partitions that the group hosts at first.
 
-    `every_steps` is the number of steps between regular comparisons; 0 compares only after recoveries, for saves and at
-    the end. `hosted` are the state partitions that the group hosts at first.
+    State is compared `every_steps`; 0 compares only after recoveries, for saves and at the end.
     """
 
     def __init__(
@@ -152,7 +151,6 @@ class StateDigests:
 
 
 def _in_background(work: Callable[[], str]) -> Future[str]:
-    """Runs the work in a daemon thread."""
     future: Future[str] = Future()
 
     def run() -> None:

@@ -36,11 +36,8 @@ def confirm(
 ) -> None:
     """Checks that more than half of the groups that took part before hold the copied parameters (`digest`).
 
-    Otherwise copies of a wrong state could outvote the right ones in the next comparison. Groups that were lost since
-    the admission, the last of the `head` log entries folded, do not count: they may never publish a digest.
-
-    Raises:
-        JoinFailed: They do not, or have not published digests within `timeout_s`.
+    Otherwise copies of a wrong state could outvote the right ones. Groups lost since the admission, the last of the
+    `head` log entries folded, do not count. Raises JoinFailed if they do not, or not within `timeout_s`.
     """
     end_s = time.monotonic() + timeout_s
     while (verdict := majority_holds(digest, _published_digests(action, head, agreement))) is None:
@@ -62,10 +59,8 @@ def _published_digests(action: AdmitGroups, head: int, agreement: GroupAgreement
 class StateTransfer:
     """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
 
-    All groups that took part before offer their state, so that the loss of a donor does not end the newcomer's
-    incarnation. They go on meanwhile: their state does not change before the next update, which needs the newcomer.
-
-    `timeout_s` is the longest wait for a donor to reach the step, and for each piece of its state.
+    All groups that took part before offer their state, in case a donor is lost, until the next update, which needs the
+    newcomer. A donor has `timeout_s` to reach the step, and for each piece.
     """
 
     def __init__(
@@ -88,10 +83,9 @@ class StateTransfer:
     def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> Member | None:
         """Offers the state to the groups that are admitted or, if this is one of them, takes it.
 
-        `has_state` says whether all parameters here are those of this step; `head` counts the log entries folded so
-        far. Returns the donor; None if this group took part before.
-
-        Collective over: all ranks of the group. Raises `JoinFailed` if no state has come.
+        Returns the donor; None if this group took part before. `has_state`: all parameters here are those of this step;
+        `head` counts the log entries folded so far. Collective over: all ranks of the group. Raises `JoinFailed` if no
+        state has come.
         """
         member, donor = self._agreement.member, None
         if member in (*action.donors, *action.members):
@@ -146,10 +140,9 @@ class StateTransfer:
 
 
 class _Fetch(threading.Thread):
-    """Fetches the state of another rank into this one's tensors, beside the main thread.
+    """Fetches another rank's state into this one's tensors, beside the main thread.
 
-    `state` is None until all bytes are here; `failure` says why they are not. The main thread sets `is_left` when the
-    donor is lost.
+    `state` is None until it is all here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
     """
 
     def __init__(

@@ -129,7 +129,9 @@ def test_a_server_that_had_no_descriptors_left_serves_again(
         assert other.fetch("state", STEP, Piece(0, 100)) == state.content
 
 
-def test_another_step_and_what_is_not_there_are_refused_and_told_so(source: StateSource, server: PieceServer) -> None:
+def test_requests_for_another_step_or_a_missing_part_are_refused_with_a_reason(
+    source: StateSource, server: PieceServer
+) -> None:
     state = Bytes(100)
     with closing(PieceClient(server.address, TIMEOUT_S)) as client:
         with pytest.raises(WrongStep) as wrong:
@@ -153,7 +155,7 @@ def test_another_step_and_what_is_not_there_are_refused_and_told_so(source: Stat
             client.fetch("state", STEP + 1, Piece(0, 100))
 
 
-def test_nobody_reads_while_the_state_changes(source: StateSource, server: PieceServer) -> None:
+def test_no_reader_reads_while_the_state_changes(source: StateSource, server: PieceServer) -> None:
     source.offer(STEP, {"state": Bytes(100)})
     ended = threading.Event()
     found: list[Exception] = []
@@ -332,7 +334,7 @@ def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: S
 
 
 class Lingering(threading.Thread):
-    """Has let go of its connection long before it ends: when somebody waits for that."""
+    """Has released its connection long before it ends: when another thread waits for that."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

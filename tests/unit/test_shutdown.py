@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 IS_THERE = "the store is there"
 PATIENT_S = 10.0
-"""For so long a process that has been told to end is waited for."""
+"""How long to wait for a process that has been asked to end."""
 
 
 def _serve(parent: Connection) -> None:
@@ -70,7 +70,7 @@ def _stop(driver: Connection) -> None:
 
 
 def be_driver() -> None:
-    """The main function of a driver that tells the process of its supervisor, and waits to be killed."""
+    """The main function of a driver that reports its supervisor's process, and waits to be killed."""
     forkserver.ensure_running()
     supervisor = start_child(multiprocessing.get_context("forkserver"), "supervisor", _stop)
     supervisor.reports.recv()
@@ -79,7 +79,7 @@ def be_driver() -> None:
 
 
 def be_driver_of_stopped_server() -> None:
-    """The same, whose fork server is stopped for good, of which it tells the process."""
+    """The same, whose fork server is stopped for good; it reports that process."""
     processes._IMPORTED = ()  # for seconds of a processor
     start_child(fork_server(), "supervisor", _serve)
     server_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Processes that simulate, and their end where somebody wants no more of them."""
+"""Processes that simulate, and their end when their results are no longer wanted."""
 
 import multiprocessing
 import os

@@ -102,13 +102,13 @@ def test_those_who_are_killed_may_come_back() -> None:
     assert start(num_nodes=8, redundancy=1).lose(killed(5)) == ""
 
 
-def test_a_run_begins_without_a_node_that_others_stand_in_for() -> None:
+def test_a_run_starts_without_a_node_that_others_replace() -> None:
     begun = start(num_nodes=4)
     assert {begun.lose(loss) for loss in (missing(6), missing(7), missing(6), killed(0))} == {""}
 
 
 def test_a_node_that_alone_hosts_something_cannot_be_done_without_and_is_named() -> None:
-    """Unlike whoever was killed, nobody knows whether it comes."""
+    """Unlike for a killed group, it is not known whether it comes."""
     assert start(num_nodes=8, redundancy=1).lose(missing(5)) == (
         f"groups [5] were lost before training began, and no other group hosts what they host; group 5: {MISSING}"
     )

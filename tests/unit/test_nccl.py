@@ -84,7 +84,7 @@ def connect(store: dist.Store, is_wanted: Callable[[], bool], timeout: timedelta
 
 
 @pytest.mark.usefixtures("torch_with_nccl")
-def test_who_has_met_the_others_connects() -> None:
+def test_a_rank_that_has_met_the_others_connects() -> None:
     store = dist.HashStore()
     other = threading.Thread(target=nccl.meet, args=(store, 2, PATIENCE))
     other.start()

@@ -71,7 +71,7 @@ def test_the_default_loses_groups_as_the_product_does() -> None:
     assert losses_of(DEFAULT, restart=(300.0, 1000.0)) == pytest.approx([*ours, theirs.next_s()], rel=1e-3)
 
 
-def test_fresh_clocks_begin_anew_at_a_restart() -> None:
+def test_fresh_clocks_start_over_at_a_restart() -> None:
     process, is_up = FreshClocks(replace(EVEN, kind="group"), 4, np.random.default_rng(0)), np.ones(4, dtype=np.bool_)
     assert process.strike(is_up).at_s == pytest.approx(100.0, rel=1e-3)
     process.restarted(150.0, 1000.0, ())

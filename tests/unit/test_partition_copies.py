@@ -56,7 +56,7 @@ def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
     assert copying.made(PartitionId(1)) == WholeCopy(repair=repair(1), repair_s=3.0)
 
 
-def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begins_anew() -> None:
+def test_a_copy_that_is_still_requested_continues_and_one_from_another_donor_starts_over() -> None:
     copying = PartitionCopies(ME, lambda number: 3)
     copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
     copying.install(repair(0), 0, 1.0)
@@ -88,8 +88,8 @@ def test_an_empty_partition_is_complete_at_once() -> None:
 def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:
     """Whatever the controller asks for, and only that, makes the partitions whole again."""
     members = [Member(GroupId(group)) for group in range(7)]
-    slicing = PartitionSetup(num_groups=7, redundancy=3)
-    ownership = first_ownership(slicing, members).for_members(members[2:])
+    partitioning = PartitionSetup(num_groups=7, redundancy=3)
+    ownership = first_ownership(partitioning, members).for_members(members[2:])
     assert ownership.repairs
     made = []
     for member in members[2:]:
@@ -217,7 +217,7 @@ def test_copies_take_their_bytes_over_the_bandwidth(make_repairs: Any, mib_per_s
     assert expected_s <= donors.now_s - 100.0 <= 1.2 * expected_s
 
 
-def test_a_donor_lost_in_the_middle_makes_the_copy_begin_anew_with_another(make_repairs: Any) -> None:
+def test_a_donor_lost_in_the_middle_makes_the_copy_start_over_with_another(make_repairs: Any) -> None:
     donors = Donors(1000.0, piece_s=0.0, num_bytes=10 * MIB)
     repairs = make_repairs(donors, 1.0)
     assign(repairs, repair(0))

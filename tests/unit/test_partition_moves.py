@@ -53,8 +53,8 @@ def held(ownership: Ownership) -> dict[int, int]:
 
 
 def whole(num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Ownership:
-    slicing = PartitionSetup(num_groups=num_groups, redundancy=redundancy, groups_per_domain=groups_per_domain)
-    return first_ownership(slicing, members(*range(num_groups)))
+    partitioning = PartitionSetup(num_groups=num_groups, redundancy=redundancy, groups_per_domain=groups_per_domain)
+    return first_ownership(partitioning, members(*range(num_groups)))
 
 
 def back(ownership: Ownership, *groups: int) -> Ownership:
@@ -160,9 +160,9 @@ def test_after_the_loss_and_return_of_a_domain_no_two_hosts_of_a_partition_share
 
 
 def test_after_a_restart_with_few_groups_nothing_is_left_to_move() -> None:
-    slicing = PartitionSetup(num_groups=7, redundancy=2)
+    partitioning = PartitionSetup(num_groups=7, redundancy=2)
     for lost in range(6):
-        ownership = settled(first_ownership(slicing, members(*range(lost, 7))))
+        ownership = settled(first_ownership(partitioning, members(*range(lost, 7))))
         assert max(held(ownership).values()) - min(held(ownership).values()) <= 1
 
 

@@ -129,7 +129,7 @@ def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None
     assert boards[0].read_shares() == []
 
 
-def test_who_cannot_write_says_why() -> None:
+def test_a_writer_that_fails_reports_why() -> None:
     store, voters = MemoryStore(), save_of(3, 2).voters
     board_of(store, voters).report(voters[1], (), "no space left")
     with pytest.raises(SaveFailed, match="group 1: no space left"):

@@ -31,7 +31,7 @@ def looks(*beats: tuple[str | None, str | None], ready: Sequence[int] = (4, 5)) 
     return [gathering.poll(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
 
 
-def test_nodes_are_there_that_have_said_so_and_beat() -> None:
+def test_nodes_are_present_that_have_reported_and_beat() -> None:
     assert looks(("1", "7"), ("2", "8")) == [False, True]
     assert looks(("1", "7"), ("2", "8"), ready=(4,)) == [False, False]
     assert looks(("1", None), ("2", None)) == [False, False]
@@ -133,7 +133,7 @@ def test_a_loss_is_reported_to_the_other_nodes_of_the_group_for_its_incarnation_
     assert one.events == [other.events[1]] == [PartFenced(member=NEXT, rank=1, cause="SIGKILL")]
 
 
-def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_is_back(clock: Clock) -> None:
+def test_reports_of_a_lost_supervisor_do_not_count_even_when_its_node_is_back(clock: Clock) -> None:
     store = MemoryStore()
     one, lost = OneNode(store, clock, 0), OneNode(store, clock, 1)
     lost.wait(NEXT)
@@ -227,7 +227,7 @@ class World:
 
 class Node:
     def __init__(self, world: World, number: int, incarnation: int) -> None:
-        self.world, self.number, self.incarnation = world, number, incarnation
+        self.world, self.number = world, number
         self.incarnation, self.runs, self.is_up, self.beats = 0, incarnation == 0, False, 0
         self.events: list[PartsReady | PartFenced] = []
         self.timers = Timers()

@@ -282,7 +282,7 @@ def test_the_answer_to_one_connection_is_worth_nothing_in_another(source: StateS
             client.fetch("state", STEP, Piece(0, 100))
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_a_silent_server_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = Address(host="127.0.0.1", port=mute.getsockname()[1], token=secrets.token_hex(32))
         with pytest.raises(TransferBroken, match=r"within 0\.3 s"):
@@ -297,7 +297,7 @@ def ask(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> None
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_server_that_says_nothing_is_left_as_soon_as_it_is_of_no_use(point: Point) -> None:
+def test_a_silent_server_is_left_as_soon_as_it_is_of_no_use(point: Point) -> None:
     """Wherever that is. A machine without power closes no connection, and its time is that of a slow one."""
     looks, began_s = chain([False, False], repeat(True)), time.monotonic()
     with closing(SilentServer(point)) as silent, pytest.raises(TransferBroken, match="not waited for any longer"):
@@ -306,7 +306,7 @@ def test_a_server_that_says_nothing_is_left_as_soon_as_it_is_of_no_use(point: Po
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_server_that_says_nothing_is_waited_for_while_it_may_be_of_use(point: Point) -> None:
+def test_a_silent_server_is_waited_for_while_it_may_be_of_use(point: Point) -> None:
     looks: list[float] = []
 
     def look() -> bool:

@@ -25,9 +25,9 @@ INTERVAL_S = 100.0  # of one group
 
 def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.random.Generator) -> float:
     """One history: groups come back at once and empty, a copy is there after the same time whichever group makes it."""
-    slicing = PartitionSetup(num_groups=num_groups, redundancy=redundancy)
+    partitioning = PartitionSetup(num_groups=num_groups, redundancy=redundancy)
     incarnations = dict.fromkeys(range(num_groups), 0)
-    ownership = first_ownership(slicing, [Member(GroupId(group)) for group in incarnations])
+    ownership = first_ownership(partitioning, [Member(GroupId(group)) for group in incarnations])
     whole_at_s: list[tuple[float, PartitionCopy]] = []
     asked: set[PartitionCopy] = set()
     now_s = 0.0

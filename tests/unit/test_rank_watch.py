@@ -101,7 +101,7 @@ def test_a_rank_that_waits_for_a_peer_at_storage_or_resumes_soon_after_it_is_not
     assert at_storage(30.0, goes_on_s=31.0) is None
 
 
-def test_who_hangs_when_its_peer_has_left_storage_is_found() -> None:
+def test_a_rank_that_hangs_after_its_peer_has_left_storage_is_found() -> None:
     assert at_storage(30.0, goes_on_s=1e6) == (31.25, 1)  # 1.5 s after the last look that saw its peer there
 
 

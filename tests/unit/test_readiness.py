@@ -83,8 +83,8 @@ def test_a_group_that_dies_while_it_reports_ready_is_reported_by_its_node() -> N
             assert begun >= 1 + max(reports.index(other), min(reports.index(ready), reports.index(node)))
 
 
-def test_who_waits_in_vain_names_those_who_do_not_come() -> None:
-    """It said only that a key of the store was not written, and the run named whoever waited as lost."""
+def test_a_group_that_waits_in_vain_names_those_that_are_missing() -> None:
+    """It said only that a key of the store was not written, and the run named the group that waited as lost."""
     store: Any = Store()
     for group in (GroupId(0), GroupId(2)):
         note_ready(store, group, "itself", 4)

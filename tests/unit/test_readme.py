@@ -147,6 +147,6 @@ def test_messages_that_the_runbook_explains_are_those_of_the_program() -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", RUNBOOK.read_text().partition("## Reasons")[2], re.MULTILINE)
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     pieces = [piece.strip(" ;:,") for message in messages for piece in re.split(VALUES, message)]
-    pieces_of_text = [piece for piece in pieces if len(piece.split()) >= 3]
-    assert len(pieces_of_text) > 20
-    assert [piece for piece in pieces_of_text if piece not in written] == []
+    phrases = [piece for piece in pieces if len(piece.split()) >= 3]
+    assert len(phrases) > 20
+    assert [piece for piece in phrases if piece not in written] == []

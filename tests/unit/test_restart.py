@@ -46,7 +46,7 @@ def test_the_newest_checkpoint_that_all_find_whole_is_loaded_by_all() -> None:
     assert found == Restart(step=4, members=tuple(Member(GroupId(group), 1) for group in range(3)))
 
 
-def test_who_cannot_look_for_checkpoints_is_waited_for() -> None:
+def test_a_group_that_cannot_look_for_checkpoints_is_waited_for() -> None:
     """Folders come back. Until then the run does not begin from nothing, though no group finds a checkpoint."""
     blind = [waiting(group, failure=GONE) for group in range(3)]
     assert decide(*blind, waited_s=4.9) is None
@@ -56,7 +56,7 @@ def test_who_cannot_look_for_checkpoints_is_waited_for() -> None:
     )
 
 
-def test_the_others_start_without_who_cannot_look() -> None:
+def test_the_others_start_without_a_group_that_cannot_look() -> None:
     found = decide(waiting(0, 4), waiting(1, 4), waiting(2, failure=GONE), waited_s=5.0)
     assert found == Restart(step=4, members=(Member(GroupId(0), 1), Member(GroupId(1), 1)))
 
@@ -164,7 +164,7 @@ def test_each_file_of_the_newest_checkpoint_is_read_by_one_group_before_anybody_
     assert decide(*waits, waited_s=0.0) == restart(6, 0, 1, 2)
 
 
-def test_reading_begins_before_all_are_there_and_who_does_not_come_is_stood_in_for() -> None:
+def test_reading_starts_before_all_groups_are_there_and_a_missing_one_is_replaced() -> None:
     waits = [reader(0), reader(1)]
     assert [files(group, *waits) for group in range(2)] == [(0, 3), (1,)]
     assert [files(group, *waits, waited_s=5.0) for group in range(2)] == [(0, 2), (1, 3)]
@@ -175,7 +175,7 @@ def test_a_group_that_makes_progress_reading_is_never_given_up_however_long_it_t
     assert [files(group, *waits, waited_s=1e6) for group in range(3)] == [(0, 3), (1,), (2,)]
 
 
-def test_who_gets_no_further_is_stood_in_for_and_left_out() -> None:
+def test_a_group_that_makes_no_progress_is_replaced_and_left_out() -> None:
     waits = [reader(0, Reading(NEW, whole=(0, 3))), reader(1, Reading(NEW, whole=(1,))), reader(2, silent_s=5.0)]
     assert [files(group, *waits, waited_s=9.0) for group in range(2)] == [(2,), ()]
     waits[0] = reader(0, Reading(NEW, whole=(0, 2, 3)))

@@ -37,11 +37,11 @@ def test_what_may_turn_out_to_be_wrong_supersedes_nothing(
     assert set(STEPS) - superseded(STEPS, unverified, keep_last, None) == set(kept)
 
 
-def test_of_a_stretch_one_that_is_right_is_kept_for_good() -> None:
+def test_one_verified_checkpoint_of_each_interval_is_kept_permanently() -> None:
     assert set(STEPS) - superseded(STEPS, [20, 50], 1, 20) == {10, 30, 40, 50}
 
 
-def test_what_was_kept_for_good_stays_so_as_checkpoints_come_and_go() -> None:
+def test_what_was_kept_permanently_stays_so_as_checkpoints_come_and_go() -> None:
     present: set[int] = set()
     for step in range(3, 100, 3):
         present.add(step)

@@ -416,8 +416,8 @@ def test_a_step_that_came_before_an_event_is_shown_before_it() -> None:
     """It was held back for two seconds after the one before, and came behind with an earlier time."""
     lines, update = NewLines(has_steps=True), replace(UPDATE, step=0, attempt=0)
     run_state = run_state_of(commit(101.0, 0, 0), line(101.1, update))
-    (shown_lines,) = lines.poll(run_state, 101.2)
-    assert " step 1/20 " in shown_lines
+    (shown_line,) = lines.poll(run_state, 101.2)
+    assert " step 1/20 " in shown_line
     for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
         run_state.add_line(item)
     assert lines.poll(run_state, 102.2) == [], "too soon"

@@ -65,7 +65,7 @@ def test_a_node_that_beats_again_may_fall_silent_again() -> None:
     assert [event.node for event in events_of(inbox)] == [1, 1]
 
 
-def test_who_takes_a_lost_supervisors_place_is_heard_from_the_first_beat_on() -> None:
+def test_the_successor_of_a_lost_supervisor_is_heard_from_its_first_heartbeat() -> None:
     """Each incarnation counted from 1. After few beats of one, the next seemed silent, too, and was fenced."""
     link, inbox = quiet_link()
     store, layout = MemoryStore(), Layout(num_groups=2, num_nodes=2)
@@ -145,7 +145,7 @@ def _end_on_command(spec: RankSpec, reports: Any) -> None:
     os._exit(ExitCode.GROUP_BROKEN if spec.rank == 0 else 9)
 
 
-def test_who_lost_a_peer_is_taken_for_lost_after_the_peer(tmp_path: Path) -> None:
+def test_a_rank_that_lost_a_peer_is_reported_lost_after_the_peer(tmp_path: Path) -> None:
     """Rank 0 is the first in every list."""
     config = RunConfig(layout=LayoutConfig(num_groups=1, pipeline_parallel=2))
     store = TcpStoreSpec(host="127.0.0.1", port=1)

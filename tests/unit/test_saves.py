@@ -87,7 +87,7 @@ def test_of_what_was_saved_the_step_alone_is_kept() -> None:
     assert not any(isinstance(holder, SaveCheckpoint) for holder in gc.get_referrers(voters))
 
 
-def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:
+def test_a_late_report_of_an_earlier_save_does_not_count_for_the_present_one() -> None:
     saves = saves_of(interval_s=80.0)
     saves.start_save(1, 80.0, ALL_MEMBERS, 0)
     saves.start_save(2, 160.0, ALL_MEMBERS, 0)
@@ -178,7 +178,7 @@ def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval(
         assert lost_s(replace(base, expected_group_life_s=factor * 40.0 * 12)) < 1.05 * min(fixed_s)
 
 
-def test_without_a_store_two_groups_save_or_all_who_may_be_the_last_with_a_partition() -> None:
+def test_without_a_store_two_groups_save_or_all_that_may_be_the_last_with_a_partition() -> None:
     ownership = first_ownership(PartitionSetup(num_groups=4, redundancy=2), ALL_MEMBERS)
     left = ALL_MEMBERS[1:]  # the first group is lost
 

@@ -96,7 +96,7 @@ def _await_status(process: psutil.Process, *wanted: str) -> None:
 
 
 @pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server])
-def test_a_process_that_is_stopped_for_good_does_not_outlive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
+def test_a_process_that_stays_stopped_does_not_survive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
     """It cannot see that the driver is gone. What a stopped fork server has forked was left behind with it."""
     command = [sys.executable, "-c", f"from {__name__} import {role.__name__} as be; be()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as driver:

@@ -138,7 +138,7 @@ def connect_in_time(monkeypatch: pytest.MonkeyPatch, *, but: Address) -> None:
     monkeypatch.setattr(snapshot_loader, "PieceClient", connect)
 
 
-def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
+def test_a_rejected_client_waits_for_as_long_as_others_are_served(
     busy_server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, other = Clock(monkeypatch), PieceClient(busy_server.address, TIMEOUT_S)
@@ -156,7 +156,7 @@ def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
     assert clock.num_pauses == 3
 
 
-def test_a_server_that_has_too_much_to_do_says_so(busy_server: PieceServer) -> None:
+def test_a_server_that_is_too_busy_says_so(busy_server: PieceServer) -> None:
     with (
         closing(PieceClient(busy_server.address, TIMEOUT_S)),
         pytest.raises(TurnedAway, match="has no free connection"),
@@ -172,7 +172,7 @@ def test_where_no_server_is_left_to_answer_it_fails(server: PieceServer, monkeyp
     assert clock.num_pauses == 2
 
 
-def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) -> None:
+def test_members_are_asked_first(kept: Kept, server: PieceServer) -> None:
     """The node of a group that is late may be gone: no reader waits for its connection while another has the copy."""
     unasked = Kept()
     late = PieceServer("127.0.0.1", unasked, TIMEOUT_S)
@@ -187,7 +187,7 @@ def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) ->
     assert unasked.num_reads == 0
 
 
-def test_who_does_not_greet_costs_a_short_wait_once_and_the_next_is_asked(
+def test_a_server_that_does_not_greet_costs_one_short_wait_and_the_next_is_asked(
     kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a firewall, or a network card that is half dead: connected by the kernel, or not even that."""
@@ -222,7 +222,7 @@ def test_where_no_server_listens_the_next_is_asked_at_once(
     assert clock.num_pauses == 0
 
 
-def test_who_never_greets_and_is_the_only_one_is_asked_again_for_as_long_as_it_may_take(
+def test_the_only_server_is_asked_again_until_the_timeout_if_it_never_greets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(snapshot_loader, "_CONNECT_TIMEOUT_S", 0.05)

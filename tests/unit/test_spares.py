@@ -97,7 +97,7 @@ def test_a_flapping_group_waits_longer_and_longer_leaves_spares_to_others_and_is
     assert not node.restarts.on_fenced(ONE)
 
 
-def test_a_group_that_comes_back_for_good_may_take_spares_again(make_node: Callable[..., RestartedNode]) -> None:
+def test_a_group_that_comes_back_and_stays_may_take_spares_again(make_node: Callable[..., RestartedNode]) -> None:
     node = make_node(9)
     for up_s in (0.0, 0.5, 100.0):
         node.restarts.on_ready(ONE)
@@ -231,7 +231,7 @@ def test_missing_spares_are_made_up_for(node: RankProcesses) -> None:
     assert not set(first) & set(waiting(node))
 
 
-def test_who_must_not_take_spares_leaves_them(node: RankProcesses) -> None:
+def test_a_group_that_must_not_take_spares_leaves_them(node: RankProcesses) -> None:
     node.warm_spares()
     spares = waiting(node)
     assert lose(node, 1, takes_spares=False) == 0

@@ -41,8 +41,8 @@ class StackedHistory:
         self._steps, self._rng, self._comes_back = config.faults.recovery_steps, rng, config.spare.rejoins > 0
         self._redundancy = config.optimizer.redundancy
         groups = config.layout.num_groups
-        slicing = PartitionSetup(num_groups=groups, redundancy=config.optimizer.redundancy)
-        self._ownership = first_ownership(slicing, [Member(GroupId(group)) for group in range(groups)])
+        partitioning = PartitionSetup(num_groups=groups, redundancy=config.optimizer.redundancy)
+        self._ownership = first_ownership(partitioning, [Member(GroupId(group)) for group in range(groups)])
         self._returns: list[tuple[int, Member]] = []
         self._asked: dict[PartitionCopy, int] = {}
         self._copied: dict[PartitionCopy, int] = {}

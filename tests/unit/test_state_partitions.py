@@ -125,9 +125,9 @@ def test_after_a_restart_without_some_groups_others_replace_them() -> None:
 
 
 def test_copies_avoid_the_domains_of_the_other_hosts() -> None:
-    slicing = PartitionSetup(num_groups=9, redundancy=2, groups_per_domain=3)
+    partitioning = PartitionSetup(num_groups=9, redundancy=2, groups_per_domain=3)
     for lost in range(9):
-        ownership = copied(without(first_ownership(slicing, members(*range(9))), lost))
+        ownership = copied(without(first_ownership(partitioning, members(*range(9))), lost))
         assert all(len({host.group // 3 for host in row}) == 2 for row in ownership.hosts)
 
 
@@ -158,10 +158,10 @@ def fewest_owned(hosts: Hosts) -> int:
 def test_random_histories(
     num_groups: int, redundancy: int, groups_per_domain: int, moves: list[tuple[str, int]]
 ) -> None:
-    slicing = PartitionSetup(
+    partitioning = PartitionSetup(
         num_groups=num_groups, redundancy=min(redundancy, num_groups), groups_per_domain=groups_per_domain
     )
-    ownership = first_ownership(slicing, members(*range(num_groups)))
+    ownership = first_ownership(partitioning, members(*range(num_groups)))
     held = [set(row) for row in ownership.hosts]
     for number, (move, which) in enumerate(moves, start=1):
         if move == "lose" and len(ownership.members) > 1:

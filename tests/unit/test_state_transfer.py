@@ -184,7 +184,7 @@ def test_all_ranks_of_a_group_take_the_state_of_one_donor(earlier: Mapping[Membe
     assert_taken(new, EARLIER[2])
 
 
-def test_who_lacks_parameters_is_passed_over(earlier: Mapping[Member, Rank]) -> None:
+def test_a_group_that_lacks_parameters_is_passed_over(earlier: Mapping[Member, Rank]) -> None:
     for member, rank in earlier.items():
         rank.run(has_state=member == EARLIER[0])
     new = newcomer(earlier)

@@ -18,8 +18,8 @@ from spare_megatron.process.reports import StopProcess
 class FakeProcess:
     """A process, and the pipe to it, that write down what is done with them."""
 
-    def __init__(self, told: list[str], name: str, *, obeys: bool, is_gone: bool = False) -> None:
-        self._told = told
+    def __init__(self, calls: list[str], name: str, *, obeys: bool, is_gone: bool = False) -> None:
+        self._calls = calls
         self._name = name
         self._obeys = obeys
         self._is_there = not is_gone
@@ -29,10 +29,10 @@ class FakeProcess:
         if self._is_gone:
             raise BrokenPipeError
         assert order == StopProcess()
-        self._told.append(f"stop {self._name}")
+        self._calls.append(f"stop {self._name}")
 
     def join(self, timeout_s: float) -> None:
-        self._told.append(f"join {self._name}")
+        self._calls.append(f"join {self._name}")
         if self._obeys:
             self._is_there = False
 
@@ -40,26 +40,26 @@ class FakeProcess:
         return self._is_there
 
     def kill(self) -> None:
-        self._told.append(f"kill {self._name}")
+        self._calls.append(f"kill {self._name}")
         self._is_there = False
 
     def close(self) -> None:
-        self._told.append(f"close {self._name}")
+        self._calls.append(f"close {self._name}")
 
 
-def child(told: list[str], name: str, **kind: Any) -> Child:
-    fake: Any = FakeProcess(told, name, **kind)
+def child(calls: list[str], name: str, **kind: Any) -> Child:
+    fake: Any = FakeProcess(calls, name, **kind)
     return Child(process=fake, reports=fake)
 
 
-def test_all_are_told_to_stop_before_any_is_waited_for() -> None:
+def test_all_processes_are_asked_to_stop_before_any_is_waited_for() -> None:
     """One after the other took up to four seconds each."""
-    told: list[str] = []
-    stop_children([child(told, name, obeys=name != "b", is_gone=name == "c") for name in "abcd"])
-    assert told[:3] == ["stop a", "stop b", "stop d"]
-    assert told[3:7] == ["join a", "join b", "join c", "join d"]
-    assert [word for word in told if word.startswith("kill")] == ["kill b"]
-    assert {f"close {name}" for name in "abcd"} <= set(told)
+    calls: list[str] = []
+    stop_children([child(calls, name, obeys=name != "b", is_gone=name == "c") for name in "abcd"])
+    assert calls[:3] == ["stop a", "stop b", "stop d"]
+    assert calls[3:7] == ["join a", "join b", "join c", "join d"]
+    assert [word for word in calls if word.startswith("kill")] == ["kill b"]
+    assert {f"close {name}" for name in "abcd"} <= set(calls)
 
 
 def test_all_share_one_time_to_end_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ AGAIN = {FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE
 
 
 def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
-    """Those between steps, which tests/stages has, apart. Nobody waits for a copy that hangs."""
+    """Those between steps, which tests/stages has, apart. No rank waits for a copy that hangs."""
     assert {moment.phase for moment in MOMENTS} == set(FaultPoint) - PHASES_BETWEEN_STEPS
     assert {m.phase for m in MOMENTS if m.in_recovery} == {
         FaultPoint.PATCH,
@@ -54,16 +54,16 @@ def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> Non
         assert faults == draw_faults(cell, 7)
 
 
-def test_whoever_is_hit_while_it_copies_has_something_to_copy() -> None:
+def test_a_group_that_is_hit_while_it_copies_has_something_to_copy() -> None:
     cell = next(cell for cell in CELLS if cell.moment.phase is FaultPoint.REPAIR)
-    slicing = PartitionSetup(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
-    whole = first_ownership(slicing, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
+    partitioning = PartitionSetup(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
+    whole = first_ownership(partitioning, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
     for seed in range(20):
         before, fault = draw_faults(cell, seed)
         left = whole.for_members(member for member in whole.members if member.group != before.group)
         assert fault.group in {repair.receiver.group for repair in left.repairs}
         assert fault.group != before.group
-        left.for_members(member for member in left.members if member.group != fault.group)  # no slice is lost
+        left.for_members(member for member in left.members if member.group != fault.group)  # no partition is lost
 
 
 def test_every_rank_of_every_group_is_a_victim_with_some_seed() -> None:

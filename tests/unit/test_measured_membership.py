@@ -67,7 +67,7 @@ def update(group: int, step: int) -> UpdateRecord:
 STEPS = tuple(step_of(step) for step in range(6))
 
 
-def test_a_group_is_lost_in_two_lives_and_not_in_the_one_that_was_never_taken_in() -> None:
+def test_a_group_is_lost_in_two_incarnations_and_not_in_the_one_that_never_joined() -> None:
     journal = journal_of(
         (9.0, commit(0, 0, 0)),
         (12.0, FaultRecord(group=1, rank=0, step=1, phase="forward", kind="kill")),
@@ -119,7 +119,7 @@ def test_a_join_costs_what_the_next_step_ends_later_than_usual() -> None:
 
 
 @pytest.mark.parametrize("what", ["a loss in it", "no quiet step", "no step before"])
-def test_a_join_that_cannot_be_told_from_other_things_measures_nothing(what: str) -> None:
+def test_a_join_that_cannot_be_distinguished_from_other_events_measures_nothing(what: str) -> None:
     journal = journal_of((8.0, entry(0, entry="fence", group=1)), (9.0, commit(1, 0, 0, admit=[[1, 1]])))
     joined = step_of(1, lasts_s=12.5, disturbance="loss" if what == "a loss in it" else "join")
     others = tuple(step_of(step, groups=1 if what == "no quiet step" else 2) for step in range(2, 6))

@@ -82,7 +82,7 @@ def lost(group: int) -> GroupLost:
     return GroupLost(group=GroupId(group), rank=0, cause="killed", traceback="")
 
 
-def told(
+def recorded(
     *events: Any, config: RunConfig = CONFIG, clock: Callable[[], float] = time.monotonic
 ) -> list[Mapping[str, Value]]:
     sink = ListSink()
@@ -94,10 +94,10 @@ def told(
     return sink.taken
 
 
-def test_each_step_is_told_once_and_again_after_a_restart() -> None:
+def test_each_step_is_reported_once_and_again_after_a_restart() -> None:
     restarts = [GroupRestarted(member=Member(GroupId(group), 1), step=1) for group in (0, 1)]
     steps = [committed(0), committed(0, group=1), committed(1), committed(2), *restarts, committed(1), committed(2)]
-    found = told(*steps)
+    found = recorded(*steps)
     assert [values["step"] for values in found] == [0, 1, 2, 1, 2]
     assert [values["fault/restarts"] for values in found] == [0, 0, 0, 1, 1]
 
@@ -106,7 +106,7 @@ def test_steps_that_a_restart_throws_away_have_been_of_no_use() -> None:
     """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
     restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
     steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
-    found = told(*steps[:100], restart, *steps[100:], clock=map(float, itertools.count()).__next__)
+    found = recorded(*steps[:100], restart, *steps[100:], clock=map(float, itertools.count()).__next__)
     assert found[99]["perf/goodput"] == pytest.approx(1.0)
     assert found[100]["perf/goodput"] == pytest.approx(11 / 101, abs=1e-5)
     assert found[-1]["perf/goodput"] == pytest.approx(100 / 190, abs=1e-5)
@@ -114,8 +114,8 @@ def test_steps_that_a_restart_throws_away_have_been_of_no_use() -> None:
 
 def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
     back = GroupRejoined(member=Member(GroupId(1), 1), step=2)
-    given_up = replace(lost(1), is_given_up=True)  # the same loss, told again
-    first, second, third = told(committed(0), lost(1), given_up, committed(1, num_alive=3), back, committed(2))
+    given_up = replace(lost(1), is_given_up=True)  # the same loss, reported again
+    first, second, third = recorded(committed(0), lost(1), given_up, committed(1, num_alive=3), back, committed(2))
     assert [values["spare/fewest_hosts"] for values in (first, second, third)] == [3, 2, 3]
     assert [values["fault/groups_lost"] for values in (first, second, third)] == [0, 1, 1]
     assert third["fault/groups_rejoined"] == 1
@@ -151,7 +151,7 @@ def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name() -> None:
     assert sink.taken[-1]["perf/goodput"] == pytest.approx(9.0 / 28.0, abs=1e-6)
 
 
-def test_a_recovery_is_told_once_with_what_it_was_spent_on_and_computed_anew() -> None:
+def test_a_recovery_is_reported_once_with_its_parts_and_what_was_recomputed() -> None:
     record = RecoveryRecord(
         group=1,
         step=1,
@@ -165,9 +165,9 @@ def test_a_recovery_is_told_once_with_what_it_was_spent_on_and_computed_anew() -
         num_patched=2,
     )
     first = replace(committed(1, num_alive=3), num_recomputed=4)
-    late = replace(committed(1, group=1, num_alive=3), recoveries=(record,))  # not the first to tell of the step
+    late = replace(committed(1, group=1, num_alive=3), recoveries=(record,))  # not the first to report the step
     again = replace(committed(2, group=2, num_alive=3), recoveries=(replace(record, group=2, agree_s=9.0),))
-    found = told(committed(0), first, late, again, committed(3, num_alive=3))
+    found = recorded(committed(0), first, late, again, committed(3, num_alive=3))
     assert [values["spare/microbatches_recomputed"] for values in found] == [0, 4, 0, 0]
     assert [values["spare/epoch"] for values in found] == [0, 1, 1, 1]
     assert [values.get("fault/recovery_agree_s") for values in found] == [None, None, 0.01, None]
@@ -176,7 +176,7 @@ def test_a_recovery_is_told_once_with_what_it_was_spent_on_and_computed_anew() -
 
 def test_speed_is_that_of_the_models_own_operations() -> None:
     config = replace(CONFIG, metrics=MetricsConfig(peak_tflops=2.0))
-    (values,) = told(committed(0, step_s=2.0), config=config)
+    (values,) = recorded(committed(0, step_s=2.0), config=config)
     tokens = 4 * 4 * config.train.micro_batch_size * config.model.seq_length
     assert values["train/tokens"] == tokens
     assert values["perf/tokens_per_s"] == pytest.approx(tokens / 2.0)
@@ -184,7 +184,7 @@ def test_speed_is_that_of_the_models_own_operations() -> None:
     assert values["perf/tflops_per_rank"] == pytest.approx(tflops, abs=1e-6)
     assert values["perf/mfu"] == pytest.approx(tflops / 2.0, abs=1e-6)
     assert values["perf/vote_s"] == pytest.approx(0.1)
-    assert "perf/mfu" not in told(committed(0))[0]
+    assert "perf/mfu" not in recorded(committed(0))[0]
 
 
 def test_the_page_has_every_key_and_no_other() -> None:
@@ -204,14 +204,14 @@ def test_the_page_has_every_key_and_no_other() -> None:
         GroupRestarted(member=Member(GroupId(0), 1), step=4),
         committed(4),
     ]
-    found = told(*events, config=replace(CONFIG, metrics=MetricsConfig(peak_tflops=1.0)))
+    found = recorded(*events, config=replace(CONFIG, metrics=MetricsConfig(peak_tflops=1.0)))
     keys = {key for values in found for key in values} - {"step"}
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     rows = "".join(re.findall(r"^\|([^|]*)\|", page, re.MULTILINE))
     assert set(re.findall(r"`([a-z]+/[a-z_]+)`", rows)) == keys
 
 
-def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Path) -> None:
+def test_an_error_of_a_sink_is_reported_and_the_others_have_everything(tmp_path: Path) -> None:
     reasons: list[str] = []
     whole = ListSink()
     sinks: list[MetricsSink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
@@ -233,7 +233,7 @@ def test_a_sink_that_rests_has_everything_when_it_is_closed() -> None:
     assert kept.is_closed
 
 
-def test_a_sink_that_hangs_keeps_nobody_waiting() -> None:
+def test_a_sink_that_hangs_blocks_no_other() -> None:
     goes_on = threading.Event()
     reasons: list[str] = []
 
@@ -251,7 +251,7 @@ def test_a_sink_that_hangs_keeps_nobody_waiting() -> None:
     assert lacks.startswith("slow was too slow for ")
 
 
-def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
+def test_a_wandb_that_cannot_be_imported_is_reported_and_the_file_has_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -269,7 +269,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
 
 
 def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
-    """But 17 bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py tells 100,000."""
+    """But 17 bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py measures 100,000."""
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), [JsonlSink(tmp_path)])
     tracemalloc.start()
     try:
@@ -308,11 +308,11 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
 def test_without_a_key_wandb_stays_offline_under_the_id_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no key of whoever runs the tests
+    monkeypatch.setenv("HOME", str(tmp_path))  # no key of the user who runs the tests
     sink = WandbSink(tmp_path, "project", "abcd1234", "name", {"setting": 1})
     sink.write({"step": 0, "train/loss": math.nan, "ckpt/outcome": "saved"})
     sink.close()
-    # Its service writes what it was given after the run has finished: whoever reads then may find an empty file.
+    # Its service writes what it was given after the run has finished: a reader may then find an empty file.
     assert [child for child in psutil.Process().children() if "wandb" in child.name()] == []
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234")
     assert list(folder.glob("run-abcd1234.wandb"))

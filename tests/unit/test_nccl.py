@@ -84,7 +84,7 @@ def connect(store: dist.Store, is_wanted: Callable[[], bool], timeout: timedelta
 
 
 @pytest.mark.usefixtures("torch_with_nccl")
-def test_who_has_met_the_others_connects() -> None:
+def test_a_rank_that_has_met_the_others_connects() -> None:
     store = dist.HashStore()
     other = threading.Thread(target=nccl.meet, args=(store, 2, PATIENCE))
     other.start()
@@ -97,7 +97,7 @@ def test_who_has_met_the_others_connects() -> None:
 
 
 @pytest.mark.usefixtures("torch_with_nccl")
-def test_nobody_begins_to_connect_who_could_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_starts_to_connect_that_could_not_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", None)
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):  # the other never comes
         connect(dist.HashStore(), lambda: True, timedelta(milliseconds=20))

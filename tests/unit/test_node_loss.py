@@ -23,13 +23,13 @@ def store_of(*still: int) -> Any:
 
 
 def fences(store: MemoryStore) -> list[tuple[int, int, str]]:
-    """Group, life and reason of each, in the order of the log."""
+    """Group, incarnation and reason of each, in the order of the log."""
     texts = [store.values[keys.entry(index)] for index in range(len(store.values)) if keys.entry(index) in store.values]
     entries = [decode_entry(text) for text in texts]
     return [(entry.group, entry.incarnation, entry.reason) for entry in entries if isinstance(entry, Fence)]
 
 
-def test_all_groups_of_a_node_are_fenced_once_and_nobody_waits_for_them() -> None:
+def test_all_groups_of_a_node_are_fenced_once_and_not_waited_for() -> None:
     layout = Layout(num_groups=4, num_nodes=2)
     store = store_of()
     for group in (GroupId(0), GroupId(1)):
@@ -45,7 +45,7 @@ def test_all_groups_of_a_node_are_fenced_once_and_nobody_waits_for_them() -> Non
     assert not [key for key in store.values if key.startswith("lost/")]
 
 
-def test_the_other_nodes_of_a_divided_group_are_told() -> None:
+def test_the_other_nodes_of_a_divided_group_learn_of_its_loss() -> None:
     store = store_of()
     store.put("incarnation/0", "2")  # it has been started again already
     [record] = fence_node(store, Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), 1, CAUSE)
@@ -56,7 +56,7 @@ def test_the_other_nodes_of_a_divided_group_are_told() -> None:
 
 @pytest.mark.timeout(60)
 def test_nodes_behind_those_that_never_came_are_watched_once_training_has_begun() -> None:
-    """Each node watches the next few. Where none of those before it came, nobody found a node lost."""
+    """Each node watches the next few. If none of those before it came, no node found it lost."""
     num_nodes = NUM_WATCHED + 3
     last = num_nodes - 1
     store = store_of(last)

@@ -37,7 +37,7 @@ def digest(*packages: str) -> str:
 
 
 def git(folder: Path, *words: str) -> None:
-    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    who = ("-c", "user.name=author", "-c", "user.email=author@example.org")
     subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True, timeout=30)
 
 
@@ -85,11 +85,11 @@ def test_a_digest_of_some_packages_does_not_see_the_others(package: Path) -> Non
     assert digest("core") != before
 
 
-def test_a_node_tells_the_digest_of_the_whole_package() -> None:
-    """It told that of the runtime alone once, when its module had moved there."""
+def test_a_node_reports_the_digest_of_the_whole_package() -> None:
+    """It once reported that of the runtime alone, after its module had moved there."""
     assert Path(spare_megatron.__file__).resolve().parent == own_code.PACKAGE
-    told = node_facts._own_versions()["spare_megatron"]
-    assert told == f"{spare_megatron.__version__} ({code_digest()[:12]})"
+    version = node_facts._own_versions()["spare_megatron"]
+    assert version == f"{spare_megatron.__version__} ({code_digest()[:12]})"
 
 
 @needs_git

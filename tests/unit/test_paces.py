@@ -1,4 +1,4 @@
-"""A rank that computes slower than its likes is named, with how much slower, whoever waits for it."""
+"""A rank that computes slower than its peers is named, with its slowdown, whichever rank waits for it."""
 
 from statistics import median
 
@@ -123,7 +123,7 @@ def test_paces_are_compared_with_the_median_of_the_others() -> None:
         assert found[step, group, rank] == pytest.approx(expected, nan_ok=True, rel=1e-5)
 
 
-def test_one_group_has_nobody_to_be_compared_with() -> None:
+def test_a_single_group_has_no_other_to_be_compared_with() -> None:
     assert find_slowest(over_others(np.ones((9, 1, 2), np.float32))) is None
     assert find_slowest(over_others(np.empty((0, 3, 2), np.float32))) is None
 

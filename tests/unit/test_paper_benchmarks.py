@@ -1,4 +1,4 @@
-"""The benchmarks beside the paper: what is assumed does what it says, and an interrupt leaves nobody behind."""
+"""The benchmarks beside the paper: what is assumed does what it says, and an interrupt leaves no process behind."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from spare_megatron.simulator.presets import PUBLISHED, load_scenario
 
 ROOT = Path(__file__).parents[2]
 EVEN = FailureSpec(mean_s=100.0, shape=1e6)
-"""Losses every 100 s to within a thousandth, so that times can be told by hand."""
+"""Losses every 100 s to within a thousandth, so that times can be computed by hand."""
 
 
 def losses_of(assumption: Assumption, *, restart: tuple[float, float]) -> list[float]:
@@ -71,7 +71,7 @@ def test_the_default_loses_groups_as_the_product_does() -> None:
     assert losses_of(DEFAULT, restart=(300.0, 1000.0)) == pytest.approx([*ours, theirs.next_s()], rel=1e-3)
 
 
-def test_fresh_clocks_begin_anew_at_a_restart() -> None:
+def test_fresh_clocks_start_over_at_a_restart() -> None:
     process, is_up = FreshClocks(replace(EVEN, kind="group"), 4, np.random.default_rng(0)), np.ones(4, dtype=np.bool_)
     assert process.strike(is_up).at_s == pytest.approx(100.0, rel=1e-3)
     process.restarted(150.0, 1000.0, ())
@@ -148,7 +148,7 @@ def test_the_table_has_the_papers_points_at_the_papers_redundancy() -> None:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether it still does anything. Nobody may be there to reap it."""
+    """Whether it still runs. It may be a zombie without a parent that reaps it."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -160,7 +160,7 @@ def table_command(*options: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_table_that_is_told_to_end_leaves_no_process_and_keeps_what_is_done(tmp_path: Path) -> None:
+def test_a_table_that_is_interrupted_leaves_no_process_and_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     command = table_command("--seeds", "1000", "--steps", "20", "--jobs", "2", "--out", str(out))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -1,6 +1,6 @@
 """The paper's presets give the results they always gave, to the last bit: costs that are not set cost nothing.
 
-Whoever changes plans or the order of the simulator's additions on purpose writes the digests anew.
+A deliberate change of plans or of the order of the simulator's additions updates the digests.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Copies of slices: what one rank fetches next, and how long it takes, without sockets and on a clock of its own."""
+"""Copies of partitions: what one rank fetches next and how long it takes, without sockets, on a simulated clock."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ MIB = 1 << 20
 LONG_S = 40.0
 ME, FIRST, SECOND = Member(GroupId(0)), Member(GroupId(1)), Member(GroupId(2))
 NO_HOSTS: tuple[tuple[Member, ...], ...] = ((FIRST, SECOND), (FIRST,), (ME, SECOND))
-"""Three slices, the last of which is mine."""
+"""Three partitions, the last of which is mine."""
 
 
 def repair(number: int, donor: Member = FIRST, receiver: Member = ME) -> Repair:
@@ -56,19 +56,19 @@ def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
     assert copying.made(PartitionId(1)) == WholeCopy(repair=repair(1), repair_s=3.0)
 
 
-def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begins_anew() -> None:
+def test_a_copy_that_is_still_requested_continues_and_one_from_another_donor_starts_over() -> None:
     copying = PartitionCopies(ME, lambda number: 3)
     copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
     copying.install(repair(0), 0, 1.0)
     copying.install(repair(1), 0, 1.0)
     kept = copying.assign([repair(1), repair(0, SECOND)], NO_HOSTS, 7.0)
-    assert kept == {1, 2}, "what has come of slice 0 is let go"
+    assert kept == {1, 2}, "what has come of partition 0 is released"
     assert not copying.is_wanted(repair(0)), "a piece of the old donor that comes now"
     assert list(fetch_all(copying)) == [(1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
     assert [copying.made(PartitionId(number)).repair_s for number in (0, 1)] == [1.0, 8.0]
 
 
-def test_what_nobody_asks_for_any_more_is_let_go_and_what_became_a_host_is_kept() -> None:
+def test_a_copy_no_longer_requested_is_released_and_one_that_became_a_host_is_kept() -> None:
     copying = PartitionCopies(ME, lambda number: 1)
     copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
     assert list(fetch_all(copying)) == [(0, 0), (1, 0)]
@@ -77,7 +77,7 @@ def test_what_nobody_asks_for_any_more_is_let_go_and_what_became_a_host_is_kept(
     assert copying.whole() == {}
 
 
-def test_an_empty_slice_is_whole_at_once() -> None:
+def test_an_empty_partition_is_complete_at_once() -> None:
     copying = PartitionCopies(ME, lambda number: 0)
     copying.assign([repair(0)], NO_HOSTS, 0.0)
     assert copying.whole() == {0: True}
@@ -86,10 +86,10 @@ def test_an_empty_slice_is_whole_at_once() -> None:
 
 
 def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:
-    """Whatever the controller asks for, and only that, makes the slices whole again."""
+    """Whatever the controller asks for, and only that, makes the partitions whole again."""
     members = [Member(GroupId(group)) for group in range(7)]
-    slicing = PartitionSetup(num_groups=7, redundancy=3)
-    ownership = first_ownership(slicing, members).for_members(members[2:])
+    partitioning = PartitionSetup(num_groups=7, redundancy=3)
+    ownership = first_ownership(partitioning, members).for_members(members[2:])
     assert ownership.repairs
     made = []
     for member in members[2:]:
@@ -131,12 +131,12 @@ class Donors:
 
 
 class FakeContent:
-    """One slice."""
+    """One partition."""
 
     def __init__(self, donors: Donors, number: int) -> None:
         self._donors, self._number = donors, number
         self._pieces = list(pieces_of(donors.num_bytes))
-        self.name = f"slice-{number}"
+        self.name = f"partition-{number}"
         self.num_pieces = len(self._pieces)
 
     def piece(self, index: int) -> Piece:
@@ -159,7 +159,7 @@ class FakeClient:
     def __init__(self, address: Address, timeout_s: float, *, is_over: Callable[[], bool]) -> None:
         self.donor = Member(GroupId(address.port))
         if self.donor in self.donors.lost:
-            raise TransferBroken("nobody is there")
+            raise TransferBroken("no server is there")
 
     def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
         donors = self.donors
@@ -217,7 +217,7 @@ def test_copies_take_their_bytes_over_the_bandwidth(make_repairs: Any, mib_per_s
     assert expected_s <= donors.now_s - 100.0 <= 1.2 * expected_s
 
 
-def test_a_donor_lost_in_the_middle_makes_the_copy_begin_anew_with_another(make_repairs: Any) -> None:
+def test_a_donor_lost_in_the_middle_makes_the_copy_start_over_with_another(make_repairs: Any) -> None:
     donors = Donors(1000.0, piece_s=0.0, num_bytes=10 * MIB)
     repairs = make_repairs(donors, 1.0)
     assign(repairs, repair(0))
@@ -238,7 +238,7 @@ def test_a_donor_lost_in_the_middle_makes_the_copy_begin_anew_with_another(make_
 def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(point: Point) -> None:
     """Only a fetch under way could be ended: a connection to a machine without power took its whole timeout."""
     donors, source = Donors(1000.0, piece_s=0.0, num_bytes=MIB), StateSource()
-    source.offer(donors.num_updates, {"slice-0": TensorBytes([torch.zeros(MIB, dtype=torch.uint8)])})
+    source.offer(donors.num_updates, {"partition-0": TensorBytes([torch.zeros(MIB, dtype=torch.uint8)])})
     other = PieceServer("127.0.0.1", source, LONG_S)
     other.start()
     with closing(SilentServer(point)) as silent, closing(other):
@@ -260,7 +260,7 @@ def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(
         assert donors.installed == {0: {0}}
 
 
-def test_a_piece_that_nobody_asks_for_any_more_is_not_installed(make_repairs: Any) -> None:
+def test_a_piece_that_is_no_longer_requested_is_not_installed(make_repairs: Any) -> None:
     """The log names another donor while the old one's piece is on its way."""
     donors = Donors(1000.0, piece_s=0.0, num_bytes=MIB)
     repairs = make_repairs(donors, 1.0)
@@ -306,11 +306,11 @@ def test_what_ends_the_thread_that_copies_ends_the_rank(make_repairs: Any, monke
     assign(repairs, repair(0))
 
     def fail(self: Any, name: str, step: int, piece: Piece) -> memoryview:
-        raise ValueError("nobody expects this")
+        raise ValueError("unexpected")
 
     repair_module.PieceClient.fetch = fail  # type: ignore[method-assign]
     repairs._run()
-    with pytest.raises(ValueError, match="nobody expects this"):
+    with pytest.raises(ValueError, match="unexpected"):
         repairs.whole()
 
 

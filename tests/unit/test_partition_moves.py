@@ -53,8 +53,8 @@ def held(ownership: Ownership) -> dict[int, int]:
 
 
 def whole(num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Ownership:
-    slicing = PartitionSetup(num_groups=num_groups, redundancy=redundancy, groups_per_domain=groups_per_domain)
-    return first_ownership(slicing, members(*range(num_groups)))
+    partitioning = PartitionSetup(num_groups=num_groups, redundancy=redundancy, groups_per_domain=groups_per_domain)
+    return first_ownership(partitioning, members(*range(num_groups)))
 
 
 def back(ownership: Ownership, *groups: int) -> Ownership:
@@ -62,7 +62,7 @@ def back(ownership: Ownership, *groups: int) -> Ownership:
 
 
 @pytest.mark.parametrize(("num_groups", "redundancy"), [(4, 2), (7, 3), (40, 2), (61, 3)])
-def test_a_group_that_comes_back_gets_the_slices_that_the_placement_gives_it(num_groups: int, redundancy: int) -> None:
+def test_a_group_that_rejoins_gets_the_partitions_that_the_placement_gives_it(num_groups: int, redundancy: int) -> None:
     first = whole(num_groups, redundancy)
     repaired = settled(without(first, 1))
     assert max(held(repaired).values()) == redundancy + 1
@@ -99,7 +99,7 @@ def test_nothing_moves_while_a_copy_is_missing() -> None:
     assert settled(lost).repairs == ()
 
 
-def test_a_move_becomes_a_repair_when_the_slice_loses_a_host() -> None:
+def test_a_move_becomes_a_repair_when_the_partition_loses_a_host() -> None:
     """From the same donor, so that what has come of it stays."""
     after = back(settled(without(whole(7, 3), 1)), 1)
     move = after.moves[0]
@@ -111,7 +111,7 @@ def test_a_move_becomes_a_repair_when_the_slice_loses_a_host() -> None:
     assert (move.partition, move.receiver) in {(repair.partition, repair.receiver) for repair in donor_lost.repairs}
 
 
-def test_nobody_lets_go_when_another_host_is_lost_before() -> None:
+def test_no_host_releases_its_copy_when_another_host_is_lost_before() -> None:
     after = back(settled(without(whole(7, 3), 1)), 1)
     move = after.moves[0]
     made = committed(after, move)
@@ -122,7 +122,7 @@ def test_nobody_lets_go_when_another_host_is_lost_before() -> None:
     assert move.partition not in {repair.partition for repair in lost.repairs}
 
 
-def test_a_copy_that_is_made_is_let_go_of_though_copies_of_other_slices_are_missing() -> None:
+def test_a_move_releases_its_old_copy_though_copies_of_other_partitions_are_missing() -> None:
     after = back(settled(without(whole(7, 2), 1)), 1)
     move = after.moves[0]
     made = committed(after, move)
@@ -150,7 +150,7 @@ def test_moves_avoid_the_domains_of_the_other_hosts() -> None:
         assert max(held(even).values()) - min(held(even).values()) <= 1
 
 
-def test_after_the_loss_and_return_of_a_domain_no_two_hosts_of_a_slice_share_one() -> None:
+def test_after_the_loss_and_return_of_a_domain_no_two_hosts_of_a_partition_share_one() -> None:
     for first in (0, 4, 8):
         domain = range(first, first + 4)
         lost = settled(without(whole(12, 2, 4), *domain))
@@ -160,9 +160,9 @@ def test_after_the_loss_and_return_of_a_domain_no_two_hosts_of_a_slice_share_one
 
 
 def test_after_a_restart_with_few_groups_nothing_is_left_to_move() -> None:
-    slicing = PartitionSetup(num_groups=7, redundancy=2)
+    partitioning = PartitionSetup(num_groups=7, redundancy=2)
     for lost in range(6):
-        ownership = settled(first_ownership(slicing, members(*range(lost, 7))))
+        ownership = settled(first_ownership(partitioning, members(*range(lost, 7))))
         assert max(held(ownership).values()) - min(held(ownership).values()) <= 1
 
 
@@ -183,7 +183,7 @@ def test_random_histories_end_evenly_and_never_with_fewer_hosts_than_there_can_b
     num_groups: int, redundancy: int, groups_per_domain: int, operations: list[tuple[str, int]], seed: int
 ) -> None:
     ownership = whole(num_groups, min(redundancy, num_groups), groups_per_domain)
-    for life, (operation, which) in enumerate(operations, start=1):
+    for incarnation, (operation, which) in enumerate(operations, start=1):
         absent = sorted(set(range(num_groups)) - {member.group for member in ownership.members})
         made = [*ownership.repairs, *pending(ownership)]
         if operation == "lose" and len(ownership.members) > 1:
@@ -193,7 +193,7 @@ def test_random_histories_end_evenly_and_never_with_fewer_hosts_than_there_can_b
             except StateWipeOut:
                 return
         elif operation == "return" and absent:
-            member = Member(GroupId(absent[which % len(absent)]), life)
+            member = Member(GroupId(absent[which % len(absent)]), incarnation)
             ownership = ownership.for_members((member, *reversed(ownership.members)))
         elif operation.startswith("copy") and (made or ownership.superseded):
             ownership = step(ownership, made if operation == "copy all" else made[which % (len(made) + 1) :][:1])
@@ -209,7 +209,7 @@ def step(ownership: Ownership, made: list[Repair]) -> Ownership:
 
 
 def unevenness(ownership: Ownership) -> tuple[int, int]:
-    """Squares of what members hold, hosts that share domains; both without copies that are about to be let go of."""
+    """Squares of what members hold, hosts that share domains; both without copies that are about to be released."""
     count = Counter(held(ownership))
     count.subtract(copy.member.group for copy in ownership.superseded)
     rows = [set(row) for row in ownership.hosts]
@@ -257,7 +257,7 @@ def ends_evenly(ownership: Ownership, random: Random) -> None:
 
 
 def movable(ownership: Ownership, giver: Member, taker: Member) -> Iterator[int]:
-    """Of slices that could go from one to the other, in how many more domains their hosts would stand then, if any."""
+    """How many more domains the hosts of partitions would span if these moved from one to the other, if any."""
     for row in ownership.hosts:
         num_more = num_domains(ownership, {*row, taker} - {giver}) - num_domains(ownership, row)
         if giver in row and taker not in row and num_more >= 0:

@@ -1,4 +1,4 @@
-"""Saves whose slices several groups write: complete or abandoned, whoever is lost when."""
+"""Saves whose partitions several groups write: complete or abandoned, for any loss at any time."""
 
 import itertools
 import random
@@ -51,9 +51,9 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
         heard[member] = rng.randint(heard[member], len(log))
         move = next_move(save, member, shares, log[: heard[member]])
         match move:
-            case WritePartitions(partitions=slices):
-                assert all(member in save.hosts[number] for number in slices)
-                shares.append(WriteShare(member=member, partitions=slices))
+            case WritePartitions(partitions=partitions):
+                assert all(member in save.hosts[number] for number in partitions)
+                shares.append(WriteShare(member=member, partitions=partitions))
             case Publish() if member == save.member:
                 end = move
                 break
@@ -71,7 +71,7 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
     return end
 
 
-def test_without_losses_every_slice_is_written_once_by_its_owner() -> None:
+def test_without_losses_every_partition_is_written_once_by_its_owner() -> None:
     save = save_of(5, 3)
     moves = {member: next_move(save, member, [], []) for member in save.voters}
     assert moves == {
@@ -82,7 +82,7 @@ def test_without_losses_every_slice_is_written_once_by_its_owner() -> None:
     }
 
 
-def test_nobody_writes_what_a_lost_group_has_written() -> None:
+def test_what_a_lost_group_has_written_is_not_written_again() -> None:
     save = save_of(4, 2)
     lost = save.owners[2]
     (run_remote_supervisor,) = set(save.hosts[2]) - {lost}
@@ -90,8 +90,8 @@ def test_nobody_writes_what_a_lost_group_has_written() -> None:
     assert next_move(save, run_remote_supervisor, [], [lost]) == WritePartitions(
         partitions=tuple(sorted((*own, PartitionId(2))))
     )
-    told = [WriteShare(member=lost, partitions=(PartitionId(2),))]
-    assert next_move(save, run_remote_supervisor, told, [lost]) == WritePartitions(partitions=own)
+    shares = [WriteShare(member=lost, partitions=(PartitionId(2),))]
+    assert next_move(save, run_remote_supervisor, shares, [lost]) == WritePartitions(partitions=own)
 
 
 def test_a_lost_saver_ends_the_save_for_all() -> None:
@@ -107,9 +107,9 @@ def board_of(store: MemoryStore, voters: Sequence[Member]) -> SaveBoard:
     return SaveBoard(store, HEAD, voters)  # type: ignore[arg-type]
 
 
-def share_of(member: Member, *slices: int) -> WrittenShare:
+def share_of(member: Member, *partitions: int) -> WrittenShare:
     files = {"__0_0.distcp": StoredFile(num_bytes=7, sha256="ab")}
-    numbers = tuple(PartitionId(number) for number in slices)
+    numbers = tuple(PartitionId(number) for number in partitions)
     return WrittenShare(member=member, partitions=numbers, folder=f"slices-{member.group}", files=files)
 
 
@@ -129,7 +129,7 @@ def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None
     assert boards[0].read_shares() == []
 
 
-def test_who_cannot_write_says_why() -> None:
+def test_a_writer_that_fails_reports_why() -> None:
     store, voters = MemoryStore(), save_of(3, 2).voters
     board_of(store, voters).report(voters[1], (), "no space left")
     with pytest.raises(SaveFailed, match="group 1: no space left"):

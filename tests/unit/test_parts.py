@@ -1,4 +1,4 @@
-"""Groups whose ranks stand on several nodes begin each life on all of them together."""
+"""Groups whose ranks span several nodes start each incarnation on all of them together."""
 
 import random
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ def looks(*beats: tuple[str | None, str | None], ready: Sequence[int] = (4, 5)) 
     return [gathering.poll(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
 
 
-def test_nodes_are_there_that_have_said_so_and_beat() -> None:
+def test_nodes_are_present_that_have_reported_and_beat() -> None:
     assert looks(("1", "7"), ("2", "8")) == [False, True]
     assert looks(("1", "7"), ("2", "8"), ready=(4,)) == [False, False]
     assert looks(("1", None), ("2", None)) == [False, False]
 
 
-def test_a_beat_that_stands_still_is_no_sign_of_life() -> None:
+def test_a_heartbeat_that_does_not_change_is_no_sign_of_life() -> None:
     """Neither the last one of a node that is gone, nor one that has moved an interval ago."""
     assert looks(*[(str(beat), "7") for beat in range(8)]) == [False] * 8
     assert looks(*[(str(beat), str(min(beat, 1))) for beat in range(8)]) == [False] + [True] * 4 + [False] * 3
@@ -49,7 +49,7 @@ def test_a_node_that_begins_to_beat_or_beats_again_is_there() -> None:
     assert looks(*still, ("6", None), ("7", "1"))[-2:] == [False, True]
 
 
-# -------------------------------------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------------------------------- what is reported
 
 
 class Clock:
@@ -65,16 +65,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class OneNode:
-    """A node that beats and looks when it is told to."""
+    """A node that beats and polls when the test says so."""
 
-    def __init__(self, store: MemoryStore, clock: Clock, node: int, life: int = 0) -> None:
+    def __init__(self, store: MemoryStore, clock: Clock, node: int, incarnation: int = 0) -> None:
         self.events: list[PartsReady | PartFenced] = []
         self.parts = GroupRendezvous(
-            Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.on_event
+            Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, incarnation, INTERVAL_S, self.on_event
         )
         self.store, self.clock, self.node = store, clock, node
-        if life:
-            store.put(f"life/{node}", str(life))
+        if incarnation:
+            store.put(f"life/{node}", str(incarnation))
 
     def on_event(self, event: PartsReady | PartFenced) -> None:
         self.events.append(event)
@@ -101,7 +101,7 @@ def look_both(one: OneNode, other: OneNode) -> None:
 NEXT = Member(GROUP, 1)
 
 
-def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(clock: Clock) -> None:
+def test_all_nodes_start_as_soon_as_the_last_is_ready_and_name_the_incarnation_first(clock: Clock) -> None:
     store = MemoryStore()
     one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
     one.wait(NEXT)
@@ -114,7 +114,7 @@ def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(cl
     assert store.get([keys.group_incarnation(GROUP)]) == ["1"]
 
 
-def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock: Clock) -> None:
+def test_a_loss_is_reported_to_the_other_nodes_of_the_group_for_its_incarnation_alone(clock: Clock) -> None:
     store = MemoryStore()
     one, other, stranger = OneNode(store, clock, 0), OneNode(store, clock, 1), OneNode(store, clock, 2)
     one.fenced(Member(GROUP))
@@ -122,7 +122,7 @@ def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock
         node.look(2)
     assert other.events == [PartFenced(member=Member(GROUP), rank=1, cause="SIGKILL")]
     assert one.events == stranger.events == []
-    found = [stranger.parts.find_fence(store, Member(GROUP, life)) for life in (0, 1)]  # type: ignore[arg-type]
+    found = [stranger.parts.find_fence(store, Member(GROUP, incarnation)) for incarnation in (0, 1)]  # type: ignore[arg-type]
     assert found == [7, None], "it need not be written again"
     other.parts.note_started(NEXT)
     other.look(2)
@@ -133,7 +133,7 @@ def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock
     assert one.events == [other.events[1]] == [PartFenced(member=NEXT, rank=1, cause="SIGKILL")]
 
 
-def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_is_back(clock: Clock) -> None:
+def test_reports_of_a_lost_supervisor_do_not_count_even_when_its_node_is_back(clock: Clock) -> None:
     store = MemoryStore()
     one, lost = OneNode(store, clock, 0), OneNode(store, clock, 1)
     lost.wait(NEXT)
@@ -142,7 +142,7 @@ def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_i
     one.wait(NEXT)
     one.look(8)
     assert one.events == []
-    back = OneNode(store, clock, 1, life=1)
+    back = OneNode(store, clock, 1, incarnation=1)
     look_both(one, back)
     assert one.events == []
     back.wait(NEXT)
@@ -150,7 +150,7 @@ def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_i
     assert one.events == back.events == [PartsReady(member=NEXT)]
 
 
-def test_nobody_begins_with_a_node_that_has_ended(clock: Clock) -> None:
+def test_no_node_starts_with_a_node_that_has_ended(clock: Clock) -> None:
     store = MemoryStore()
     one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
     other.wait(NEXT)
@@ -176,7 +176,7 @@ class World:
         self.layout = Layout(num_groups=1, pipeline_parallel=NUM_NODES, num_nodes=NUM_NODES)
         self.nodes: list[Node | None] = [Node(self, node, 0) for node in range(NUM_NODES)]
         self.gone_at_s = dict.fromkeys(range(NUM_NODES), -1.0)
-        self.num_lives = dict.fromkeys(range(NUM_NODES), 1)
+        self.num_incarnations = dict.fromkeys(range(NUM_NODES), 1)
         self.watcher = GroupRendezvous(self.layout, NUM_NODES, 0, INTERVAL_S, lambda _: None)  # a node of another group
         self.begun: dict[int, set[int]] = {}
 
@@ -193,8 +193,8 @@ class World:
                 self.watcher.publish_fence(self.store, Member(GROUP, int(named or 0)), 0, -1, "silent")  # type: ignore[arg-type]
         for node in self.random.sample(self.present, len(self.present)):
             node.tick()
-        lives = {node.incarnation if node.runs else None for node in self.nodes if node is not None}
-        if len(self.present) == NUM_NODES and len(lives) == 1 and None not in lives:
+        incarnations = {node.incarnation if node.runs else None for node in self.nodes if node is not None}
+        if len(self.present) == NUM_NODES and len(incarnations) == 1 and None not in incarnations:
             for node in self.present:
                 node.up()
 
@@ -212,11 +212,11 @@ class World:
         gone = [number for number, node in enumerate(self.nodes) if node is None]
         if gone:
             number = self.random.choice(gone)
-            self.nodes[number] = Node(self, number, self.num_lives[number])
-            self.num_lives[number] += 1
+            self.nodes[number] = Node(self, number, self.num_incarnations[number])
+            self.num_incarnations[number] += 1
 
     def begins(self, node: "Node", incarnation: int) -> None:
-        """No life begins beside an earlier one, nor without a node that has been gone for long."""
+        """No incarnation begins beside an earlier one, nor without a node that has been gone for long."""
         for other in self.present:
             assert other.incarnation in (incarnation - 1, incarnation)
             assert other is node or not other.runs or other.incarnation == incarnation
@@ -226,12 +226,12 @@ class World:
 
 
 class Node:
-    def __init__(self, world: World, number: int, life: int) -> None:
-        self.world, self.number, self.life = world, number, life
-        self.incarnation, self.runs, self.is_up, self.beats = 0, life == 0, False, 0
+    def __init__(self, world: World, number: int, incarnation: int) -> None:
+        self.world, self.number = world, number
+        self.incarnation, self.runs, self.is_up, self.beats = 0, incarnation == 0, False, 0
         self.events: list[PartsReady | PartFenced] = []
         self.timers = Timers()
-        self.parts = GroupRendezvous(world.layout, number, life, INTERVAL_S, self.events.append)
+        self.parts = GroupRendezvous(world.layout, number, incarnation, INTERVAL_S, self.events.append)
         self.restarts = GroupRestarts(
             most_restarts=1_000_000,
             interval_s=INTERVAL_S,
@@ -240,8 +240,8 @@ class Node:
             wait_for_parts=self.wait,
             start=self.start,
         )
-        if life:
-            world.store.put(f"life/{number}", str(life))
+        if incarnation:
+            world.store.put(f"life/{number}", str(incarnation))
             (named,) = world.store.get([keys.group_incarnation(GROUP)])
             self.incarnation = int(named or 0)
             self.fenced()
@@ -290,7 +290,7 @@ class Node:
 
 
 def test_whatever_is_lost_when_the_group_is_back_on_all_nodes_once_they_are_there(clock: Clock) -> None:
-    num_lives = num_cut_short = 0
+    num_incarnations = num_cut_short = 0
     for seed in range(100):
         clock.now_s = 0.0
         world = World(clock, seed)
@@ -303,7 +303,7 @@ def test_whatever_is_lost_when_the_group_is_back_on_all_nodes_once_they_are_ther
         for _ in range(round(140.0 / TICK_S)):  # the longest wait is 64 s, and what it began with may be lost once
             world.tick()
         assert {(node.incarnation, node.runs) for node in world.present} == {(max(world.begun, default=0), True)}
-        num_lives += len(world.begun)
+        num_incarnations += len(world.begun)
         num_cut_short += sum(len(nodes) < NUM_NODES for nodes in world.begun.values())
-    assert num_lives > 300, "of all histories"
+    assert num_incarnations > 300, "of all histories"
     assert num_cut_short > 0, "some begin on a few nodes only, and are lost"

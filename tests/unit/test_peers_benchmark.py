@@ -137,7 +137,7 @@ def our_events(run_dir: Path, second: ContributionRecord) -> list[Event]:
     return events_of_journal(read_journal(run_dir))
 
 
-def test_our_journal_tells_the_commit_and_the_patch(tmp_path: Path) -> None:
+def test_our_journal_shows_the_commit_and_the_patch(tmp_path: Path) -> None:
     cost = cost_of(our_events(tmp_path, contribution(6, {"0": [0, 1, 2, 3], "1": [0, 1]})), 1)
     assert cost.to_commit_s == pytest.approx(0.3)  # the fence, the second contribution, the commit
     assert (cost.steps_discarded, cost.microbatches_recomputed, cost.microbatches_counted) == (0, 2, 8)
@@ -188,13 +188,13 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
 ) -> None:
     """Each of them counts all microbatches, as the others took over those of the lost group: they were measured."""
 
-    def train(_: RunConfig, folder: Path, tell: Callable[[RunEvent], None]) -> Summary:
+    def train(_: RunConfig, folder: Path, report: Callable[[RunEvent], None]) -> Summary:
         journal = JournalWriter(folder, "group-0000-rank-0", iter(range(100)).__next__)
         for record in committed(range(NUM_WARMUP + 3)):
             journal.write(record)
         journal.close()
         for _ in range(groups_lost):
-            tell(GroupLost(group=GroupId(1), rank=3, cause="SIGKILL", traceback=""))
+            report(GroupLost(group=GroupId(1), rank=3, cause="SIGKILL", traceback=""))
         return Summary(
             verdict="valid",
             reasons=(),

@@ -129,7 +129,9 @@ def test_a_server_that_had_no_descriptors_left_serves_again(
         assert other.fetch("state", STEP, Piece(0, 100)) == state.content
 
 
-def test_another_step_and_what_is_not_there_are_refused_and_told_so(source: StateSource, server: PieceServer) -> None:
+def test_requests_for_another_step_or_a_missing_part_are_refused_with_a_reason(
+    source: StateSource, server: PieceServer
+) -> None:
     state = Bytes(100)
     with closing(PieceClient(server.address, TIMEOUT_S)) as client:
         with pytest.raises(WrongStep) as wrong:
@@ -153,7 +155,7 @@ def test_another_step_and_what_is_not_there_are_refused_and_told_so(source: Stat
             client.fetch("state", STEP + 1, Piece(0, 100))
 
 
-def test_nobody_reads_while_the_state_changes(source: StateSource, server: PieceServer) -> None:
+def test_no_reader_reads_while_the_state_changes(source: StateSource, server: PieceServer) -> None:
     source.offer(STEP, {"state": Bytes(100)})
     ended = threading.Event()
     found: list[Exception] = []
@@ -280,7 +282,7 @@ def test_the_answer_to_one_connection_is_worth_nothing_in_another(source: StateS
             client.fetch("state", STEP, Piece(0, 100))
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_a_silent_server_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = Address(host="127.0.0.1", port=mute.getsockname()[1], token=secrets.token_hex(32))
         with pytest.raises(TransferBroken, match=r"within 0\.3 s"):
@@ -295,7 +297,7 @@ def ask(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> None
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_server_that_says_nothing_is_left_as_soon_as_it_is_of_no_use(point: Point) -> None:
+def test_a_silent_server_is_left_as_soon_as_it_is_of_no_use(point: Point) -> None:
     """Wherever that is. A machine without power closes no connection, and its time is that of a slow one."""
     looks, began_s = chain([False, False], repeat(True)), time.monotonic()
     with closing(SilentServer(point)) as silent, pytest.raises(TransferBroken, match="not waited for any longer"):
@@ -304,7 +306,7 @@ def test_a_server_that_says_nothing_is_left_as_soon_as_it_is_of_no_use(point: Po
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_server_that_says_nothing_is_waited_for_while_it_may_be_of_use(point: Point) -> None:
+def test_a_silent_server_is_waited_for_while_it_may_be_of_use(point: Point) -> None:
     looks: list[float] = []
 
     def look() -> bool:
@@ -332,7 +334,7 @@ def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: S
 
 
 class Lingering(threading.Thread):
-    """Has let go of its connection long before it ends: when somebody waits for that."""
+    """Has released its connection long before it ends: when another thread waits for that."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -24,10 +24,10 @@ INTERVAL_S = 100.0  # of one group
 
 
 def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.random.Generator) -> float:
-    """One history: groups come back at once and empty, a copy is there after the same time whoever makes it."""
-    slicing = PartitionSetup(num_groups=num_groups, redundancy=redundancy)
-    lives = dict.fromkeys(range(num_groups), 0)
-    ownership = first_ownership(slicing, [Member(GroupId(group)) for group in lives])
+    """One history: groups come back at once and empty, a copy is there after the same time whichever group makes it."""
+    partitioning = PartitionSetup(num_groups=num_groups, redundancy=redundancy)
+    incarnations = dict.fromkeys(range(num_groups), 0)
+    ownership = first_ownership(partitioning, [Member(GroupId(group)) for group in incarnations])
     whole_at_s: list[tuple[float, PartitionCopy]] = []
     asked: set[PartitionCopy] = set()
     now_s = 0.0
@@ -36,12 +36,12 @@ def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.
         while whole_at_s and whole_at_s[0][0] <= now_s:
             ownership = ownership.with_copies([heapq.heappop(whole_at_s)[1]])
         lost = GroupId(int(rng.integers(num_groups)))
-        lives[lost] += 1
+        incarnations[lost] += 1
         try:
             ownership = ownership.for_members(member for member in ownership.members if member.group != lost)
         except StateWipeOut:
             return now_s
-        ownership = ownership.for_members((*ownership.members, Member(lost, lives[lost])))
+        ownership = ownership.for_members((*ownership.members, Member(lost, incarnations[lost])))
         for repair in ownership.repairs:
             copy = PartitionCopy(repair.partition, repair.receiver)
             if copy not in asked:
@@ -50,7 +50,7 @@ def time_to_wipe_out_s(num_groups: int, redundancy: int, back_s: float, rng: np.
 
 
 @pytest.mark.parametrize(("num_groups", "redundancy", "back_s"), [(12, 2, 4.0), (12, 3, 15.0)])
-def test_with_copies_as_random_losses_of_real_slices(num_groups: int, redundancy: int, back_s: float) -> None:
+def test_with_copies_as_random_losses_of_real_partitions(num_groups: int, redundancy: int, back_s: float) -> None:
     rng = np.random.default_rng([num_groups, redundancy])
     samples = [time_to_wipe_out_s(num_groups, redundancy, back_s, rng) for _ in range(150)]
     expected = state_time_to_wipe_out_s(num_groups, redundancy, INTERVAL_S, back_s)
@@ -58,7 +58,7 @@ def test_with_copies_as_random_losses_of_real_slices(num_groups: int, redundancy
 
 
 @pytest.mark.parametrize(("num_groups", "redundancy"), [(20, 1), (20, 2), (60, 2), (60, 3)])
-def test_without_copies_as_the_first_slice_whose_first_hosts_have_all_been_lost(
+def test_without_copies_as_the_first_partition_whose_first_hosts_have_all_been_lost(
     num_groups: int, redundancy: int
 ) -> None:
     rng = np.random.default_rng([num_groups, redundancy])
@@ -104,7 +104,7 @@ def test_two_groups_have_at_most_two_hosts() -> None:
 
 
 SCENARIO = Scenario(
-    name="slices",
+    name="partitions",
     num_groups=10,
     redundancy=10,  # no shard is ever wiped out
     microbatches_per_shard=1,

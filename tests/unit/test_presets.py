@@ -38,7 +38,7 @@ def test_run_preset_is_valid_and_its_faults_can_be_drawn(preset: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", RUNS, ids=lambda path: path.name)
-def test_a_run_preset_raises_no_doubts_even_on_a_machine_with_one_core(preset: Path) -> None:
+def test_a_run_preset_raises_no_warnings_even_on_a_machine_with_one_core(preset: Path) -> None:
     """The demo began with two warnings about itself."""
     config = load_run_config(preset).config
     machine = Machine(num_gpus=config.parallel.num_ranks, num_cores=1, has_corpus=True, can_isolate=True)

@@ -1,4 +1,4 @@
-"""Nodes by rack: how Slurm tells of racks, the order in which a run takes nodes, and what is said of racks too full."""
+"""Nodes by rack: how Slurm reports racks, the order in which a run takes nodes, and the warning about full racks."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ BlockName=rack2 BlockIndex=1 Nodes=n2,n5 BlockSize=2
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("answer", "expected"),
     [
         (TREE, {"n1": "rack1", "n4": "rack1", "n2": "rack2", "n5": "rack2"}),
         (BLOCKS, {"n1": "rack1", "n4": "rack1", "n2": "rack2", "n5": "rack2"}),
@@ -33,9 +33,9 @@ BlockName=rack2 BlockIndex=1 Nodes=n2,n5 BlockSize=2
     ],
 )
 def test_racks_are_the_lowest_switches_or_the_blocks(
-    told: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = f"case \"$*\" in 'show topology') echo '{told}';; *hostnames*) echo \"$3\" | tr , '\\n';; esac"
+    answers = f"case \"$*\" in 'show topology') echo '{answer}';; *hostnames*) echo \"$3\" | tr , '\\n';; esac"
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{answers}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -83,7 +83,7 @@ def test_a_domain_is_as_many_nodes_as_its_groups_take(num_nodes: int, groups_per
     assert nodes_per_domain(*sections(8, num_nodes, groups_per_domain=groups_per_domain)) == expected
 
 
-def test_racks_that_hold_more_than_a_domain_are_told_with_what_keeps_the_hosts_of_a_shard_apart() -> None:
+def test_racks_that_hold_more_than_a_domain_are_reported_with_what_separates_the_hosts_of_a_shard() -> None:
     racks = {f"n{node}": f"rack{node // 4}" for node in range(16)}
     nodes = order_by_rack(sorted(racks), racks, 16, 2)
     warning = shared_racks(*sections(8, 16, groups_per_domain=1), nodes, racks)

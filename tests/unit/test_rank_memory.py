@@ -37,13 +37,13 @@ def most_in_flight(num_stages: int, num_microbatches: int) -> int:
 def test_activations_are_those_of_all_that_a_group_computes_after_losses(
     microbatches: int, redundancy: int, access: str, most_of_a_group: int
 ) -> None:
-    """A survivor was told to need what it needs while nobody is lost: 2 of the 6 microbatches that came to it."""
+    """A survivor was reported to need what it needs while no group is lost: 2 of the 6 microbatches that came to it."""
     work = f"spare.microbatches_per_shard={microbatches}", f"spare.redundancy={redundancy}", f"data.access={access}"
     of_two = activations("spare.microbatches_per_shard=2", "spare.redundancy=1", "data.access=stacked")
     assert activations(*work) == most_in_flight(8, most_of_a_group) / 2 * of_two
 
 
-def test_interleaved_schedules_are_told_with_the_work_that_pads_them() -> None:
+def test_interleaved_schedules_are_shown_with_the_work_that_pads_them() -> None:
     """One microbatch is padded to as many as there are stages."""
     interleaved = ("layout.virtual_pipeline=2", "spare.redundancy=1", "data.access=stacked")
     padded = activations("spare.microbatches_per_shard=1", *interleaved)
@@ -56,10 +56,10 @@ def test_where_every_group_reads_all_data_one_group_is_enough(preset: str) -> No
     config = load_run_config(path, []).config
     result = CliRunner().invoke(app, ["config", "show", str(path), "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)["endured_losses"]
+    endured = json.loads(result.stdout)["endured_losses"]
     num_groups = config.layout.num_groups
     if preset == "gpt_7b_h100":
         assert config.data.access == "shared"
-        assert told == num_groups - 1
+        assert endured == num_groups - 1
     else:
-        assert told == endured_losses(num_groups, config.spare.redundancy)
+        assert endured == endured_losses(num_groups, config.spare.redundancy)

@@ -97,11 +97,11 @@ def at_storage(until_s: float, *, goes_on_s: float) -> tuple[float, int] | None:
     return None
 
 
-def test_nobody_is_found_who_waits_for_a_peer_at_storage_or_goes_on_a_little_after_it() -> None:
+def test_a_rank_that_waits_for_a_peer_at_storage_or_resumes_soon_after_it_is_not_found() -> None:
     assert at_storage(30.0, goes_on_s=31.0) is None
 
 
-def test_who_hangs_when_its_peer_has_left_storage_is_found() -> None:
+def test_a_rank_that_hangs_after_its_peer_has_left_storage_is_found() -> None:
     assert at_storage(30.0, goes_on_s=1e6) == (31.25, 1)  # 1.5 s after the last look that saw its peer there
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_at_storage_is_found_though_its_peers_wait_for_it() ->
 
 
 class FakeKernel:
-    """What a kernel would tell of a process's threads."""
+    """What a kernel would report of a process's threads."""
 
     def __init__(self) -> None:
         self.times: dict[str, tuple[int, int]] = {}
@@ -119,7 +119,7 @@ class FakeKernel:
     def watched(self) -> Starvation:
         return Starvation(10, lambda pid: dict(self.times), lambda pid, thread: thread in self.ready)
 
-    def tell(self, **lacked_s: float) -> None:
+    def report(self, **lacked_s: float) -> None:
         """For how long each thread waited before it last ran."""
         self.times = {thread: (0, int(value * 1e9)) for thread, value in lacked_s.items()}
 
@@ -127,36 +127,36 @@ class FakeKernel:
 def test_every_thread_that_lacks_a_processor_shows_and_none_takes_its_time_along() -> None:
     kernel = FakeKernel()
     watched = kernel.watched()
-    kernel.tell(a=1.0, b=2.0)
+    kernel.report(a=1.0, b=2.0)
     assert watched.seconds(1, 0.0) == 3.0
-    kernel.tell(a=1.0, b=2.5, c=5.0)
+    kernel.report(a=1.0, b=2.5, c=5.0)
     assert watched.seconds(2, 1.0) == 8.5
-    kernel.tell(a=1.0, c=5.0)
+    kernel.report(a=1.0, c=5.0)
     assert watched.seconds(3, 2.0) == 8.5
-    kernel.tell(a=1.0, c=5.5)
+    kernel.report(a=1.0, c=5.5)
     assert watched.seconds(4, 3.0) == 9.0
 
 
 def test_a_wait_shows_while_it_lasts_and_counts_once() -> None:
-    """The kernel tells of it only when it is over, which may be too late for a rank that does not beat meanwhile."""
+    """The kernel reports it only when it is over, which may be too late for a rank that does not beat meanwhile."""
     kernel = FakeKernel()
     watched = kernel.watched()
-    kernel.tell(waits=1.0, sleeps=0.0)
+    kernel.report(waits=1.0, sleeps=0.0)
     kernel.ready = {"waits"}
     assert watched.seconds(7, 0.0) == 1.0
     assert watched.seconds(7, 1.0) == 1.0, "it may have begun to wait just now"
     assert watched.seconds(7, 2.5) == 2.5
     assert watched.seconds(7, 3.0) == 3.0
-    kernel.tell(waits=3.25, sleeps=0.0)  # it ran, after 2.25 s
+    kernel.report(waits=3.25, sleeps=0.0)  # it ran, after 2.25 s
     assert watched.seconds(8, 3.5) == 3.25
-    kernel.tell(waits=3.5, sleeps=0.0)
+    kernel.report(waits=3.5, sleeps=0.0)
     assert watched.seconds(9, 4.0) == 3.5
 
 
 def test_nothing_is_looked_for_in_a_rank_that_beats() -> None:
     kernel = FakeKernel()
     watched = kernel.watched()
-    kernel.tell(waits=1.0)
+    kernel.report(waits=1.0)
     kernel.ready = {"waits"}
     assert [watched.seconds(number, number) for number in range(4)] == [1.0] * 4
 
@@ -174,8 +174,8 @@ def test_a_stopped_process_is_not_one_that_waits() -> None:
         child.wait()
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel tells nothing of waiting threads")
-def test_the_kernel_tells_of_threads_that_wait_for_a_processor() -> None:
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel reports no waiting threads")
+def test_the_kernel_reports_threads_that_wait_for_a_processor() -> None:
     """One that shares its processor with another that never sleeps, for as long as that takes."""
     processor = min(os.sched_getaffinity(0))
     child = subprocess.Popen([sys.executable, "-c", _TWO_BUSY_THREADS.format(processor=processor)])

@@ -1,4 +1,4 @@
-"""When a run begins: with every group ready or lost, whoever dies while saying so."""
+"""When a run begins: with every group ready or lost, whichever group dies while reporting it."""
 
 import itertools
 import re
@@ -13,7 +13,7 @@ from spare_megatron.store import keys
 from spare_megatron.store.interface import StoreTimeout
 
 NUM_GROUPS = 2
-TOLD = [(GroupId(0), "itself"), (GroupId(1), "itself"), (GroupId(1), "node 0"), (GroupId(1), "node 1")]
+REPORTS = [(GroupId(0), "itself"), (GroupId(1), "itself"), (GroupId(1), "node 0"), (GroupId(1), "node 1")]
 
 
 class Died(Exception):
@@ -52,13 +52,13 @@ class Store:
         return [self.values.get(key) for key in keys]
 
 
-def begins_after(told: Sequence[tuple[GroupId, str]], *, dies: int | None = None, after: int = 0) -> int | None:
-    """How many have told when all begin; one of them dies after so many of its writes."""
+def begins_after(reports: Sequence[tuple[GroupId, str]], *, dies: int | None = None, after: int = 0) -> int | None:
+    """How many have reported when all begin; one of them dies after so many of its writes."""
     store: Any = Store()
-    for number, (group, teller) in enumerate(told):
+    for number, (group, reporter) in enumerate(reports):
         store.writes_left = after if number == dies else 99
         try:
-            note_ready(store, group, teller, NUM_GROUPS)
+            note_ready(store, group, reporter, NUM_GROUPS)
         except Died:
             continue
         if keys.ALL_GROUPS_READY in store.values:
@@ -66,23 +66,25 @@ def begins_after(told: Sequence[tuple[GroupId, str]], *, dies: int | None = None
     return None
 
 
-def test_all_begin_when_nobody_is_waited_for_and_not_before() -> None:
-    for told in itertools.permutations(TOLD):
-        first = next(number + 1 for number in range(len(told)) if {group for group, _ in told[: number + 1]} == {0, 1})
-        assert begins_after(told) == first
+def test_all_groups_start_when_none_is_waited_for_and_not_before() -> None:
+    for reports in itertools.permutations(REPORTS):
+        first = next(
+            number + 1 for number in range(len(reports)) if {group for group, _ in reports[: number + 1]} == {0, 1}
+        )
+        assert begins_after(reports) == first
 
 
-def test_who_dies_while_it_says_that_it_is_ready_is_told_of_by_its_node() -> None:
-    ready, other, node = TOLD[1], TOLD[0], TOLD[2]
+def test_a_group_that_dies_while_it_reports_ready_is_reported_by_its_node() -> None:
+    ready, other, node = REPORTS[1], REPORTS[0], REPORTS[2]
     for after in range(3):
-        for told in ((ready, other, node), (other, ready, node), (ready, node, other)):
-            begun = begins_after(told, dies=told.index(ready), after=after)
-            assert begun is not None, f"{told} with a death after {after} writes"
-            assert begun >= 1 + max(told.index(other), min(told.index(ready), told.index(node)))
+        for reports in ((ready, other, node), (other, ready, node), (ready, node, other)):
+            begun = begins_after(reports, dies=reports.index(ready), after=after)
+            assert begun is not None, f"{reports} with a death after {after} writes"
+            assert begun >= 1 + max(reports.index(other), min(reports.index(ready), reports.index(node)))
 
 
-def test_who_waits_in_vain_names_those_who_do_not_come() -> None:
-    """It said only that a key of the store was not written, and the run named whoever waited as lost."""
+def test_a_group_that_waits_in_vain_names_those_that_are_missing() -> None:
+    """It said only that a key of the store was not written, and the run named the group that waited as lost."""
     store: Any = Store()
     for group in (GroupId(0), GroupId(2)):
         note_ready(store, group, "itself", 4)

@@ -111,7 +111,7 @@ def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -
 
 
 def test_the_page_of_campaigns_has_every_kind_and_every_phase() -> None:
-    """The schema sends whoever looks for the kinds there, and half of them were on no page."""
+    """The schema sends readers who look for the kinds there, and half of them were on no page."""
     text = CAMPAIGNS.read_text().partition("## Faults")[2]
     rows = re.findall(r"^\| `([a-z_]+)` \|", text.partition("| `kind` |")[2], re.MULTILINE)
     assert set(rows) == set(get_args(schema.FaultKind))
@@ -147,6 +147,6 @@ def test_messages_that_the_runbook_explains_are_those_of_the_program() -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", RUNBOOK.read_text().partition("## Reasons")[2], re.MULTILINE)
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     pieces = [piece.strip(" ;:,") for message in messages for piece in re.split(VALUES, message)]
-    told = [piece for piece in pieces if len(piece.split()) >= 3]
-    assert len(told) > 20
-    assert [piece for piece in told if piece not in written] == []
+    phrases = [piece for piece in pieces if len(piece.split()) >= 3]
+    assert len(phrases) > 20
+    assert [piece for piece in phrases if piece not in written] == []

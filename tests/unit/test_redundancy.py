@@ -1,4 +1,4 @@
-"""For how long slices lacked hosts, as the journal of a run tells."""
+"""For how long partitions lacked hosts, as the journal of a run shows."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from spare_megatron.journal.records import RedundancyRecord, RepairRecord
 from tests.unit.journal_in_memory import summarize
 
 
-def missing(at_s: float, group: int, num_missing: int, life: int = 0) -> Line:
+def missing(at_s: float, group: int, num_missing: int, incarnation: int = 0) -> Line:
     record = RedundancyRecord(group=group, step=int(at_s), num_missing=num_missing)
-    return Line(source=f"group-{group:04d}-rank-0-life-{life}", at_s=at_s, record=record)
+    return Line(source=f"group-{group:04d}-rank-0-life-{incarnation}", at_s=at_s, record=record)
 
 
 def journal_of(*lines: Line) -> Journal:
@@ -19,15 +19,15 @@ def journal_of(*lines: Line) -> Journal:
 
 
 def test_a_span_lasts_from_the_first_loss_to_the_last_copy() -> None:
-    """Group 1 tells the same, a little later, and misses the rest; its next life sees only the end of it."""
+    """Group 1 reports the same, a little later, and misses the rest; its next incarnation sees only the end of it."""
     seen = [(10.0, 3), (12.0, 5), (14.0, 2), (15.5, 0), (40.0, 1), (40.25, 0), (50.0, 4)]
     lines = [missing(at_s, 0, num) for at_s, num in seen]
     lines += [missing(at_s + 0.3, 1, num) for at_s, num in seen[:3]]
-    lines += [missing(at_s + 0.3, 1, num, life=1) for at_s, num in seen[4:6]]
+    lines += [missing(at_s + 0.3, 1, num, incarnation=1) for at_s, num in seen[4:6]]
     assert full_redundancy_s(journal_of(*lines)) == pytest.approx((5.5, 0.25))
 
 
-def test_a_run_without_slices_has_none() -> None:
+def test_a_run_without_partitions_has_none() -> None:
     assert full_redundancy_s(journal_of()) == ()
 
 

@@ -20,7 +20,7 @@ def test_consecutive_groups_vote_by_way_of_the_first_of_them() -> None:
     assert blocks.block_of(*members(3)) == members(3, 4, 5)
 
 
-def test_up_to_the_fan_in_everybody_votes_directly() -> None:
+def test_up_to_the_fan_in_every_group_votes_directly() -> None:
     assert Blocks(members(0, 1, 2), 3).relays == members(0, 1, 2)
     assert Blocks(members(0, 1, 2, 3), 3).relays == members(0, 3)
     assert Blocks(members(4, 5), 3).relays == members(4, 5)  # who is left of one block
@@ -33,7 +33,7 @@ def test_the_next_one_takes_the_place_of_a_lost_relay_and_other_blocks_stay() ->
     assert blocks.block_of(*members(3)) == members(3, 4, 5)
 
 
-def test_a_life_that_has_come_back_votes_in_the_block_of_its_group() -> None:
+def test_a_new_incarnation_votes_in_the_block_of_its_group() -> None:
     voters = (*members(0, 1), Member(GroupId(2), 4), *members(3))
     blocks = Blocks(voters, 2)
     assert blocks.relay_of(voters[3]) == voters[2]
@@ -71,18 +71,18 @@ def test_a_loss_changes_no_block_but_its_own(groups: set[int], fan_in: int, data
     [
         (6, Member(GroupId(1))),  # an attempt that is over
         (8, Member(GroupId(1))),
-        (7, Member(GroupId(1), 1)),  # another life
+        (7, Member(GroupId(1), 1)),  # another incarnation
         (7, Member(GroupId(3))),  # another block
     ],
 )
-def test_a_relay_takes_no_vote_on_another_attempt_and_of_nobody_else(attempt: int, voter: Member) -> None:
+def test_a_relay_takes_no_vote_on_another_attempt_or_of_another_group(attempt: int, voter: Member) -> None:
     votes = BlockVotes(7, members(0, 1, 2), *members(0), "mine")
     assert not votes.add_vote(attempt, voter, "yes")
     assert votes.votes == {Member(GroupId(0)): "mine"}
     assert votes.missing == set(members(1, 2))
 
 
-def test_a_vote_that_is_told_twice_is_one_vote() -> None:
+def test_a_vote_that_is_reported_twice_is_one_vote() -> None:
     votes = BlockVotes(7, members(0, 1), *members(0), "mine")
     assert votes.add_vote(7, *members(1), "first")
     assert votes.add_vote(7, *members(1), "second")
@@ -94,7 +94,7 @@ def test_a_loss_costs_a_block_only_the_vote_of_the_lost_one_and_another_entry_en
     back = Member(GroupId(2), 1)
     votes = BlockVotes(7, (*members(0, 1), back), *members(0), "mine")
     assert not votes.fold(Fence(group=GroupId(9), reason="killed"))
-    assert not votes.fold(Fence(group=GroupId(2), reason="of its first life"))
+    assert not votes.fold(Fence(group=GroupId(2), reason="of its first incarnation"))
     assert votes.missing == {*members(1), back}
     assert not votes.fold(Fence(group=GroupId(2), incarnation=1, reason="killed"))
     assert votes.missing == set(members(1))

@@ -36,32 +36,32 @@ WAIT_S = 30.0
 # ------------------------------------------------------------------------------------------------------ connection
 
 
-def accepted(door: Listener) -> Any:
-    assert wait([door.fileno()], WAIT_S)
-    return door.accept()
+def accepted(listener: Listener) -> Any:
+    assert wait([listener.fileno()], WAIT_S)
+    return listener.accept()
 
 
 def test_a_supervisor_finds_the_driver_by_the_run_directory_and_both_are_heard(tmp_path: Path) -> None:
-    door = Listener(tmp_path, 3, "127.0.0.1")
+    listener = Listener(tmp_path, 3, "127.0.0.1")
     (file,) = (tmp_path / "nodes").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(connect(tmp_path, 3, WAIT_S)))
     thread.start()
-    driver = accepted(door)
+    driver = accepted(listener)
     thread.join(WAIT_S)
     (supervisor,) = found
     driver.send("spec")
     assert supervisor.recv() == "spec"
     supervisor.send(REPORT)
     assert driver.recv() == REPORT
-    door.close()
+    listener.close()
     assert not file.exists()
 
 
-def test_whoever_has_not_the_key_is_not_served(tmp_path: Path) -> None:
-    """Others keep their key, and the door stays open for who has it."""
-    door, other = Listener(tmp_path / "a", 0, "127.0.0.1"), Listener(tmp_path / "b", 0, "127.0.0.1")
+def test_a_client_without_the_key_is_not_served(tmp_path: Path) -> None:
+    """Others keep their key, and the listener stays open for clients that have it."""
+    listener, other = Listener(tmp_path / "a", 0, "127.0.0.1"), Listener(tmp_path / "b", 0, "127.0.0.1")
     (file,), (theirs,) = (tmp_path / "a/nodes").iterdir(), (tmp_path / "b/nodes").iterdir()
     port = file.read_text().split('"port": ')[1].split(",")[0]
     wrong = theirs.read_text().replace(theirs.read_text().split('"port": ')[1].split(",")[0], port)
@@ -76,18 +76,18 @@ def test_whoever_has_not_the_key_is_not_served(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=knock)
     thread.start()
-    assert accepted(door) is None
+    assert accepted(listener) is None
     thread.join(WAIT_S)
     assert "is not awaited by a driver" in str(failures[0])
     with socket.create_connection(("127.0.0.1", int(port)), timeout=WAIT_S) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
         stranger.shutdown(socket.SHUT_WR)
-        assert accepted(door) is None
-    door.close()
+        assert accepted(listener) is None
+    listener.close()
     other.close()
 
 
-def test_a_node_that_nobody_awaits_is_told_what_to_start(tmp_path: Path) -> None:
+def test_a_node_that_is_not_awaited_is_answered_with_what_to_start(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"node 1 is not awaited by a driver .* start `spare train` \(or `spare doctor`\) with this"
     ):
@@ -98,7 +98,7 @@ def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver replaces it whenever it awaits the node again; a read at that moment ended the node's supervisor."""
-    door = Listener(tmp_path, 1, "127.0.0.1")
+    listener = Listener(tmp_path, 1, "127.0.0.1")
     text = next((tmp_path / "nodes").iterdir()).read_text()
     reads = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError(), text]
 
@@ -112,12 +112,12 @@ def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(connect(tmp_path, 1, WAIT_S)))
     thread.start()
-    driver = accepted(door)
+    driver = accepted(listener)
     thread.join(WAIT_S)
     driver.send("spec")
     assert found[0].recv() == "spec"
     assert reads == []
-    door.close()
+    listener.close()
 
 
 # ------------------------------------------------------------------------------------------------------ the end
@@ -200,7 +200,7 @@ def test_others_are_waited_for_until_they_have_ended_and_not_if_they_are_silent(
     assert beats.num_looks >= 5
 
 
-class Lives:
+class OtherSupervisor:
     """A store that knows of another supervisor of the node."""
 
     def __init__(self) -> None:
@@ -219,8 +219,8 @@ class Lives:
         self.written.append(key)
 
 
-def test_a_supervisor_that_comes_back_after_another_took_its_place_fences_nobody_and_is_told() -> None:
-    store = Lives()
+def test_a_supervisor_that_returns_after_it_was_replaced_fences_no_group_and_learns_why() -> None:
+    store = OtherSupervisor()
     inbox, outbox = Pipe(duplex=False)
     link = StoreLink(
         node=0,
@@ -269,7 +269,7 @@ def test_steps_that_are_left_have_an_exit_code_of_their_own_unless_the_time_was_
 # ------------------------------------------------------------------------------------------------------ Slurm
 
 
-def test_nobody_gets_a_node_that_another_supervisor_has(tmp_path: Path) -> None:
+def test_a_node_that_another_supervisor_has_is_not_given_away(tmp_path: Path) -> None:
     claims = Claims(tmp_path)
     assert claims.claim("n1", 0)
     assert not claims.claim("n1", 1)
@@ -320,7 +320,7 @@ def test_a_supervisor_gives_up_its_own_node_while_others_come_and_go(
     assert claims.taken() == ("n0", "n1", "n2")
 
 
-def test_a_step_shares_its_node_and_outlives_others() -> None:
+def test_a_step_shares_its_node_and_survives_others() -> None:
     command = step_command("node-3", "n4", ("run", "it"))
     assert command[0] == "srun"
     assert command[-2:] == ("run", "it")

@@ -260,8 +260,8 @@ def run_with_joins() -> Journal:
 
 def test_the_replay_of_a_run_whose_groups_come_back_is_the_run() -> None:
     journal = run_with_joins()
-    lives = [tuple(r.entry["admit"]) for r in journal.of(EntryRecord) if r.entry.get("admit") and r.group == 0]
-    assert lives == [((1, 1),), ((1, 2),), ((1, 3), (3, 1))]
+    incarnations = [tuple(r.entry["admit"]) for r in journal.of(EntryRecord) if r.entry.get("admit") and r.group == 0]
+    assert incarnations == [((1, 1),), ((1, 2),), ((1, 3), (3, 1))]
     found = replay(journal, WITH_JOINS)
     assert [(step.num_alive, step.num_steps > 0) for step in found.steps] == [(5, True), (4, True), (3, True)]
     assert [recovery.lost for recovery in found.recoveries] == [(1,), (1,), (1, 3)]

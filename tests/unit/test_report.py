@@ -29,7 +29,7 @@ from tests.unit.long_run import HIGHEST_LOSS, long_history
 
 LOSSES = (Loss(at_s=90.0, groups=(GroupId(1),)), Loss(at_s=260.0, groups=(GroupId(3),)))
 SCENARIO = Scenario(
-    name="<b>told</b>",
+    name="<b>named</b>",
     num_groups=5,
     redundancy=3,
     microbatches_per_shard=3,
@@ -112,7 +112,7 @@ def test_the_page_needs_no_network_and_escapes_what_people_wrote(tmp_path: Path,
     assert result.exit_code == 0, result.output
     page = (folder / "report.html").read_text()
     assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=|<link (?!rel=.icon. href=.data:)", page)
-    assert "&lt;b&gt;told&lt;/b&gt;" in page
+    assert "&lt;b&gt;named&lt;/b&gt;" in page
     assert "&lt;/pre&gt;&lt;script&gt;" in page
     # step time, waterfall, presence, two maps, two losses; a simulated run has no loss to draw
     assert len(content_of(page)["plots"]) == 7
@@ -202,8 +202,8 @@ def test_the_library_is_the_small_one_and_draws_what_the_package_makes(history: 
     assert packed is not None
     library = gzip.decompress(base64.b64decode(packed[1])).decode()
     assert len(library) < 1_600_000
-    told = re.match(r"/\*\*\s*\* plotly\.js \(cartesian - minified\) v(\d+)\.", library)
-    assert told is not None
-    assert told[1] == get_plotlyjs_version().partition(".")[0]
+    version = re.match(r"/\*\*\s*\* plotly\.js \(cartesian - minified\) v(\d+)\.", library)
+    assert version is not None
+    assert version[1] == get_plotlyjs_version().partition(".")[0]
     kinds = {trace.type for plot in plots_of(history) for trace in plot.figure.data}
     assert kinds == {"scatter", "bar", "heatmap"}

@@ -46,8 +46,8 @@ def test_the_newest_checkpoint_that_all_find_whole_is_loaded_by_all() -> None:
     assert found == Restart(step=4, members=tuple(Member(GroupId(group), 1) for group in range(3)))
 
 
-def test_who_cannot_look_for_checkpoints_is_waited_for() -> None:
-    """Folders come back. Until then the run does not begin from nothing, though nobody finds a checkpoint."""
+def test_a_group_that_cannot_look_for_checkpoints_is_waited_for() -> None:
+    """Folders come back. Until then the run does not begin from nothing, though no group finds a checkpoint."""
     blind = [waiting(group, failure=GONE) for group in range(3)]
     assert decide(*blind, waited_s=4.9) is None
     assert decide(waiting(0, 4), waiting(1, 4), blind[2], waited_s=4.9) is None
@@ -56,12 +56,12 @@ def test_who_cannot_look_for_checkpoints_is_waited_for() -> None:
     )
 
 
-def test_the_others_start_without_who_cannot_look() -> None:
+def test_the_others_start_without_a_group_that_cannot_look() -> None:
     found = decide(waiting(0, 4), waiting(1, 4), waiting(2, failure=GONE), waited_s=5.0)
     assert found == Restart(step=4, members=(Member(GroupId(0), 1), Member(GroupId(1), 1)))
 
 
-def test_where_nobody_can_look_the_run_ends_and_says_why() -> None:
+def test_where_no_group_can_read_the_folders_the_run_ends_and_says_why() -> None:
     found = decide(*(waiting(group, failure=GONE) for group in range(3)), waited_s=5.0)
     assert isinstance(found, GiveUp)
     assert found.step == 9
@@ -77,7 +77,7 @@ def test_one_group_that_finds_nothing_does_not_send_all_back_to_the_beginning() 
     assert decide(waiting(0, 8, 6), waiting(1, 6, 4), waiting(2, 4), waited_s=5.0) == restart(6, 0, 1)
 
 
-def test_training_begins_anew_only_where_nobody_finds_anything() -> None:
+def test_training_starts_over_only_where_no_group_finds_a_checkpoint() -> None:
     assert decide(*(waiting(group) for group in range(3)), waited_s=0.0) == restart(0, 0, 1, 2)
     assert decide(*(waiting(group, 5) for group in range(3)), waited_s=0.0, first_step=5) == restart(5, 0, 1, 2)
     found = decide(waiting(0, 6), waiting(1, 4), waiting(2), waited_s=5.0)
@@ -104,8 +104,8 @@ def test_a_wipe_out_ends_the_run_that_may_not_start_again_or_is_given_up(max_res
     stop = read(Fence(group=GroupId(2)))
     assert isinstance(stop, StopWipeOut)
     assert (stop.reason, stop.is_final) == ("", max_restarts == 0)
-    given_up = read(GiveUp(step=0, reason="nobody has come back"))
-    assert given_up == replace(stop, reason="nobody has come back", is_final=True)
+    given_up = read(GiveUp(step=0, reason="no group has come back"))
+    assert given_up == replace(stop, reason="no group has come back", is_final=True)
 
 
 def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
@@ -164,18 +164,18 @@ def test_each_file_of_the_newest_checkpoint_is_read_by_one_group_before_anybody_
     assert decide(*waits, waited_s=0.0) == restart(6, 0, 1, 2)
 
 
-def test_reading_begins_before_all_are_there_and_who_does_not_come_is_stood_in_for() -> None:
+def test_reading_starts_before_all_groups_are_there_and_a_missing_one_is_replaced() -> None:
     waits = [reader(0), reader(1)]
     assert [files(group, *waits) for group in range(2)] == [(0, 3), (1,)]
     assert [files(group, *waits, waited_s=5.0) for group in range(2)] == [(0, 2), (1, 3)]
 
 
-def test_however_long_the_reading_takes_nobody_is_given_up_who_gets_on() -> None:
+def test_a_group_that_makes_progress_reading_is_never_given_up_however_long_it_takes() -> None:
     waits = [reader(group, Reading(NEW, num_bytes=group), silent_s=4.9) for group in range(3)]
     assert [files(group, *waits, waited_s=1e6) for group in range(3)] == [(0, 3), (1,), (2,)]
 
 
-def test_who_gets_no_further_is_stood_in_for_and_left_out() -> None:
+def test_a_group_that_makes_no_progress_is_replaced_and_left_out() -> None:
     waits = [reader(0, Reading(NEW, whole=(0, 3))), reader(1, Reading(NEW, whole=(1,))), reader(2, silent_s=5.0)]
     assert [files(group, *waits, waited_s=9.0) for group in range(2)] == [(2,), ()]
     waits[0] = reader(0, Reading(NEW, whole=(0, 2, 3)))
@@ -185,20 +185,20 @@ def test_who_gets_no_further_is_stood_in_for_and_left_out() -> None:
     assert "group 0 made no progress in reading checkpoints for checkpoint.restart_wait_s=5" in stuck.reason
 
 
-def test_what_another_life_or_another_checkpoint_of_the_step_has_read_does_not_count() -> None:
+def test_what_another_incarnation_or_checkpoint_of_the_step_has_read_does_not_count() -> None:
     other = Reading(CheckpointCandidate(step=6, num_files=4, digest="another"), whole=ALL)
     waits = [reader(group, other) for group in range(3)]
     assert [files(group, *waits) for group in range(3)] == [(0, 3), (1,), (2,)]
 
 
-def test_what_one_group_finds_damaged_is_read_by_the_next_and_then_by_nobody() -> None:
+def test_what_one_group_finds_damaged_is_read_by_one_more_group_only() -> None:
     bad = Reading(NEW, damaged=(1,), reason="step-00000006: 1.distcp has changed")
     waits = [reader(0, Reading(NEW, whole=(0, 3))), reader(1, bad), reader(2, Reading(NEW, whole=(2,)))]
     assert [files(group, *waits) for group in range(3)] == [(), (), (1,)]
     waits[2] = reader(2, Reading(NEW, whole=(2,), damaged=(1,), reason=bad.reason))
     for group in range(3):
         assert asked(group, *waits) == WithdrawCandidates(reasons={NEW: bad.reason})
-    # Whoever has not withdrawn it may have older ones to name.
+    # A group that has not withdrawn it may have older ones to name.
     waits[:2] = [replace(item, candidates=(OLD,)) for item in waits[:2]]
     assert asked(0, *waits) is None
     waits[2] = replace(waits[2], candidates=(OLD,))
@@ -242,13 +242,13 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     }
     read: dict[int, dict[CheckpointCandidate, tuple[set[int], set[int]]]] = {group: {} for group in range(3)}
     withdrawn: dict[int, set[CheckpointCandidate]] = {group: set() for group in range(3)}
-    lives = [1, 1, 1]
+    incarnations = [1, 1, 1]
     restarts = Restarts(LIMITS, RING)
     restarts.on_wipe_out(StopWipeOut(step=9))
 
     def say(group: int) -> RestartState:
         return RestartState(
-            member=Member(GroupId(group), lives[group]),
+            member=Member(GroupId(group), incarnations[group]),
             candidates=tuple(candidate for candidate in reversed(candidates) if candidate not in withdrawn[group])[:2],
             readings=tuple(
                 Reading(candidate, tuple(whole), tuple(bad), "bad" if bad else "")
@@ -259,11 +259,13 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     said = {group: say(group) for group in range(3)}
     for _ in range(2000):
         group = random.randrange(3)
-        if random.random() < 0.02 and sum(lives) < 8:
-            lives[group], read[group], withdrawn[group] = lives[group] + 1, {}, set()
+        if random.random() < 0.02 and sum(incarnations) < 8:
+            incarnations[group], read[group], withdrawn[group] = incarnations[group] + 1, {}, set()
         said[group] = say(group)
         event = WaitingRead(group=GroupId(group), waiting=tuple(said.values()), waited_s=0.0)
-        for action in restarts.decide(event, range(10), {GroupId(g): life - 1 for g, life in enumerate(lives)}, 0.0, 7):
+        for action in restarts.decide(
+            event, range(10), {GroupId(g): incarnation - 1 for g, incarnation in enumerate(incarnations)}, 0.0, 7
+        ):
             match action:
                 case ReadFiles(candidate=candidate, numbers=numbers) if numbers:
                     number = random.choice(numbers)
@@ -274,7 +276,8 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
                 case AppendEntry(entry=entry):
                     expected = max(candidate.step for candidate in candidates if not damaged.get(candidate))
                     assert entry == Restart(
-                        step=expected, members=tuple(Member(GroupId(g), life) for g, life in enumerate(lives))
+                        step=expected,
+                        members=tuple(Member(GroupId(g), incarnation) for g, incarnation in enumerate(incarnations)),
                     )
                     return
     pytest.fail("training never starts again")

@@ -20,7 +20,7 @@ def test_the_newest_and_one_of_each_stretch_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("doubtful", "keep_last", "kept"),
+    ("unverified", "keep_last", "kept"),
     [
         ([50], 1, [40, 50]),
         ([50], 2, [30, 40, 50]),
@@ -31,17 +31,17 @@ def test_the_newest_and_one_of_each_stretch_are_kept(
     ],
 )
 def test_what_may_turn_out_to_be_wrong_supersedes_nothing(
-    doubtful: Sequence[int], keep_last: int, kept: Sequence[int]
+    unverified: Sequence[int], keep_last: int, kept: Sequence[int]
 ) -> None:
     """With keep_last=1 the one that was refused was the only one."""
-    assert set(STEPS) - superseded(STEPS, doubtful, keep_last, None) == set(kept)
+    assert set(STEPS) - superseded(STEPS, unverified, keep_last, None) == set(kept)
 
 
-def test_of_a_stretch_one_that_is_right_is_kept_for_good() -> None:
+def test_one_verified_checkpoint_of_each_interval_is_kept_permanently() -> None:
     assert set(STEPS) - superseded(STEPS, [20, 50], 1, 20) == {10, 30, 40, 50}
 
 
-def test_what_was_kept_for_good_stays_so_as_checkpoints_come_and_go() -> None:
+def test_what_was_kept_permanently_stays_so_as_checkpoints_come_and_go() -> None:
     present: set[int] = set()
     for step in range(3, 100, 3):
         present.add(step)

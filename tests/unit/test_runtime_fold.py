@@ -1,4 +1,4 @@
-"""What a log says of a run in which nobody is left to read it."""
+"""What a log says of a run in which no group is left to read it."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def test_the_same_in_different_steps_is_no_pattern() -> None:
     assert stop_of(fence(1, NAN), Commit(step=0, attempt=0), fence(0, NAN)) is None
 
 
-def test_ends_that_a_log_comes_to_are_told() -> None:
+def test_ends_that_a_log_reaches_are_reported() -> None:
     assert stop_of(Commit(step=0, attempt=0), Commit(step=1, attempt=1)) == FinishRun(step=2)
     stop = stop_of(fence(1), fence(0), Commit(step=0, attempt=0))
     assert isinstance(stop, StopWipeOut)

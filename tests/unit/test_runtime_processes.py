@@ -28,7 +28,7 @@ def quiet_link() -> tuple[StoreLink, Any]:
     inbox, outbox = Pipe(duplex=False)
 
     def connect() -> Any:
-        raise AssertionError("nobody asks the store")
+        raise AssertionError("the store is not asked")
 
     return StoreLink(
         node=0, layout=Layout(num_groups=2, num_nodes=2), interval_s=1.0, connect=connect, outbox=outbox
@@ -48,7 +48,7 @@ def judge(link: StoreLink, beats: str, *times_s: float) -> None:
         link._judge(MemoryStore({"beat/1": beats}), 1, beats, now_s)
 
 
-def test_a_silent_node_is_told_of_once_even_if_the_store_is_slow_meanwhile() -> None:
+def test_a_silent_node_is_reported_once_even_if_the_store_is_slow_meanwhile() -> None:
     """Each further fence of the same groups would end a reduction of all others."""
     link, inbox = quiet_link()
     judge(link, "7", 0.0, 0.5, 1.0, 1.5)
@@ -65,20 +65,20 @@ def test_a_node_that_beats_again_may_fall_silent_again() -> None:
     assert [event.node for event in events_of(inbox)] == [1, 1]
 
 
-def test_who_takes_a_lost_supervisors_place_is_heard_from_the_first_beat_on() -> None:
-    """Each life counted from 1. After few beats of the lost one the next one stood for silent, too, and was fenced."""
+def test_the_successor_of_a_lost_supervisor_is_heard_from_its_first_heartbeat() -> None:
+    """Each incarnation counted from 1. After few beats of one, the next seemed silent, too, and was fenced."""
     link, inbox = quiet_link()
     store, layout = MemoryStore(), Layout(num_groups=2, num_nodes=2)
-    for life, times_s in ((0, (0.0, 0.5, 1.0)), (1, (1.5, 2.0, 2.5))):
+    for incarnation, times_s in ((0, (0.0, 0.5, 1.0)), (1, (1.5, 2.0, 2.5))):
         StoreLink(
-            node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], incarnation=life
+            node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], incarnation=incarnation
         )._beat(store)
         judge(link, store.values["beat/1"], *times_s)
     assert events_of(inbox) == []
 
 
-def test_the_lives_that_are_lost_with_a_silent_node_are_told_and_never_those_of_who_takes_its_place() -> None:
-    """The life was looked up when it was fenced, and might have been the next one by then."""
+def test_the_incarnations_lost_with_a_silent_node_are_reported_and_never_those_that_replace_them() -> None:
+    """The incarnation was looked up when it was fenced, and might have been the next one by then."""
     link, inbox = quiet_link()
     judge(link, "7", 0.0, 0.5, 1.0)
     store = MemoryStore({"beat/1": "1", "incarnation/1": "3"})  # another one has come since the beat was read
@@ -92,7 +92,7 @@ def test_the_lives_that_are_lost_with_a_silent_node_are_told_and_never_those_of_
 
 
 class _StoppedStore:
-    """Whoever asks it waits for good."""
+    """Any caller waits forever."""
 
     def exists(self, key: str) -> bool:
         raise AssertionError(f"asked for {key}")
@@ -141,16 +141,18 @@ def test_what_goes_wrong_with_a_report_is_not_taken_for_the_end_of_its_pipe() ->
     assert next_report(ours) is None
 
 
-def _end_as_told(spec: RankSpec, reports: Any) -> None:
+def _end_on_command(spec: RankSpec, reports: Any) -> None:
     os._exit(ExitCode.GROUP_BROKEN if spec.rank == 0 else 9)
 
 
-def test_who_lost_a_peer_is_taken_for_lost_after_the_peer(tmp_path: Path) -> None:
+def test_a_rank_that_lost_a_peer_is_reported_lost_after_the_peer(tmp_path: Path) -> None:
     """Rank 0 is the first in every list."""
     config = RunConfig(layout=LayoutConfig(num_groups=1, pipeline_parallel=2))
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     ranks = RankProcesses(
-        NodeSpec(config=config, run_dir=tmp_path, node=0, store=store, faults=(), rank_main=_end_as_told, hub_pid=None)
+        NodeSpec(
+            config=config, run_dir=tmp_path, node=0, store=store, faults=(), rank_main=_end_on_command, hub_pid=None
+        )
     )
     ranks.start_all()
     sentinels = list(ranks.sentinels)

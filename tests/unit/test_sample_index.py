@@ -104,7 +104,7 @@ def test_an_index_that_a_run_takes_while_it_is_being_removed_is_put_back(
     assert (first / "shuffle_index.npy").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_left_to_who_builds_there(config: RunConfig, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_left_to_its_builder(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with leased(config):
         pass

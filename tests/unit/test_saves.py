@@ -20,8 +20,8 @@ from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
 
 RING = make_placement("golomb", 4, 2)
-EVERYBODY = tuple(Member(GroupId(group)) for group in range(4))
-GROUPS = tuple(member.group for member in EVERYBODY)
+ALL_MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
+GROUPS = tuple(member.group for member in ALL_MEMBERS)
 
 
 def saves_of(**policy: float) -> Saves:
@@ -35,9 +35,9 @@ def is_due(saves: Saves, step: int, at_s: float) -> bool:
 def test_a_save_is_due_an_interval_after_the_last_was_begun() -> None:
     saves = saves_of(interval_s=80.0)
     assert [is_due(saves, 1, at_s) for at_s in (79.9, 80.0)] == [False, True]
-    assert saves.start_save(1, 100.0, EVERYBODY, 0).member == EVERYBODY[0]
+    assert saves.start_save(1, 100.0, ALL_MEMBERS, 0).member == ALL_MEMBERS[0]
     assert [is_due(saves, 2, at_s) for at_s in (179.9, 180.0)] == [False, True]
-    assert saves.start_save(2, 200.0, EVERYBODY, 0).member == EVERYBODY[1]
+    assert saves.start_save(2, 200.0, ALL_MEMBERS, 0).member == ALL_MEMBERS[1]
 
 
 def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> None:
@@ -46,35 +46,35 @@ def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> N
     at_s = 0.0
     for step in range(1, 7):
         at_s += 80.0
-        saves.start_save(step, at_s, EVERYBODY, 0)
+        saves.start_save(step, at_s, ALL_MEMBERS, 0)
         saves.on_commit(at_s, 4, [SaveEnd(step, False, 0.0)])
         waits.append(next(wait for wait in range(200) if is_due(saves, step + 1, at_s + wait)))
     assert waits == [10, 20, 40, 80, 80, 80]
-    saves.start_save(9, at_s, EVERYBODY, 0)
+    saves.start_save(9, at_s, ALL_MEMBERS, 0)
     saves.on_commit(at_s, 4, [SaveEnd(9, True, 0.0)])
     assert not is_due(saves, 10, at_s + 79.0)
 
 
 def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
     saves = saves_of(interval_s=50.0)
-    action = saves.start_save(50, 1.0, EVERYBODY, 0)
-    saves.on_loss([EVERYBODY[3]])
+    action = saves.start_save(50, 1.0, ALL_MEMBERS, 0)
+    saves.on_loss([ALL_MEMBERS[3]])
     saves.on_commit(1.0, 3, [])
     assert not is_due(saves, 51, 1.0)
     saves.on_loss([action.member])
     saves.on_commit(1.0, 2, [])
     assert is_due(saves, 51, 1.0)
-    assert saves.start_save(51, 1.0, EVERYBODY, 0).member != action.member
+    assert saves.start_save(51, 1.0, ALL_MEMBERS, 0).member != action.member
 
 
 def test_a_restart_undoes_the_saves_of_later_steps() -> None:
     saves = saves_of(interval_s=80.0)
     for step in (4, 8):
-        saves.start_save(step, float(step), EVERYBODY, 0)
+        saves.start_save(step, float(step), ALL_MEMBERS, 0)
     assert saves.saved == {0, 4, 8}
     saves.on_restart(6, 9.0)
     assert saves.saved == {0, 4}
-    saves.start_save(8, 12.0, EVERYBODY, 0)
+    saves.start_save(8, 12.0, ALL_MEMBERS, 0)
     assert saves.saved == {0, 4, 8}
 
 
@@ -87,10 +87,10 @@ def test_of_what_was_saved_the_step_alone_is_kept() -> None:
     assert not any(isinstance(holder, SaveCheckpoint) for holder in gc.get_referrers(voters))
 
 
-def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:
+def test_a_late_report_of_an_earlier_save_does_not_count_for_the_present_one() -> None:
     saves = saves_of(interval_s=80.0)
-    saves.start_save(1, 80.0, EVERYBODY, 0)
-    saves.start_save(2, 160.0, EVERYBODY, 0)
+    saves.start_save(1, 80.0, ALL_MEMBERS, 0)
+    saves.start_save(2, 160.0, ALL_MEMBERS, 0)
     saves.on_commit(161.0, 4, [SaveEnd(1, False, 0.0)])
     assert not is_due(saves, 3, 200.0)
 
@@ -118,7 +118,7 @@ def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> Non
 
 
 @pytest.mark.parametrize("step_s", [0.2, 2.0, 8.0])
-def test_the_rate_of_losses_that_are_all_wipe_outs_is_told_without_bias(step_s: float) -> None:
+def test_the_rate_of_losses_that_are_all_wipe_outs_is_estimated_without_bias(step_s: float) -> None:
     """Losses of a Poisson process every 10 s, each followed by a restart of a minute."""
     rng = np.random.default_rng(5)
     experience = Experience(40.0, make_placement("golomb", 4, 1), last_resort=False)
@@ -178,15 +178,15 @@ def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval(
         assert lost_s(replace(base, expected_group_life_s=factor * 40.0 * 12)) < 1.05 * min(fixed_s)
 
 
-def test_without_a_store_two_groups_save_or_all_who_may_be_the_last_with_a_partition() -> None:
-    ownership = first_ownership(PartitionSetup(num_groups=4, redundancy=2), EVERYBODY)
-    left = EVERYBODY[1:]  # the first group is lost
+def test_without_a_store_two_groups_save_or_all_that_may_be_the_last_with_a_partition() -> None:
+    ownership = first_ownership(PartitionSetup(num_groups=4, redundancy=2), ALL_MEMBERS)
+    left = ALL_MEMBERS[1:]  # the first group is lost
 
     def savers(ownership: Ownership | None, step: int = 7, *, has_params: bool = True) -> list[Member]:
-        saves = [emergency_save(member, step, left, 3, ownership, has_params=has_params) for member in EVERYBODY]
+        saves = [emergency_save(member, step, left, 3, ownership, has_params=has_params) for member in ALL_MEMBERS]
         return [save.member for save in saves if save is not None]
 
-    assert savers(None) == [EVERYBODY[1], EVERYBODY[2]], "one of them may be lost at the same time"
+    assert savers(None) == [ALL_MEMBERS[1], ALL_MEMBERS[2]], "one of them may be lost at the same time"
     assert savers(ownership) == list(left)
     assert savers(ownership, has_params=False) == savers(None, has_params=False) == []
     assert savers(ownership, step=0) == savers(None, step=0) == [], "there is nothing yet that a run could go on from"

@@ -1,4 +1,4 @@
-"""Who gets the sums of a slice's gradients, against what the log says of hosts and copies in random histories."""
+"""Which groups get the sums of a partition's gradients, against the log's hosts and copies in random histories."""
 
 from random import Random
 
@@ -25,12 +25,12 @@ def test_every_host_and_receiver_gets_its_sums_through_any_history_and_the_owner
         PartitionSetup(num_groups=num_groups, redundancy=random.randint(2, 3)),
         [Member(GroupId(group)) for group in range(num_groups)],
     )
-    for life in range(1, 20):
+    for incarnation in range(1, 20):
         assert_all_get_theirs(owned)
-        owned = changed(owned, random, life)
+        owned = changed(owned, random, incarnation)
 
 
-def changed(owned: Ownership, random: Random, life: int) -> Ownership:
+def changed(owned: Ownership, random: Random, incarnation: int) -> Ownership:
     """After a loss, a return, or copies that have become whole."""
     absent = sorted(set(range(owned.setup.num_groups)) - {member.group for member in owned.members})
     match random.randrange(3):
@@ -41,7 +41,7 @@ def changed(owned: Ownership, random: Random, life: int) -> Ownership:
             except StateWipeOut:
                 return owned
         case 1 if absent:
-            return owned.for_members([*owned.members, Member(GroupId(random.choice(absent)), life)])
+            return owned.for_members([*owned.members, Member(GroupId(random.choice(absent)), incarnation)])
         case _:
             copies = [PartitionCopy(copy.partition, copy.receiver) for copy in (*owned.repairs, *owned.moves)]
             return owned.with_copies(random.sample(copies, len(copies) // 2), owned.superseded)
@@ -61,7 +61,7 @@ def assert_all_get_theirs(owned: Ownership) -> None:
 
 
 def test_a_host_of_a_later_attempt_of_a_step_was_a_recipient_of_every_earlier_one() -> None:
-    """What kept sums rest on: fences add no host, whoever is lost in whatever order."""
+    """What kept sums rest on: fences add no host, whichever groups are lost in whatever order."""
     for seed in range(20):
         random = Random(seed)
         members = [Member(GroupId(group)) for group in range(8)]

@@ -1,4 +1,4 @@
-"""Serving a run's page: to whoever has its URL, and to nobody else."""
+"""Serving a run's page: to clients that have its URL, and to no others."""
 
 import http.client
 import json

@@ -51,7 +51,7 @@ def test_groups_slow_each_other_down_only_beyond_the_processors() -> None:
     assert stretch(1000, CostModel(compute_s=1.0)) == 1.0
 
 
-def test_nobody_computes_at_full_speed_is_refused() -> None:
+def test_a_setting_in_which_no_group_computes_at_full_speed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"costs.full_speed_groups=0.0 has to be above 0"):
         CostModel(compute_s=1.0, full_speed_groups=0.0)
     with pytest.raises(ValueError, match=r"costs.rebuild_s=inf has to be 0 or more, and finite"):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 IS_THERE = "the store is there"
 PATIENT_S = 10.0
-"""For so long a process that has been told to end is waited for."""
+"""How long to wait for a process that has been asked to end."""
 
 
 def _serve(parent: Connection) -> None:
@@ -70,7 +70,7 @@ def _stop(driver: Connection) -> None:
 
 
 def be_driver() -> None:
-    """The main function of a driver that tells the process of its supervisor, and waits to be killed."""
+    """The main function of a driver that reports its supervisor's process, and waits to be killed."""
     forkserver.ensure_running()
     supervisor = start_child(multiprocessing.get_context("forkserver"), "supervisor", _stop)
     supervisor.reports.recv()
@@ -79,7 +79,7 @@ def be_driver() -> None:
 
 
 def be_driver_of_stopped_server() -> None:
-    """The same, whose fork server is stopped for good, of which it tells the process."""
+    """The same, whose fork server is stopped for good; it reports that process."""
     processes._IMPORTED = ()  # for seconds of a processor
     start_child(fork_server(), "supervisor", _serve)
     server_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _await_status(process: psutil.Process, *wanted: str) -> None:
 
 
 @pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server])
-def test_a_process_that_is_stopped_for_good_does_not_outlive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
+def test_a_process_that_stays_stopped_does_not_survive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
     """It cannot see that the driver is gone. What a stopped fork server has forked was left behind with it."""
     command = [sys.executable, "-c", f"from {__name__} import {role.__name__} as be; be()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as driver:

@@ -98,7 +98,7 @@ def test_the_interval_of_a_share_stays_within_all_of_it() -> None:
     assert percent_with_bounds(Estimate(mean=0.25, ci95=None), 1) == "25.0"
 
 
-def test_losses_are_told_by_cause_where_causes_have_names(small: str) -> None:
+def test_losses_are_listed_by_cause_where_causes_have_names(small: str) -> None:
     options = ["--preset", small, "--seeds", "2"]
     assert figures(*options)["losses_by_cause"].keys() == {"simulated"}
     assert "losses by cause" not in spare_simulate(*options).stdout
@@ -262,7 +262,7 @@ def test_bad_input_gets_one_line(options: str, said: str) -> None:
     assert not result.stdout
 
 
-def test_a_run_that_is_given_up_is_told_in_one_line(small: str) -> None:
+def test_a_run_that_is_given_up_is_reported_in_one_line(small: str) -> None:
     options = ["--preset", small, "--seeds", "1", "--steps", "2", "--policy", "checkpoint_only"]
     result = spare_simulate(*options, "--set", "failures.mean_s=1")
     assert result.exit_code == 2
@@ -270,7 +270,7 @@ def test_a_run_that_is_given_up_is_told_in_one_line(small: str) -> None:
     assert not result.stdout
 
 
-def test_what_another_sweep_gave_up_is_not_told_of_this_one(small: str, tmp_path: Path) -> None:
+def test_what_another_sweep_gave_up_is_not_reported_of_this_one(small: str, tmp_path: Path) -> None:
     out = str(tmp_path / "results.jsonl")
     options = ["--preset", small, "--seeds", "1", "--steps", "2", "--out", out]
     hopeless = spare_simulate(*options, "--policy", "checkpoint_only", "--set", "failures.mean_s=1")
@@ -327,8 +327,8 @@ def test_the_plot_is_there_though_the_figures_cannot_be_shown(small: str, tmp_pa
     picture = tmp_path / "simulated.png"
     words = ["--preset", small, "--seeds", "1", "--sweep-redundancy", "2", "--jobs", "1", "--plot", str(picture)]
     command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *words, *options]
-    nobody, pipe = os.pipe()
-    os.close(nobody)
+    reader, pipe = os.pipe()
+    os.close(reader)
     with os.fdopen(pipe, "w") as unread:
         done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -337,7 +337,7 @@ def test_the_plot_is_there_though_the_figures_cannot_be_shown(small: str, tmp_pa
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether it still does anything. Nobody may be there to reap it."""
+    """Whether it still runs. It may be a zombie without a parent that reaps it."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

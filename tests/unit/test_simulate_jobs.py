@@ -1,4 +1,4 @@
-"""Processes that simulate, and their end where somebody wants no more of them."""
+"""Processes that simulate, and their end when their results are no longer wanted."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ SMALL = Scenario(
 
 
 @pytest.mark.timeout(120)
-def test_who_wants_no_more_leaves_no_process_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_wants_no_more_leaves_no_process_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the pool closed its pipe while the end of the program wrote to it: a traceback was the last word.
 
     It ends with its processes, one of which is stopped here.

@@ -1,4 +1,4 @@
-"""Why groups are lost: how often each cause is drawn, what it takes to repair, and where it is told."""
+"""Why groups are lost: how often each cause is drawn, what it takes to repair, and where it is reported."""
 
 from collections import Counter
 from dataclasses import replace
@@ -53,10 +53,10 @@ def test_causes_are_drawn_in_proportion_to_their_weights() -> None:
 @pytest.mark.parametrize("kind", ["system", "group", "node", "domain"])
 def test_every_kind_draws_causes_and_a_mix_changes_no_time_and_no_victim(kind: FailureKind) -> None:
     spec = FailureSpec(kind=kind, mean_s=100.0, groups_per_domain=4 if kind == "domain" else 1)
-    everybody = np.ones(40, dtype=np.bool_)
+    all_groups = np.ones(40, dtype=np.bool_)
     plain, mixed = (make_process(s, 40, np.random.default_rng(5)) for s in (spec, replace(spec, mix=MIX)))
     for _ in range(40):
-        one, other = plain.strike(everybody), mixed.strike(everybody)
+        one, other = plain.strike(all_groups), mixed.strike(all_groups)
         assert (one.at_s, one.groups) == (other.at_s, other.groups)
         assert (one.cause, one.repair_s) == ("simulated", None)
         assert (other.cause, other.repair_s) in {("gpu", 900.0), ("software", 5.0)}
@@ -95,15 +95,15 @@ def test_the_cadence_knows_of_the_repairs_of_the_causes() -> None:
     assert scenario().time_to_wipe_out_s() == same.time_to_wipe_out_s()
 
 
-def test_the_journal_and_the_figures_tell_the_causes() -> None:
+def test_the_journal_and_the_figures_show_the_causes() -> None:
     lines: list[Line] = []
     result = simulate(scenario(), 1, journal=lines.append)
-    told = Counter(line.record.cause for line in lines if isinstance(line.record, LossRecord))
-    assert told.keys() == {"gpu", "software"}
+    reported = Counter(line.record.cause for line in lines if isinstance(line.record, LossRecord))
+    assert reported.keys() == {"gpu", "software"}
     assert sum(result.losses_by_cause.values()) == result.losses
     # A loss after the last reduction is never found; all others are.
-    assert 0 <= result.losses - told.total() <= 2
-    assert all(told[name] <= count for name, count in result.losses_by_cause.items())
+    assert 0 <= result.losses - reported.total() <= 2
+    assert all(reported[name] <= count for name, count in result.losses_by_cause.items())
     assert check_journal(Journal(lines=tuple(lines))).verdict == "valid"
     cases = [run_case(Case(scenario=scenario(), seed=seed), lambda: 0.0) for seed in range(3)]
     figures = figures_of(cases)

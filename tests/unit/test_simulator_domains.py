@@ -30,7 +30,7 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**{**settings, **changes})
 
 
-def test_the_placement_takes_the_domains_of_the_failures_unless_told_otherwise() -> None:
+def test_the_placement_takes_the_domains_of_the_failures_by_default() -> None:
     assert scenario().placed_groups_per_domain == 4
     assert scenario(groups_per_domain=1).placed_groups_per_domain == 1
     assert scenario(groups_per_domain=6).placed_groups_per_domain == 6

@@ -22,8 +22,8 @@ def intervals(spec: FailureSpec, is_up: np.ndarray, num: int = 4000) -> np.ndarr
 def test_system_wide_times_have_the_mean_and_the_spread_of_their_weibull_distribution(
     shape: float, spread: float
 ) -> None:
-    everybody = np.ones(1000, dtype=np.bool_)
-    times = intervals(FailureSpec(mean_s=300.0, shape=shape), everybody)
+    all_groups = np.ones(1000, dtype=np.bool_)
+    times = intervals(FailureSpec(mean_s=300.0, shape=shape), all_groups)
     assert times.mean() == pytest.approx(300.0, rel=0.05)
     assert times.std() / times.mean() == pytest.approx(spread, rel=0.06)
 

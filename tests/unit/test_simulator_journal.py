@@ -46,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stack": {"granularity": "stack"},
     "rejoin": {"repair_s": 300.0},
     "checkpoint_only": {"policy": "checkpoint_only"},
-    "slices": {"redundancy": 5, "slice_redundancy": 2, "slice_copy_s": 30.0, "repair_s": 300.0},
-    "slices without copies": {"redundancy": 5, "slice_redundancy": 3},
+    "partitions": {"redundancy": 5, "slice_redundancy": 2, "slice_copy_s": 30.0, "repair_s": 300.0},
+    "partitions without copies": {"redundancy": 5, "slice_redundancy": 3},
     "last_resort": {"redundancy": 1, "last_resort": True, "repair_s": 300.0},
 }
 
@@ -60,7 +60,7 @@ def test_every_simulated_journal_is_valid(seed: int, changes: dict[str, Any]) ->
     assert any(isinstance(line.record, LossRecord) for line in lines)
 
 
-def test_the_journals_tell_of_restarts_and_joins() -> None:
+def test_the_journals_contain_restarts_and_joins() -> None:
     lines = journal_of(SCENARIO)
     assert entries(lines, "restart")
     summary = summarize(Journal(lines=tuple(lines)))
@@ -89,8 +89,8 @@ def test_a_group_that_contributes_between_its_fence_and_its_return_is_found() ->
     lines = journal_of(dataclasses.replace(SCENARIO, repair_s=50.0, failures=one_loss))
     records = [line.record for line in lines if isinstance(line.record, EntryRecord)]
     entry = next(record for record in records if record.entry.get("admit"))
-    nobody = dataclasses.replace(entry, entry={**entry.entry, "admit": ()})
-    answer = verdict_of(replaced(lines, entry, nobody))
+    no_group = dataclasses.replace(entry, entry={**entry.entry, "admit": ()})
+    answer = verdict_of(replaced(lines, entry, no_group))
     assert answer.verdict == "invalid"
     assert any("contributed after it was fenced" in reason for reason in answer.reasons)
 

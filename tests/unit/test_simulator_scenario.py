@@ -113,7 +113,7 @@ def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:
         (["failures.mix.gpu.weight=1", "failures.mix.gpu.repair_s=5", "repair_s=9"], "repair_s=9.0 is never used"),
     ],
 )
-def test_what_is_wrong_with_a_scenario_is_said(overrides: list[str], text: str) -> None:
+def test_problems_of_a_scenario_are_reported(overrides: list[str], text: str) -> None:
     with pytest.raises(ScenarioError, match=text):
         load_scenario("paper_n200", overrides)
 
@@ -127,7 +127,7 @@ def test_causes_and_traces_exclude_each_other(tmp_path: Path) -> None:
         load_scenario("paper_n200", [trace])
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"num_steps=0 .*; redundancy=9 exceeds num_groups=4"):
         Scenario(name="x", num_groups=4, redundancy=9, num_steps=0, costs=CostModel(compute_s=1.0))
 

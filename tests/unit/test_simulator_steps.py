@@ -111,7 +111,7 @@ def test_a_pipeline_is_filled_in_every_step_and_every_patch() -> None:
 
 def test_groups_that_share_processors_take_turns() -> None:
     # Two at full speed: four groups take 80 s for a shard each. With 4, 6 and 6 microbatches three take 60 s
-    # for 4 each, then two 20 s for the rest. Two groups patch, so these slow nobody down.
+    # for 4 each, then two 20 s for the rest. Two groups patch, so these slow no group down.
     costs = dataclasses.replace(COSTS, full_speed_groups=2.0, update_s=1.0)
     result = simulate(scenario_of((10, 1), costs=costs), seed=0)
     assert result.failure_free_s == pytest.approx(3 * (80 + 4 + 2))
@@ -186,7 +186,7 @@ def test_a_group_that_is_down_is_not_lost_again() -> None:
     assert simulate(scenario_of((10, 1), (20, 1), (90, 1)), seed=0).losses == 1
 
 
-def test_the_loss_of_all_groups_leaves_nobody_to_decide_and_restarts() -> None:
+def test_the_loss_of_all_groups_leaves_none_to_decide_and_restarts() -> None:
     losses = [(10.0, group) for group in range(4)]
     check(scenario_of(*losses), 1171.0, compute=120.0, reduce=6.0, rework=45.0, restart=1000.0)
 

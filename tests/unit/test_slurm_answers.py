@@ -81,7 +81,7 @@ def test_a_job_that_slurm_refuses_with_a_reason_leaves_nothing(command: Command,
     assert "correct slurm.account" in output
 
 
-def test_a_command_whose_answer_got_lost_is_told_from_one_that_was_refused(command: Command) -> None:
+def test_a_command_whose_answer_got_lost_is_distinguished_from_one_that_was_refused(command: Command) -> None:
     command("scontrol", "sys.exit('slurm_load_jobs error: ' + words)")
     with pytest.raises(ValueError, match="Access denied") as refusal:
         call("scontrol", "Access denied")
@@ -97,7 +97,7 @@ COUNTED = """
 file = pathlib.Path(__file__).with_name('count-' + words.split()[-1])
 count = int(file.read_text()) + 1 if file.exists() else 1
 file.write_text(str(count))
-def told(state, code=0):
+def show_job(state, code=0):
     print(f'JobId=17 JobState={state} Reason=None ExitCode={code}:0 NodeList=(null)')
 """
 """Of a command that knows how often it has been asked of a job."""
@@ -109,7 +109,7 @@ def test_a_job_is_waited_for_through_failures_of_slurm(command: Command, tmp_pat
         "scontrol",
         COUNTED
         + "if 'partition' in words or count in (2, 3):\n    sys.exit('Socket timed out on send/recv operation')\n"
-        + "told('RUNNING') if count < 5 else told('FAILED', 4)",
+        + "show_job('RUNNING') if count < 5 else show_job('FAILED', 4)",
     )
     command("sbatch", "print(17)")
     code, output = submitted(tmp_path, "--wait")
@@ -124,8 +124,8 @@ def test_the_end_of_a_job_is_kept_when_slurm_has_forgotten_it(command: Command) 
         "scontrol",
         COUNTED
         + "if not words.endswith('_0') and count > 1:\n    sys.exit('Invalid job id specified')\n"
-        + "if words.endswith('_0'):\n    told('RUNNING') if count < 4 else told('COMPLETED')\n"
-        + "else:\n    told('FAILED', 3) if words.endswith('_1') else told('COMPLETED')",
+        + "if words.endswith('_0'):\n    show_job('RUNNING') if count < 4 else show_job('COMPLETED')\n"
+        + "else:\n    show_job('FAILED', 3) if words.endswith('_1') else show_job('COMPLETED')",
     )
     assert wait_for(["17_0", "17_1", "17_2"], poll_s=0.0) == 3
     assert wait_for(["17_0"]) == 0
@@ -137,7 +137,7 @@ def test_slurm_that_does_not_answer_for_minutes_ends_the_wait(command: Command) 
         wait_for([17], silence_s=0.0)
 
 
-def test_a_job_whose_end_nobody_has_seen_is_told(command: Command) -> None:
+def test_a_job_whose_end_was_not_seen_is_reported(command: Command) -> None:
     command("scontrol", "sys.exit('slurm_load_jobs error: Invalid job id specified')")
     with pytest.raises(ValueError, match="Slurm no longer knows job 17_1"):
         wait_for(["17_1"])

@@ -82,7 +82,7 @@ def loader(
 ) -> SnapshotLoader:
     """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
     waiting = [RestartState(member=member, candidates=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
-    told = {
+    values = {
         f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[ATTEMPT, None, SHA256]]])
         for member, address in servers.items()
     }
@@ -99,7 +99,7 @@ def loader(
                 is_lost=lambda member, head: head == HEAD and is_lost(member),
             ),
         ),
-        store=cast(ControlStore, SimpleNamespace(wait=lambda key, timeout_s: told[key])),
+        store=cast(ControlStore, SimpleNamespace(wait=lambda key, timeout_s: values[key])),
         groups=[GroupId(group) for group in range(8)],
         timeout_s=TIMEOUT_S,
         progress=lambda: None,
@@ -138,7 +138,7 @@ def connect_in_time(monkeypatch: pytest.MonkeyPatch, *, but: Address) -> None:
     monkeypatch.setattr(snapshot_loader, "PieceClient", connect)
 
 
-def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
+def test_a_rejected_client_waits_for_as_long_as_others_are_served(
     busy_server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, other = Clock(monkeypatch), PieceClient(busy_server.address, TIMEOUT_S)
@@ -156,7 +156,7 @@ def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
     assert clock.num_pauses == 3
 
 
-def test_a_server_that_has_too_much_to_do_says_so(busy_server: PieceServer) -> None:
+def test_a_server_that_is_too_busy_says_so(busy_server: PieceServer) -> None:
     with (
         closing(PieceClient(busy_server.address, TIMEOUT_S)),
         pytest.raises(TurnedAway, match="has no free connection"),
@@ -164,7 +164,7 @@ def test_a_server_that_has_too_much_to_do_says_so(busy_server: PieceServer) -> N
         PieceClient(busy_server.address, TIMEOUT_S)
 
 
-def test_where_nobody_is_left_to_answer_it_fails(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_server_is_left_to_answer_it_fails(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     server.close()
     with pytest.raises(JoinFailed, match="no connection"):
@@ -172,8 +172,8 @@ def test_where_nobody_is_left_to_answer_it_fails(server: PieceServer, monkeypatc
     assert clock.num_pauses == 2
 
 
-def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) -> None:
-    """The node of a group that is late may be gone: nobody waits for its connection while another has the copy."""
+def test_members_are_asked_first(kept: Kept, server: PieceServer) -> None:
+    """The node of a group that is late may be gone: no reader waits for its connection while another has the copy."""
     unasked = Kept()
     late = PieceServer("127.0.0.1", unasked, TIMEOUT_S)
     late.start()
@@ -187,7 +187,7 @@ def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) ->
     assert unasked.num_reads == 0
 
 
-def test_who_does_not_greet_costs_a_short_wait_once_and_the_next_is_asked(
+def test_a_server_that_does_not_greet_costs_one_short_wait_and_the_next_is_asked(
     kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a firewall, or a network card that is half dead: connected by the kernel, or not even that."""
@@ -208,7 +208,9 @@ def test_who_does_not_greet_costs_a_short_wait_once_and_the_next_is_asked(
     assert clock.num_pauses == 0
 
 
-def test_where_nobody_listens_the_next_is_asked_at_once(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_server_listens_the_next_is_asked_at_once(
+    server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, closed = Clock(monkeypatch), PieceServer("127.0.0.1", Kept(), TIMEOUT_S)
     closed.start()
     closed.close()
@@ -220,7 +222,7 @@ def test_where_nobody_listens_the_next_is_asked_at_once(server: PieceServer, mon
     assert clock.num_pauses == 0
 
 
-def test_who_never_greets_and_is_the_only_one_is_asked_again_for_as_long_as_it_may_take(
+def test_the_only_server_is_asked_again_until_the_timeout_if_it_never_greets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(snapshot_loader, "_CONNECT_TIMEOUT_S", 0.05)
@@ -232,7 +234,7 @@ def test_who_never_greets_and_is_the_only_one_is_asked_again_for_as_long_as_it_m
     assert clock.num_pauses == 2
 
 
-def test_one_who_is_late_is_asked_where_nobody_else_has_it(kept: Kept, server: PieceServer) -> None:
+def test_a_late_server_is_asked_where_no_other_has_the_copy(kept: Kept, server: PieceServer) -> None:
     state = torch.zeros_like(STATE)
     loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)], HEAD)
     assert torch.equal(state, STATE)
@@ -274,8 +276,8 @@ class SlowOnce(Kept):
         return super().read(name, step, piece)
 
 
-def test_the_node_of_a_lost_group_is_waited_for_where_nobody_else_has_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node outlives its ranks, and so does what it keeps."""
+def test_the_node_of_a_lost_group_is_waited_for_where_no_other_has_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node survives its ranks, and so does what it keeps."""
     clock, kept = Clock(monkeypatch), SlowOnce()
     clock.on_pause = kept.is_over.set  # it has been left by then, be it for a slow greeting
     server = PieceServer("127.0.0.1", kept, TIMEOUT_S)

@@ -87,7 +87,7 @@ def test_no_node_keeps_much_more_than_another(num_groups: int, ranks: int, redun
 @pytest.mark.parametrize(
     ("num_groups", "ranks", "nodes", "domain"), [(7, 1, 7, 1), (6, 2, 3, 1), (6, 4, 12, 2), (4, 3, 6, 1), (4, 2, 1, 1)]
 )
-def test_slices_stay_when_nodes_are_lost_as_far_as_their_hosts_stand_apart(
+def test_partitions_stay_when_nodes_are_lost_as_far_as_their_hosts_are_apart(
     num_groups: int, ranks: int, nodes: int, domain: int, redundancy: int
 ) -> None:
     """Held against all subsets of the hosts: no other choice has more of them apart."""
@@ -114,13 +114,13 @@ def apart(layout: Layout, groups: Sequence[GroupId]) -> bool:
     return all(one.isdisjoint(other) for one, other in itertools.combinations(nodes, 2))
 
 
-def test_no_group_keeps_many_more_slices_than_another() -> None:
+def test_no_group_keeps_many_more_partitions_than_another() -> None:
     policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_partitions=24)
     members = [Member(group) for group in ids(*range(24))]
     holders = holders_of_partitions(policy, first_ownership(PartitionSetup(num_groups=24, redundancy=3), members).hosts)
     kept = [sum(group in kept_by for kept_by in holders) for group in range(24)]
     assert sum(kept) == 24 * 2
-    assert max(kept) <= 3, "of the slices that it hosts"
+    assert max(kept) <= 3, "of the partitions that it hosts"
 
 
 # ------------------------------------------------------------------------------------------- one is always whole
@@ -154,7 +154,7 @@ def run_ranks(num_ranks: int, num_steps: int, every: int, random: Random, *, set
             case "copied", TakeSnapshot(attempt=attempt) if random.random() < 0.2:
                 rank.held, rank.stage = rank.held | {attempt}, "whole"
             case stage, _:
-                # Everybody has voted on the step, and with that has done the update before it.
+                # All groups have voted on the step, and so have done the update before it.
                 may_update = min(other.steps for other in ranks) >= rank.steps and rank.steps < num_steps
                 waits_until = {"taken": 0, "copying": 0, "copied": rank.settled_by if settles else num_steps + 1}
                 if may_update and rank.steps + 1 < waits_until.get(stage, num_steps + 1):
@@ -205,7 +205,7 @@ def test_the_newest_whole_snapshot_has_equal_copies_of_all_positions() -> None:
     assert snapshots.newest_whole(differing) == WholeSnapshot(step=6, attempt=16)
 
 
-def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> None:
+def test_a_snapshot_is_complete_with_equal_copies_of_all_positions_and_partitions() -> None:
     """Random copies, against what whole means, counted out."""
     policy = replace(policy_for(2, ranks=2), num_partitions=2)
     snapshots = taken_after(range(1, 7), policy)
@@ -215,7 +215,7 @@ def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> 
         copies = [(attempt, part) for attempt in (12, 14, 16) for part in ("r0", "r1", "s0", "s1") for _ in range(2)]
         there = [(*copy, random.choice("aaaab")) for copy in copies if random.random() < 0.85]
         held = [Held(attempt, int(part[1]), sha256) for attempt, part, sha256 in there if part[0] == "r"]
-        slices = [
+        partitions = [
             HeldPartition(attempt, PartitionId(int(part[1])), sha256)
             for attempt, part, sha256 in there
             if part[0] == "s"
@@ -229,12 +229,12 @@ def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> 
             )
         ]
         expected = WholeSnapshot(step=max(whole) - 10, attempt=max(whole)) if whole else None
-        assert snapshots.newest_whole(held, slices) == expected
+        assert snapshots.newest_whole(held, partitions) == expected
         outcomes.add(expected and expected.step)
     assert outcomes == {None, 2, 4, 6}
 
 
-def test_a_group_has_of_slices_what_all_of_its_ranks_have() -> None:
+def test_a_group_has_the_partitions_that_all_of_its_ranks_have() -> None:
     first, second = ([HeldPartition(12, PartitionId(number), f"{rank}{number}") for number in (0, 1)] for rank in "ab")
     whole = held_by_group([first, second])
     assert [(one.attempt, one.partition) for one in whole] == [(12, 0), (12, 1)]
@@ -289,7 +289,7 @@ def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_b
         assert (entry.step, entry.snapshot) == (max(step, 8), attempt)  # type: ignore[union-attr]
 
 
-def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
+def test_only_copies_of_groups_that_wait_in_a_new_incarnation_count() -> None:
     restarts = Restarts(LIMITS, make_placement("golomb", 2, 2), policy_for(2))
     restarts.snapshots.after(2, 12, ids(0, 1))
     restarts.on_wipe_out(StopWipeOut(step=3))
@@ -303,7 +303,7 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
         assert append.entry.snapshot == expected  # type: ignore[union-attr]
 
 
-def test_a_restart_from_memory_needs_every_slice() -> None:
+def test_a_restart_from_memory_needs_every_partition() -> None:
     ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_partitions=2)
     held = (Held(12, 0, "a"),)
     for numbers, expected in (((0, 1), 12), ((0,), None)):

@@ -28,14 +28,14 @@ from spare_megatron.supervisor.restarts import GroupRestarts
 
 TIMEOUT_S = 60.0
 INTERVAL_S = 1.0
-STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 ONE = GroupId(1)
 
 
 # ----------------------------------------------------------------------------------------------------------- who, when
 
 
-class Lives:
+class RestartedNode:
     """A `GroupRestarts` of two groups on a clock of its own, and what it had started."""
 
     def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> None:
@@ -60,11 +60,11 @@ class Lives:
 
 
 @pytest.fixture
-def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
-    made: list[Lives] = []
+def make_node(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RestartedNode]:
+    made: list[RestartedNode] = []
 
-    def make(most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> Lives:
-        made.append(Lives(most_restarts, whole))
+    def make(most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> RestartedNode:
+        made.append(RestartedNode(most_restarts, whole))
         made[0].restarts.on_ready(GroupId(0))
         return made[0]
 
@@ -73,8 +73,10 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
     return make
 
 
-def test_a_group_that_was_up_for_long_is_started_at_once_and_takes_spares(lives: Callable[..., Lives]) -> None:
-    node = lives(3)
+def test_a_group_that_was_up_for_long_is_started_at_once_and_takes_spares(
+    make_node: Callable[..., RestartedNode],
+) -> None:
+    node = make_node(3)
     for loss_s in (10.0, 20.0, 30.0):
         node.restarts.on_ready(ONE)
         node.now_s = loss_s
@@ -84,9 +86,9 @@ def test_a_group_that_was_up_for_long_is_started_at_once_and_takes_spares(lives:
 
 
 def test_a_flapping_group_waits_longer_and_longer_leaves_spares_to_others_and_is_given_up(
-    lives: Callable[..., Lives],
+    make_node: Callable[..., RestartedNode],
 ) -> None:
-    node = lives(4)
+    node = make_node(4)
     for _ in range(4):
         assert node.restarts.on_fenced(ONE)
         node.wait()
@@ -95,18 +97,18 @@ def test_a_flapping_group_waits_longer_and_longer_leaves_spares_to_others_and_is
     assert not node.restarts.on_fenced(ONE)
 
 
-def test_a_group_that_comes_back_for_good_may_take_spares_again(lives: Callable[..., Lives]) -> None:
-    node = lives(9)
-    for life_s in (0.0, 0.5, 100.0):
+def test_a_group_that_comes_back_and_stays_may_take_spares_again(make_node: Callable[..., RestartedNode]) -> None:
+    node = make_node(9)
+    for up_s in (0.0, 0.5, 100.0):
         node.restarts.on_ready(ONE)
-        node.now_s += life_s
+        node.now_s += up_s
         node.restarts.on_fenced(ONE)
         node.wait()
     assert [takes_spares for *_, takes_spares in node.started] == [True, False, True]
 
 
-def test_a_wipe_out_starts_groups_that_were_given_up(lives: Callable[..., Lives]) -> None:
-    node = lives(1)
+def test_a_wipe_out_starts_groups_that_were_given_up(make_node: Callable[..., RestartedNode]) -> None:
+    node = make_node(1)
     node.restarts.on_fenced(ONE)
     node.wait()
     assert not node.restarts.on_fenced(ONE), "once is what it gets"
@@ -118,14 +120,14 @@ def test_a_wipe_out_starts_groups_that_were_given_up(lives: Callable[..., Lives]
 
 
 def test_a_group_of_several_nodes_waits_as_long_as_another_and_then_for_its_other_nodes(
-    lives: Callable[..., Lives],
+    make_node: Callable[..., RestartedNode],
 ) -> None:
-    node = lives(2, whole=(0,))
+    node = make_node(2, whole=(0,))
     for _ in range(2):
         assert node.restarts.on_fenced(ONE)
         node.wait()
         assert node.restarts.awaits_other_nodes
-        assert node.restarts.on_fenced(ONE), "who is told twice of one loss counts it once"
+        assert node.restarts.on_fenced(ONE), "one loss that is reported twice counts once"
         node.restarts.start(ONE)
         assert not node.restarts.awaits_other_nodes
     assert node.waiting == [(1, 0.0), (1, 1.0)]
@@ -136,8 +138,10 @@ def test_a_group_of_several_nodes_waits_as_long_as_another_and_then_for_its_othe
     assert node.waiting[2:] == [(1, 3.0)]
 
 
-def test_a_group_whose_other_nodes_come_when_the_run_is_over_is_not_started(lives: Callable[..., Lives]) -> None:
-    node = lives(3, whole=(0,))
+def test_a_group_whose_other_nodes_come_when_the_run_is_over_is_not_started(
+    make_node: Callable[..., RestartedNode],
+) -> None:
+    node = make_node(3, whole=(0,))
     node.restarts.on_fenced(ONE)
     node.wait()
     node.restarts.is_over = True
@@ -146,8 +150,8 @@ def test_a_group_whose_other_nodes_come_when_the_run_is_over_is_not_started(live
     assert node.restarts.coming_back == set()
 
 
-def test_nobody_is_started_once_the_run_is_over(lives: Callable[..., Lives]) -> None:
-    node = lives(3)
+def test_no_rank_is_started_once_the_run_is_over(make_node: Callable[..., RestartedNode]) -> None:
+    node = make_node(3)
     node.restarts.on_fenced(ONE)
     node.restarts.is_over = True
     node.wait()
@@ -159,7 +163,7 @@ def test_nobody_is_started_once_the_run_is_over(lives: Callable[..., Lives]) -> 
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
-def _tell_who_it_is(spec: RankSpec, reports: Connection) -> None:
+def _report_identity(spec: RankSpec, reports: Connection) -> None:
     reports.send((os.getpid(), spec.group, spec.incarnation, spec.rank, spec.page is not None))
     reports.recv()  # until it is killed
 
@@ -169,11 +173,11 @@ def node_of(folder: Path, num_spares: int) -> RankProcesses:
     config = RunConfig(layout=LayoutConfig(num_groups=2, pipeline_parallel=2), spare=SpareConfig(spares=num_spares))
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     return RankProcesses(
-        NodeSpec(config=config, run_dir=folder, node=0, store=store, faults=(), rank_main=_tell_who_it_is)
+        NodeSpec(config=config, run_dir=folder, node=0, store=store, faults=(), rank_main=_report_identity)
     )
 
 
-def told(ranks: RankProcesses, group: int) -> list[tuple[int, int, int, int, bool]]:
+def identities(ranks: RankProcesses, group: int) -> list[tuple[int, int, int, int, bool]]:
     """What the present processes of a group say of themselves, by rank."""
     pipes = {key: pipe for pipe, key in ranks.pipes.items()}
     found = []
@@ -201,19 +205,19 @@ def node(tmp_path: Path) -> Iterator[RankProcesses]:
     assert active_children() == []
 
 
-def test_spares_become_the_ranks_of_a_lost_group_in_its_next_life(node: RankProcesses) -> None:
-    assert [who[1:] for group in (0, 1) for who in told(node, group)] == [
+def test_spares_become_the_ranks_of_a_lost_group_in_its_next_incarnation(node: RankProcesses) -> None:
+    assert [who[1:] for group in (0, 1) for who in identities(node, group)] == [
         (group, 0, rank, True) for group in (0, 1) for rank in (0, 1)
     ]
     node.warm_spares()
     spares = waiting(node)
     assert len(spares) == 2, "as many as a group has ranks"
     assert lose(node, 1) == 2
-    assert told(node, 1) == [(spares[rank], 1, 1, rank, True) for rank in (0, 1)]
+    assert identities(node, 1) == [(spares[rank], 1, 1, rank, True) for rank in (0, 1)]
     assert [node.pids[GroupId(1), rank] for rank in (0, 1)] == spares
     assert waiting(node) == []
     assert lose(node, 0) == 0, "none are left"
-    assert [who[1:] for who in told(node, 0)] == [(0, 1, rank, True) for rank in (0, 1)]
+    assert [who[1:] for who in identities(node, 0)] == [(0, 1, rank, True) for rank in (0, 1)]
 
 
 def test_missing_spares_are_made_up_for(node: RankProcesses) -> None:
@@ -227,12 +231,12 @@ def test_missing_spares_are_made_up_for(node: RankProcesses) -> None:
     assert not set(first) & set(waiting(node))
 
 
-def test_who_must_not_take_spares_leaves_them(node: RankProcesses) -> None:
+def test_a_group_that_must_not_take_spares_leaves_them(node: RankProcesses) -> None:
     node.warm_spares()
     spares = waiting(node)
     assert lose(node, 1, takes_spares=False) == 0
     assert waiting(node) == spares
-    assert not set(spares) & {who[0] for who in told(node, 1)}
+    assert not set(spares) & {who[0] for who in identities(node, 1)}
 
 
 def test_a_spare_that_has_died_is_passed_over(node: RankProcesses) -> None:
@@ -241,12 +245,12 @@ def test_a_spare_that_has_died_is_passed_over(node: RankProcesses) -> None:
     os.kill(dead, signal.SIGKILL)
     node._spares._waiting[0].child.process.join(TIMEOUT_S)
     assert lose(node, 1) == 1
-    who = told(node, 1)
+    who = identities(node, 1)
     assert who[0][0] == left
     assert [rank for *_, rank, _ in who] == [0, 1]
 
 
-def test_a_spare_that_dies_as_it_is_told_shows_by_its_end(node: RankProcesses) -> None:
+def test_a_spare_that_dies_during_its_assignment_shows_by_its_end(node: RankProcesses) -> None:
     """Between the look at whether it is alive and the word to it."""
     node.warm_spares()
     process = node._spares._waiting.popleft()
@@ -259,7 +263,7 @@ def test_a_spare_that_dies_as_it_is_told_shows_by_its_end(node: RankProcesses) -
 
 
 def test_ranks_stand_still_before_the_first_of_them_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was ended last had its group fenced, and the journal told of a loss that was none."""
+    """One that was ended last had its group fenced, and the journal recorded a loss that was none."""
     ranks = node_of(tmp_path, 0)
     ranks.start_all()
     processes = [psutil.Process(pid) for pid in ranks.pids.values()]
@@ -267,7 +271,7 @@ def test_ranks_stand_still_before_the_first_of_them_is_killed(tmp_path: Path, mo
 
     def kill_stopped(process: BaseProcess) -> None:
         end_s = time.monotonic() + TIMEOUT_S
-        while any(one.is_running() and one.status() not in STANDING for one in processes):
+        while any(one.is_running() and one.status() not in STOPPED for one in processes):
             assert time.monotonic() < end_s
         kill(process)
 
@@ -319,7 +323,7 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
 
 
 def _keep_spares(pids: Connection) -> None:
-    spares = Spares(get_context("fork"), _tell_who_it_is, 3)
+    spares = Spares(get_context("fork"), _report_identity, 3)
     spares.warm()
     pids.send([process.child.pid for process in spares.pop(3)])
     signal.pause()

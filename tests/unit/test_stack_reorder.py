@@ -87,7 +87,7 @@ def test_a_shard_beyond_the_depth_is_brought_in_by_changing_places() -> None:
     assert order.stacks.tolist() == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     result = reorder_stacks(everywhere, frozenset(map(GroupId, (0, 1))), order)
     assert (result.depth, result.num_moves) == (2, 0)
-    # With the order of group 1 turned round nobody has shard 2 within its first two: one of them brings it in.
+    # With the order of group 1 turned round no group has shard 2 within its first two: one of them brings it in.
     turned = StackOrder(stacks=np.array([[0, 1, 2], [1, 0, 2], [2, 0, 1]], dtype=np.int32), depth=2)
     result = reorder_stacks(everywhere, frozenset(map(GroupId, (0, 1))), turned)
     assert (result.depth, result.num_moves, result.phase) == (2, 1, 3)

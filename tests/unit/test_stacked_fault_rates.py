@@ -1,4 +1,4 @@
-"""Random faults with stacked optimizer state: every slice keeps a host, and a majority of hosts that is right."""
+"""Random faults with stacked optimizer state: every partition keeps a host, and a majority of hosts that is right."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ STACKED = ("optimizer.sharding=stacked", "layout.num_groups=8", "spare.redundanc
 
 @pytest.mark.parametrize("redundancy", [2, 3, 4])
 @pytest.mark.parametrize("num_rejoins", [0, EVER])
-def test_every_slice_keeps_a_host_and_a_majority_of_hosts_that_is_right(redundancy: int, num_rejoins: int) -> None:
+def test_every_partition_keeps_a_host_and_a_majority_of_hosts_that_is_right(redundancy: int, num_rejoins: int) -> None:
     """Against the fold of the ownership, with groups that come back at any time and copies that take all theirs."""
     num_losses = num_flips = num_moved = 0
     for seed in range(4):
@@ -41,8 +41,8 @@ class StackedHistory:
         self._steps, self._rng, self._comes_back = config.faults.recovery_steps, rng, config.spare.rejoins > 0
         self._redundancy = config.optimizer.redundancy
         groups = config.layout.num_groups
-        slicing = PartitionSetup(num_groups=groups, redundancy=config.optimizer.redundancy)
-        self._ownership = first_ownership(slicing, [Member(GroupId(group)) for group in range(groups)])
+        partitioning = PartitionSetup(num_groups=groups, redundancy=config.optimizer.redundancy)
+        self._ownership = first_ownership(partitioning, [Member(GroupId(group)) for group in range(groups)])
         self._returns: list[tuple[int, Member]] = []
         self._asked: dict[PartitionCopy, int] = {}
         self._copied: dict[PartitionCopy, int] = {}
@@ -57,7 +57,7 @@ class StackedHistory:
                 self._take_over(self._ownership.for_members([*self._ownership.members, member]), at)
             made = [copy for copy, since in self._asked.items() if since + self._steps <= at]
             self._copied |= dict.fromkeys(made, at)
-            # A move's copy has been compared by the commit that has its donor let go.
+            # A move's copy has been compared by the commit that releases its donor.
             released, moves = set(self._ownership.superseded), self._ownership.moves
             compared = [move for move in moves if PartitionCopy(move.partition, move.donor) in released]
             self._copied |= {PartitionCopy(move.partition, move.receiver): at - self._steps for move in compared}
@@ -76,9 +76,9 @@ class StackedHistory:
         self._asked = {copy: self._asked.get(copy, step) for copy in asked}
 
     def lose(self, groups: frozenset[GroupId], *, is_flip: bool) -> None:
-        """They are lost, now or when their wrong state is found; every slice keeps a host."""
+        """They are lost, now or when their wrong state is found; every partition keeps a host."""
         lost = [member for member in self._ownership.members if member.group in groups]
-        assert len(lost) == len(groups), "whoever is hit is there"
+        assert len(lost) == len(groups), "every group that is hit is there"
         before = self._ownership
         self._take_over(before.for_members(set(before.members) - set(lost)), self._step)
         if is_flip:
@@ -93,14 +93,14 @@ class StackedHistory:
 
     def _assert_found(self, wrong: Member, before: Ownership) -> None:
         for number, row in enumerate(self._ownership.hosts):
-            told = set(row) | ({wrong} & set(before.hosts[number]))
+            reporters = set(row) | ({wrong} & set(before.hosts[number]))
             right = [
                 host
                 for host in row
                 if self._copied.get(PartitionCopy(PartitionId(number), host), -EVER) + self._steps <= self._step
             ]
-            if wrong in told:
-                assert 2 * len(right) > min(len(told), self._redundancy)
+            if wrong in reporters:
+                assert 2 * len(right) > min(len(reporters), self._redundancy)
 
 
 def test_with_stacked_state_groups_are_hit_between_update_and_gather_too() -> None:

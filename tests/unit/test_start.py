@@ -97,24 +97,24 @@ def test_data_that_all_can_read_needs_no_host() -> None:
     assert start(num_nodes=8, redundancy=1, last_resort=True).lose(raised(5)) == ""
 
 
-def test_those_who_are_killed_may_come_back() -> None:
+def test_groups_that_are_killed_may_come_back() -> None:
     """The kernel may have had no memory for all of them at once."""
     assert start(num_nodes=8, redundancy=1).lose(killed(5)) == ""
 
 
-def test_a_run_begins_without_a_node_that_others_stand_in_for() -> None:
+def test_a_run_starts_without_a_node_that_others_replace() -> None:
     begun = start(num_nodes=4)
     assert {begun.lose(loss) for loss in (missing(6), missing(7), missing(6), killed(0))} == {""}
 
 
 def test_a_node_that_alone_hosts_something_cannot_be_done_without_and_is_named() -> None:
-    """Unlike whoever was killed, nobody knows whether it comes."""
+    """Unlike for a killed group, it is not known whether it comes."""
     assert start(num_nodes=8, redundancy=1).lose(missing(5)) == (
         f"groups [5] were lost before training began, and no other group hosts what they host; group 5: {MISSING}"
     )
 
 
-def test_who_raised_and_who_is_missing_may_together_be_all_who_host_something() -> None:
+def test_groups_that_raised_or_are_missing_may_together_be_all_hosts_of_a_shard() -> None:
     begun = start(num_nodes=4, redundancy=2)
     hosts = make_placement("golomb", NUM_GROUPS, 2, 1).hosts[0]
     reasons = [begun.lose(raised(hosts[0])), begun.lose(missing(hosts[1]))]

@@ -1,4 +1,4 @@
-"""Who holds, sends and copies slices of the optimizer state: drawn by hand, and at random against brute force."""
+"""Which groups hold, send and copy partitions of the optimizer state: by hand, and at random against brute force."""
 
 import pickle
 from collections import Counter
@@ -43,7 +43,7 @@ def test_at_first_the_hosts_are_those_of_the_placement_and_every_home_is_an_owne
         assert row == members(*sorted(placed))
 
 
-def test_a_lost_group_leaves_its_slices_to_the_other_hosts_and_every_missing_copy_to_repair() -> None:
+def test_a_lost_group_leaves_its_partitions_to_the_other_hosts_and_every_missing_copy_to_repair() -> None:
     before = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
     gone = before.hosted_by(Member(GroupId(1)))
     after = without(before, 1)
@@ -87,7 +87,7 @@ def test_copies_are_made_by_as_many_groups_as_there_are_rather_than_by_one_that_
     assert Member(GroupId(0), 1) in {repair.receiver for repair in after.repairs}
 
 
-def test_the_most_endangered_slices_are_copied_first() -> None:
+def test_the_most_endangered_partitions_are_copied_first() -> None:
     whole = first_ownership(PartitionSetup(num_groups=7, redundancy=3), members(*range(7)))
     broken = without(whole, 0, 1)
     num_left = [len(broken.hosts[repair.partition]) for repair in broken.repairs]
@@ -95,7 +95,7 @@ def test_the_most_endangered_slices_are_copied_first() -> None:
     assert num_left[0] < num_left[-1]
 
 
-def test_a_slice_without_a_host_is_a_wipe_out_that_names_it() -> None:
+def test_a_partition_without_a_host_is_a_wipe_out_that_names_it() -> None:
     whole = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
     with pytest.raises(StateWipeOut, match=r"^no surviving host for partitions 1$") as caught:
         without(whole, *(host.group for host in whole.hosts[1]))
@@ -105,10 +105,10 @@ def test_a_slice_without_a_host_is_a_wipe_out_that_names_it() -> None:
     assert without(repaired, whole.hosts[1][1].group).hosts[1]
 
 
-def test_a_group_that_comes_back_has_no_slices_and_gets_what_is_missing() -> None:
+def test_a_group_that_rejoins_has_no_partitions_and_gets_what_is_missing() -> None:
     pair = first_ownership(PartitionSetup(num_groups=2, redundancy=2), members(0, 1))
     alone = without(pair, 1)
-    assert alone.repairs == ()  # nobody is there to take a copy
+    assert alone.repairs == ()  # no group is there to take a copy
     back = alone.for_members((Member(GroupId(0)), Member(GroupId(1), 1)))
     assert back.hosted_by(Member(GroupId(1), 1)) == ()
     assert back.repairs == tuple(
@@ -116,7 +116,7 @@ def test_a_group_that_comes_back_has_no_slices_and_gets_what_is_missing() -> Non
     )
 
 
-def test_after_a_restart_without_some_groups_others_stand_in_for_them() -> None:
+def test_after_a_restart_without_some_groups_others_replace_them() -> None:
     ownership = first_ownership(PartitionSetup(num_groups=7, redundancy=2), members(0, 1, 2, 4, 5))
     assert {len(row) for row in ownership.hosts} == {2}
     assert ownership.repairs == ()
@@ -125,14 +125,14 @@ def test_after_a_restart_without_some_groups_others_stand_in_for_them() -> None:
 
 
 def test_copies_avoid_the_domains_of_the_other_hosts() -> None:
-    slicing = PartitionSetup(num_groups=9, redundancy=2, groups_per_domain=3)
+    partitioning = PartitionSetup(num_groups=9, redundancy=2, groups_per_domain=3)
     for lost in range(9):
-        ownership = copied(without(first_ownership(slicing, members(*range(9))), lost))
+        ownership = copied(without(first_ownership(partitioning, members(*range(9))), lost))
         assert all(len({host.group // 3 for host in row}) == 2 for row in ownership.hosts)
 
 
 def fewest_owned(hosts: Hosts) -> int:
-    """The least possible number of slices that one host owns at most, as an integer program."""
+    """The least possible number of partitions that one host owns at most, as an integer program."""
     able = sorted({host for row in hosts for host in row})
     pairs = [(index, host) for index, row in enumerate(hosts) for host in row]
     cost = [0.0] * len(pairs) + [1.0]
@@ -158,10 +158,10 @@ def fewest_owned(hosts: Hosts) -> int:
 def test_random_histories(
     num_groups: int, redundancy: int, groups_per_domain: int, moves: list[tuple[str, int]]
 ) -> None:
-    slicing = PartitionSetup(
+    partitioning = PartitionSetup(
         num_groups=num_groups, redundancy=min(redundancy, num_groups), groups_per_domain=groups_per_domain
     )
-    ownership = first_ownership(slicing, members(*range(num_groups)))
+    ownership = first_ownership(partitioning, members(*range(num_groups)))
     held = [set(row) for row in ownership.hosts]
     for number, (move, which) in enumerate(moves, start=1):
         if move == "lose" and len(ownership.members) > 1:
@@ -199,6 +199,6 @@ def check(ownership: Ownership) -> None:
     assert max(Counter(ownership.owners).values()) == fewest_owned(ownership.hosts)
 
 
-def test_any_two_slices_share_at_most_one_host_where_that_is_possible() -> None:
+def test_any_two_partitions_share_at_most_one_host_where_that_is_possible() -> None:
     ownership = first_ownership(PartitionSetup(num_groups=13, redundancy=3), members(*range(13)))
     assert all(len(set(one) & set(two)) <= 1 for one, two in combinations(ownership.hosts, 2))

@@ -28,7 +28,7 @@ from tests.unit.silent_server import POINTS, Point, SilentServer
 pytestmark = pytest.mark.timeout(60)
 
 TIMEOUT_S = 40.0
-"""For a piece. Nobody here is to wait for so long."""
+"""For a piece; no test here should wait that long."""
 STEP, HEAD = 7, 11
 NEWCOMER = Member(GroupId(1), 1)
 EARLIER = tuple(Member(GroupId(group)) for group in (0, 2, 3))
@@ -84,7 +84,7 @@ class Rank:
             trainer=cast(GroupTrainer, self),
             agreement=cast(GroupAgreement, agreement),
             source=self.source,
-            find_server=find or _nobody,
+            find_server=find or _no_server,
             timeout_s=TIMEOUT_S,
             probe=cast(RankProbe, self.probe),
         )
@@ -103,7 +103,7 @@ class Rank:
         return self.transfer.run(ADMISSION, HEAD, has_state=has_state)
 
 
-def _nobody(member: Member) -> Address:
+def _no_server(member: Member) -> Address:
     raise AssertionError(f"{member} is asked for nothing")
 
 
@@ -146,7 +146,7 @@ def test_the_donor_gives_and_the_others_could(earlier: Mapping[Member, Rank]) ->
 def test_a_donor_that_was_switched_off_is_left_when_the_log_says_so_and_another_gives(
     earlier: Mapping[Member, Rank], point: Point
 ) -> None:
-    """It cost the newcomer its life, and the group another return."""
+    """It cost the newcomer its incarnation, and the group another rejoin."""
     for rank in earlier.values():
         rank.run()
     began_s, donor = time.monotonic(), ADMISSION.donors[0]
@@ -175,7 +175,7 @@ def test_a_donor_whose_connection_breaks_is_left_before_the_log_says_so(earlier:
 
 
 def test_all_ranks_of_a_group_take_the_state_of_one_donor(earlier: Mapping[Member, Rank]) -> None:
-    """Votes tell whose it is: two who say the same are one word if one has it from the other."""
+    """Votes say whose it is: two who say the same are one word if one has it from the other."""
     for rank in earlier.values():
         rank.run()
     new = newcomer(earlier, others_have_it=[False, True])
@@ -184,7 +184,7 @@ def test_all_ranks_of_a_group_take_the_state_of_one_donor(earlier: Mapping[Membe
     assert_taken(new, EARLIER[2])
 
 
-def test_who_lacks_parameters_is_passed_over(earlier: Mapping[Member, Rank]) -> None:
+def test_a_group_that_lacks_parameters_is_passed_over(earlier: Mapping[Member, Rank]) -> None:
     for member, rank in earlier.items():
         rank.run(has_state=member == EARLIER[0])
     new = newcomer(earlier)
@@ -193,7 +193,7 @@ def test_who_lacks_parameters_is_passed_over(earlier: Mapping[Member, Rank]) -> 
     assert_taken(new, EARLIER[0])
 
 
-def test_where_nobody_gives_it_the_group_is_lost_again(earlier: Mapping[Member, Rank]) -> None:
+def test_where_no_group_gives_it_the_group_is_lost_again(earlier: Mapping[Member, Rank]) -> None:
     for rank in earlier.values():
         rank.run(has_state=False)
     new = newcomer(earlier)
@@ -202,7 +202,7 @@ def test_where_nobody_gives_it_the_group_is_lost_again(earlier: Mapping[Member, 
     assert not new.is_installed
 
 
-def test_a_group_that_is_lost_itself_asks_nobody_else(earlier: Mapping[Member, Rank]) -> None:
+def test_a_group_that_is_lost_itself_asks_no_other(earlier: Mapping[Member, Rank]) -> None:
     for rank in earlier.values():
         rank.run(has_state=False)
     new = newcomer(earlier, is_lost=lambda other: other == NEWCOMER)

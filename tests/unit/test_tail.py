@@ -10,7 +10,7 @@ END = Line(source="driver", at_s=2.0, record=EndRecord(outcome="finished", reaso
 LOSS = Line(source="group-0001-rank-0", at_s=1.0, record=LossRecord(group=1, rank=0, cause="", entry_index=0))
 
 
-def test_whoever_reads_that_the_run_has_ended_reads_all_that_was_written_before(tmp_path: Path) -> None:
+def test_a_reader_that_sees_the_end_of_the_run_has_all_that_was_written_before(tmp_path: Path) -> None:
     """A rank writes its last line while the files are looked at, and then the driver writes that all have ended."""
     files = {line.source: tmp_path / "journal" / f"{line.source}.jsonl" for line in (LOSS, END)}
     tail = JournalTail(tmp_path)

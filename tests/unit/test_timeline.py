@@ -154,8 +154,10 @@ def test_a_window_is_on_disk_two_steps_after_its_event_and_nothing_before(tmp_pa
             pass
         if step == 5:
             timeline.on_event(event)
-        for told in (step, step - 1, step):  # the group that tells second is a step behind
-            timeline.on_event(committed(told, num_alive=3 if told >= 5 and isinstance(event, StepCommitted) else 4))
+        for reported in (step, step - 1, step):  # the group that reports second is a step behind
+            timeline.on_event(
+                committed(reported, num_alive=3 if reported >= 5 and isinstance(event, StepCommitted) else 4)
+            )
         kept.append([[span.step for span in part.spans] for part in read_spans_of(tmp_path)])
     assert kept == [[]] * 7 + [[[2, 3, 4, 5, 6, 7]]] * 3
     timeline.close()
@@ -264,14 +266,14 @@ def test_a_loss_is_marked_with_its_cause_and_what_ranks_were_about() -> None:
     assert mark["args"] == {"pending": pending}
 
 
-def test_a_loss_that_two_nodes_tell_of_is_marked_once_where_it_was_found_first() -> None:
-    """The node of the rank at fault is the second; a later life of the group is another loss."""
-    told = [
+def test_a_loss_that_two_nodes_report_is_marked_once_where_it_was_found_first() -> None:
+    """The node of the rank at fault is the second; a later incarnation of the group is another loss."""
+    losses = [
         LossRecord(group=1, rank=0, cause=LOST_A_PEER, entry_index=3, pending=[{"rank": 0}]),
         LossRecord(group=1, rank=1, cause="SIGKILL", entry_index=3, pending=[{"rank": 1}]),
         LossRecord(group=1, rank=0, cause="SIGSEGV", entry_index=9, incarnation=1),
     ]
-    lines = [Line(source=f"supervisor-{node}", at_s=1010.5 + node, record=loss) for node, loss in enumerate(told)]
+    lines = [Line(source=f"supervisor-{node}", at_s=1010.5 + node, record=loss) for node, loss in enumerate(losses)]
     journal = Journal(lines=tuple(lines))
     marks = events(trace_of([part(0, 0, span("reduce", 10.0, 14.0, place=None))], journal), "i")
     assert [mark["name"] for mark in marks] == ["group 1 lost: rank 1: SIGKILL", "group 1 lost: rank 0: SIGSEGV"]

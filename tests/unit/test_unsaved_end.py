@@ -1,4 +1,4 @@
-"""A run whose last state nobody has saved says so."""
+"""A run whose last state is not saved says so."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +31,10 @@ def test_the_last_checkpoint_is_missed(
 ) -> None:
     for step in saved:
         (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
-    told = unsaved_end(CONFIG, tmp_path, summary)
-    assert bool(told) == is_missing
+    message = unsaved_end(CONFIG, tmp_path, summary)
+    assert bool(message) == is_missing
     if is_missing:
-        assert f"of {max(saved)} steps" in told if saved else "there is none" in told
+        assert f"of {max(saved)} steps" in message if saved else "there is none" in message
     assert not unsaved_end(replace(CONFIG, checkpoint=CheckpointConfig()), tmp_path, summary)
 
 

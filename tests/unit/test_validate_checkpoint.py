@@ -54,7 +54,7 @@ def test_a_fault_needs_a_load_to_strike(phase: FaultPoint) -> None:
     assert "is reached only when a checkpoint is loaded" in only_problem(fault(phase=phase))
     config = RunConfig(checkpoint=CheckpointConfig(load="runs/a/checkpoints"))
     config = replace(config, faults=replace(config.faults, trace=(fault(phase=phase),)))
-    assert len(list(checkpoint_problems(config))) == (phase is FaultPoint.LOAD_SEARCH), "at the start nobody searches"
+    assert len(list(checkpoint_problems(config))) == (phase is FaultPoint.LOAD_SEARCH), "at the start no group searches"
     wiped_out = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=phase))))
     assert not [text for text in checkpoint_problems(wiped_out) if "is loaded" in text]
 

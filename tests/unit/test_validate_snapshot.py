@@ -1,4 +1,4 @@
-"""What is refused of the settings of snapshots, and what is doubted."""
+"""Which snapshot settings are refused, and which raise a warning."""
 
 from dataclasses import replace
 
@@ -24,18 +24,18 @@ def test_what_cannot_be_is_refused_with_the_setting_to_change(config: RunConfig,
     assert named in text
 
 
-def test_good_settings_and_none_are_neither_refused_nor_doubted() -> None:
+def test_good_settings_and_none_raise_neither_errors_nor_warnings() -> None:
     for config in (GOOD, RunConfig(), replace(GOOD, snapshot=SnapshotConfig(every_steps=2, redundancy=0))):
         assert [*snapshot_problems(config), *snapshot_warnings(config)] == []
 
 
-def test_more_copies_than_nodes_are_doubted() -> None:
+def test_more_copies_than_nodes_raise_a_warning() -> None:
     (text,) = snapshot_warnings(replace(GOOD, cluster=ClusterConfig(num_nodes=1)))
     assert "snapshot.redundancy=1 needs 2 copies" in text
     assert "cluster.num_nodes=1" in text
 
 
-def test_more_copies_of_slices_than_they_have_hosts_are_doubted() -> None:
+def test_more_copies_of_partitions_than_they_have_hosts_raise_a_warning() -> None:
     (text,) = snapshot_warnings(replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=1)))
     assert "snapshot.redundancy=1 needs 2 copies" in text
     assert "each is kept on only 1" in text

@@ -60,7 +60,7 @@ from tests.unit.journal_in_memory import summarize
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 RUN = RunRecord(
-    name="told",
+    name="shown",
     num_groups=3,
     ranks_per_group=1,
     redundancy=2,
@@ -76,7 +76,7 @@ RUN = RunRecord(
 def simulated(seed: int, redundancy: int, repair_s: float | None) -> list[Line]:
     """A run with many losses; of few hosts with wipe-outs, too."""
     scenario = Scenario(
-        name="told",
+        name="shown",
         num_groups=7,
         redundancy=redundancy,
         microbatches_per_shard=3,
@@ -102,7 +102,7 @@ def commit(at_s: float, index: int, step: int, **fields: Any) -> Line:
     return entry(at_s, index, entry="commit", step=step, attempt=index, **fields)
 
 
-def standing_of(*lines: Line) -> RunState:
+def run_state_of(*lines: Line) -> RunState:
     run_state = RunState()
     for item in (line(100.0, RUN), *lines):
         run_state.add_line(item)
@@ -171,7 +171,7 @@ def test_what_is_read_is_never_read_again_and_a_torn_line_waits(tmp_path: Path) 
 
 
 def test_an_entry_that_is_not_there_is_waited_for_once() -> None:
-    run_state = standing_of(commit(101.0, 0, 0), commit(103.0, 2, 2))
+    run_state = run_state_of(commit(101.0, 0, 0), commit(103.0, 2, 2))
     run_state.settle()
     assert run_state.num_committed == 1
     run_state.add_line(commit(102.0, 1, 1))  # of a slower file
@@ -184,8 +184,8 @@ def test_an_entry_that_is_not_there_is_waited_for_once() -> None:
     assert run_state.damage == ["log entries 3 to 3 are not in the journal"]
 
 
-def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_says_so() -> None:
-    run_state = standing_of(commit(101.0, 0, 0))
+def test_a_loss_that_several_nodes_report_is_one_and_given_up_if_one_of_them_says_so() -> None:
+    run_state = run_state_of(commit(101.0, 0, 0))
     first, second = ({"rank": rank, "operation": "transfer", "step": 1} for rank in (0, 1))
     loss = LossRecord(group=1, rank=1, cause="SIGKILL", entry_index=1, pending=[second])
     given_up = replace(loss, pending=[first], is_given_up=True)
@@ -201,7 +201,7 @@ def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_sa
 
 @pytest.mark.parametrize("is_cause_first", [False, True])
 def test_of_several_nodes_of_a_group_the_one_of_the_rank_at_fault_is_believed(*, is_cause_first: bool) -> None:
-    run_state = standing_of(commit(101.0, 0, 0))
+    run_state = run_state_of(commit(101.0, 0, 0))
     cause = LossRecord(group=1, rank=1, cause="no heartbeat", entry_index=1)
     found = [cause, LossRecord(group=1, rank=0, cause=LOST_A_PEER, entry_index=1)]
     for at_s, record in enumerate(found if is_cause_first else reversed(found)):
@@ -210,7 +210,7 @@ def test_of_several_nodes_of_a_group_the_one_of_the_rank_at_fault_is_believed(*,
 
 
 def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
-    run_state = standing_of(commit(101.0, 0, 0))
+    run_state = run_state_of(commit(101.0, 0, 0))
     assert run_state.groups() == ["alive", "alive", "alive"]
     run_state.add_line(line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)))
     assert run_state.groups() == ["alive", "lost", "alive"]
@@ -232,7 +232,7 @@ def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
 
 
 def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
-    run_state = standing_of()
+    run_state = run_state_of()
     for step in range(9):
         for group, pace_s in enumerate((1.0, 1.1, 2.5)):
             began_s, work = 200.0 + 10 * step, {str(group): [0, 1] if group else [0, 1, 2, 3]}
@@ -260,8 +260,8 @@ def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
         assert run_state.groups() == ["alive", "alive", "slow" if step == 8 else "alive"]
 
 
-def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
-    run_state = standing_of(commit(101.0, 0, 0), commit(102.0, 1, 1), commit(103.0, 2, 2, save=True))
+def test_the_next_save_follows_from_the_cadence_or_the_settings() -> None:
+    run_state = run_state_of(commit(101.0, 0, 0), commit(102.0, 1, 1), commit(103.0, 2, 2, save=True))
     assert run_state.next_save_s(SavePlan(), 110.0) is None
     assert run_state.next_save_s(SavePlan(interval_s=60.0), 110.0) == 53.0
     assert run_state.next_save_s(SavePlan(interval_steps=10), 110.0) == 7 * 1.0
@@ -284,7 +284,7 @@ def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
 
 
 def test_the_view_can_be_read_without_colours() -> None:
-    run_state = standing_of(
+    run_state = run_state_of(
         commit(101.0, 0, 0),
         line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)),
         entry(102.1, 1, entry="fence", group=1, incarnation=0),
@@ -336,7 +336,7 @@ STORY = [
     commit(103.0, 2, 1, admit=[[1, 1]]),
     line(103.1, UPDATE),
 ]
-TOLD = [
+SHOWN = [
     "fault injected: kill of group 1 rank 0 in step 1, backward",
     "group 1 lost: rank 0: SIGKILL",
     "group 1 is up again and waits for the end of a step",
@@ -362,15 +362,15 @@ def follow_story(run_dir: Path, *, is_terminal: bool) -> str:
     return console.file.getvalue()
 
 
-def test_piped_each_event_is_told_once_with_its_time_and_the_number_of_the_journal(tmp_path: Path) -> None:
+def test_piped_each_event_is_shown_once_with_its_time_and_the_number_of_the_journal(tmp_path: Path) -> None:
     """A group rejoined from step 16 on by the journal, and right below from step 17 on by its own report."""
     lines = follow_story(tmp_path / "run", is_terminal=False).splitlines()
     assert all(re.match(STAMP, text) for text in lines)
-    told = [text[len("2026-11-23 12:00:00 ") :] for text in lines]
-    assert [text for text in told if not text.startswith("step ")] == TOLD
+    shown_lines = [text[len("2026-11-23 12:00:00 ") :] for text in lines]
+    assert [text for text in shown_lines if not text.startswith("step ")] == SHOWN
 
 
-def test_while_the_journal_is_behind_what_is_reported_is_told_and_not_again(
+def test_while_the_journal_is_behind_what_is_reported_is_shown_and_not_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full disk the screen would stand still until the end."""
@@ -399,31 +399,31 @@ def test_while_the_journal_is_behind_what_is_reported_is_told_and_not_again(
         for event in (step, lost, rejoined):
             progress.on_event(event)
         assert isinstance(console.file, io.StringIO)
-        assert console.file.getvalue() == "", "the journal will tell of these"
+        assert console.file.getvalue() == "", "the journal will show these"
         now_s += 11.0
         for event in (replace(step, step=9), replace(step, step=10), lost, rejoined):
             progress.on_event(event)
         with (run_dir / "journal" / "test.jsonl").open("a") as file:
             file.write("".join(encode_line(item) + "\n" for item in STORY[2:]))
         progress.refresh()
-    told = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
-    assert told[0].startswith("step 10/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%")
-    assert told[1:4] == [TOLD[1], TOLD[3], TOLD[0]]
-    assert [text[:9] for text in told[4:]] == ["step 2/20"]
+    shown_lines = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
+    assert shown_lines[0].startswith("step 10/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%")
+    assert shown_lines[1:4] == [SHOWN[1], SHOWN[3], SHOWN[0]]
+    assert [text[:9] for text in shown_lines[4:]] == ["step 2/20"]
 
 
-def test_a_step_that_came_before_an_event_is_told_before_it() -> None:
+def test_a_step_that_came_before_an_event_is_shown_before_it() -> None:
     """It was held back for two seconds after the one before, and came behind with an earlier time."""
     lines, update = NewLines(has_steps=True), replace(UPDATE, step=0, attempt=0)
-    run_state = standing_of(commit(101.0, 0, 0), line(101.1, update))
-    (told,) = lines.poll(run_state, 101.2)
-    assert " step 1/20 " in told
+    run_state = run_state_of(commit(101.0, 0, 0), line(101.1, update))
+    (shown_line,) = lines.poll(run_state, 101.2)
+    assert " step 1/20 " in shown_line
     for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
         run_state.add_line(item)
     assert lines.poll(run_state, 102.2) == [], "too soon"
     run_state.add_line(line(102.5, LOST))
     step, loss = lines.poll(run_state, 102.6)
-    assert (" step 2/20 " in step, loss.endswith(TOLD[1])) == (True, True)
+    assert (" step 2/20 " in step, loss.endswith(SHOWN[1])) == (True, True)
     assert lines.poll(run_state, 999.0) == []
 
 
@@ -431,22 +431,22 @@ def test_on_a_terminal_each_event_stands_once_in_the_lines_above_the_view(tmp_pa
     """The newest was in the lines, in the list of events and in the note."""
     shown = follow_story(tmp_path / "run", is_terminal=True)
     assert "step 2/20" in shown
-    assert [shown.count(text) for text in TOLD] == [1, 1, 1, 1]
+    assert [shown.count(text) for text in SHOWN] == [1, 1, 1, 1]
 
 
-def test_a_step_is_told_in_the_same_line_everywhere(tmp_path: Path) -> None:
+def test_a_step_is_shown_in_the_same_line_everywhere(tmp_path: Path) -> None:
     text = (
         "step 2/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%  groups 2/3  load 4  500 ms"
         "  left 36 s"
     )
     assert f" {text}\n" in follow_story(tmp_path / "run", is_terminal=False)
     assert f"{text}  (going on)\n" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output
-    run_state = standing_of(commit(101.0, 0, 0), line(101.1, replace(UPDATE, step=0, attempt=0)))
+    run_state = run_state_of(commit(101.0, 0, 0), line(101.1, replace(UPDATE, step=0, attempt=0)))
     assert "loss 2.3456  lr 3.00e-04  grad norm 1.234  groups 3/3" in step_line(run_state, 102.0), "nothing is known"
 
 
 def test_the_time_left_follows_the_recent_steps_and_their_recoveries() -> None:
-    run_state = standing_of(*(commit(101.0 + step, step, step) for step in range(4)))
+    run_state = run_state_of(*(commit(101.0 + step, step, step) for step in range(4)))
     assert run_state.left_s(104.0) == pytest.approx(16 * 1.0)
     run_state.add_line(commit(109.0, 4, 4))  # a recovery
     assert run_state.left_s(109.0) == pytest.approx(15 * (3 * 1.0 + 5.0) / 4)
@@ -464,24 +464,28 @@ def test_no_more_time_is_left_than_the_run_is_to_take() -> None:
     assert run_state.left_s(104.0) == pytest.approx(112.0 - 104.0)
 
 
-def test_checkpoints_that_no_group_could_use_are_told_once_for_each_restart() -> None:
+def test_checkpoints_that_no_group_could_use_are_shown_once_for_each_restart() -> None:
     record = RestartRecord(group=0, incarnation=1, step=1, rework_steps=1, restart_s=1.0, rejected=["step 2: damaged"])
     restarts: list[Line] = []
     for index in (1, 2):
         restarts.append(entry(102.0, index, entry="restart", step=1, members=[[0, index], [1, index]]))
         restarts += [line(103.0, replace(record, group=group)) for group in (0, 1)]
-    run_state = standing_of(commit(101.0, 0, 0, save=True), *restarts)
-    told = [event.text for event in run_state.events_since(0)]
-    assert told.count("step 2: damaged") == told.count("training starts again from the checkpoint after 1 steps") == 2
+    run_state = run_state_of(commit(101.0, 0, 0, save=True), *restarts)
+    shown_lines = [event.text for event in run_state.events_since(0)]
+    assert (
+        shown_lines.count("step 2: damaged")
+        == shown_lines.count("training starts again from the checkpoint after 1 steps")
+        == 2
+    )
 
 
-def test_why_a_run_was_halted_is_told_once() -> None:
+def test_why_a_run_was_halted_is_shown_once() -> None:
     end = EndRecord(outcome="halted", reason="it diverged")
-    run_state = standing_of(entry(101.0, 0, entry="halt", reason="it diverged"), line(102.0, end))
+    run_state = run_state_of(entry(101.0, 0, entry="halt", reason="it diverged"), line(102.0, end))
     assert [event.text for event in run_state.events(9)] == ["halted: it diverged", "the run ended: halted"]
 
 
-def test_a_wipe_out_before_a_restart_is_told_once_though_each_group_says_so(tmp_path: Path) -> None:
+def test_a_wipe_out_before_a_restart_is_shown_once_though_each_group_reports_it(tmp_path: Path) -> None:
     console = RunConsole(file=io.StringIO())
     stopped = RunStopped(group=GroupId(0), step=3, reason="shard 1 has no host", is_final=False)
     with RunProgress(RunConfig(), console, tmp_path) as progress:
@@ -500,21 +504,23 @@ def test_a_traceback_is_shown_below_the_loss_that_it_explains(tmp_path: Path) ->
         progress.on_event(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="Traceback:\n  x[/b]\n"))
     assert isinstance(console.file, io.StringIO)
     lines = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
-    assert lines[1:] == [TOLD[1], "group 1 rank 0 raised:", "Traceback:", "  x[/b]"]
+    assert lines[1:] == [SHOWN[1], "group 1 rank 0 raised:", "Traceback:", "  x[/b]"]
 
 
-def test_that_a_group_is_up_again_is_told_once_though_each_of_its_nodes_says_so(tmp_path: Path) -> None:
+def test_that_a_group_is_up_again_is_shown_once_though_each_of_its_nodes_reports_it(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
-        for life in (0, 1):
-            progress.on_event(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="", incarnation=life))
+        for incarnation in (0, 1):
+            progress.on_event(
+                GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="", incarnation=incarnation)
+            )
             for _ in range(2):
                 progress.on_event(RanksReady(group=GroupId(1)))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("group 1 is up again") == 2
 
 
-def test_that_etcd_fills_up_is_told_once_though_it_is_measured_again_and_again(tmp_path: Path) -> None:
+def test_that_etcd_fills_up_is_shown_once_though_it_is_measured_again_and_again(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=1000)
     full, wide = (StoreSpace(used_bytes=9, limit_bytes=limit, is_full=False) for limit in (10, 1 << 30))
     with RunProgress(RunConfig(), console, tmp_path) as progress:
@@ -524,7 +530,7 @@ def test_that_etcd_fills_up_is_told_once_though_it_is_measured_again_and_again(t
     assert console.file.getvalue().count("warning: etcd holds 9 B of the 10 B") == 2
 
 
-def test_status_tells_of_a_run_directory_without_slurm(tmp_path: Path) -> None:
+def test_status_describes_a_run_directory_without_slurm(tmp_path: Path) -> None:
     run_dir = write(tmp_path / "run", simulated(2, 2, 300.0))
     result = CliRunner().invoke(app, ["status", str(run_dir)])
     assert result.exit_code == 0, result.output
@@ -537,7 +543,7 @@ def test_status_tells_of_a_run_directory_without_slurm(tmp_path: Path) -> None:
     assert answer["wall_s"] == pytest.approx(answer["goodput"] * answer["wall_s"] + sum(answer["lost_s"].values()))
 
 
-def test_watching_without_a_terminal_tells_what_is_new_until_the_end(
+def test_watching_without_a_terminal_shows_what_is_new_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = simulated(5, 3, 300.0)
@@ -555,13 +561,13 @@ def test_watching_without_a_terminal_tells_what_is_new_until_the_end(
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=grow, time=time.time, monotonic=time.monotonic))
     result = CliRunner().invoke(app, ["status", str(run_dir), "--watch"])
     assert result.exit_code == 0, result.output
-    told = result.output.splitlines()
+    shown_lines = result.output.splitlines()
     assert is_whole
-    assert re.fullmatch(STAMP + r"step 60/60  groups 7/7  load 3  \d.*", told[-2])
-    assert re.fullmatch(STAMP + "the run ended: finished: all steps are committed", told[-1])
-    assert all(re.match(STAMP, text) for text in told)
+    assert re.fullmatch(STAMP + r"step 60/60  groups 7/7  load 3  \d.*", shown_lines[-2])
+    assert re.fullmatch(STAMP + "the run ended: finished: all steps are committed", shown_lines[-1])
+    assert all(re.match(STAMP, text) for text in shown_lines)
     num_losses = sum(isinstance(item.record, LossRecord) for item in lines)
-    assert sum(" lost: rank" in text for text in told) == num_losses > 0
+    assert sum(" lost: rank" in text for text in shown_lines) == num_losses > 0
 
 
 @pytest.mark.parametrize("arguments", [["--watch"], ["--watch", "--json"], []])
@@ -571,7 +577,7 @@ def test_what_is_neither_a_run_nor_a_job_is_named(tmp_path: Path, arguments: lis
     assert (str(tmp_path) in result.output) != (len(arguments) == 2)
 
 
-def test_a_journal_without_any_run_record_tells_nothing(tmp_path: Path) -> None:
+def test_a_journal_without_any_run_record_shows_nothing(tmp_path: Path) -> None:
     run_dir = write(tmp_path / "run", [commit(101.0, 0, 0)])
     assert read_run_state(run_dir).groups() == []
     assert "no run yet" in CliRunner().invoke(app, ["status", str(run_dir)]).output
@@ -580,7 +586,7 @@ def test_a_journal_without_any_run_record_tells_nothing(tmp_path: Path) -> None:
 def test_a_loss_in_a_trace_is_known_by_its_group() -> None:
     found: list[Line] = []
     scenario = Scenario(
-        name="told",
+        name="shown",
         num_groups=5,
         redundancy=3,
         microbatches_per_shard=3,

@@ -1,4 +1,4 @@
-"""A stand-in whose supervisor is lost, or has not come, on a cluster that does not always answer."""
+"""A remote supervisor that is lost, or has not come, on a cluster that does not always answer."""
 
 import dataclasses
 import itertools
@@ -30,15 +30,15 @@ READY, ENDED = RanksReady(group=GroupId(1)), NodeEnded(node=1, exits={})
 class Step:
     """A supervisor as a thread; it has a process that does not end by itself."""
 
-    def __init__(self, run_dir: Path, life: Callable[[Connection], None]) -> None:
+    def __init__(self, run_dir: Path, supervise: Callable[[Connection], None]) -> None:
         self.is_terminated = False
-        self._thread = threading.Thread(target=self._run, args=(run_dir, life))
+        self._thread = threading.Thread(target=self._run, args=(run_dir, supervise))
         self._thread.start()
 
-    def _run(self, run_dir: Path, life: Callable[[Connection], None]) -> None:
+    def _run(self, run_dir: Path, supervise: Callable[[Connection], None]) -> None:
         with connect(run_dir, 1, WAIT_S) as driver:
             driver.recv()
-            life(driver)
+            supervise(driver)
 
     def poll(self) -> int | None:
         return None
@@ -71,30 +71,30 @@ class Broken:
 
 
 class Launcher:
-    """Starts what it is told to, one after the other; None is a failure."""
+    """Starts the given supervisors, one after the other; None is a failure."""
 
     replaces = True
 
-    def __init__(self, *lives: Callable[[Connection], None] | None) -> None:
-        self._lives = list(lives)
-        self.told: list[str] = []
+    def __init__(self, *supervisors: Callable[[Connection], None] | None) -> None:
+        self._supervisors = list(supervisors)
+        self.calls: list[str] = []
         self.steps: list[Step | Broken] = []
 
     def start(self, run_dir: Path, node: int, incarnation: int) -> Any:
-        self.told.append(f"start {incarnation}")
-        begin = self._lives.pop(0)
+        self.calls.append(f"start {incarnation}")
+        begin = self._supervisors.pop(0)
         if begin is None:
             raise ValueError("scontrol failed: Socket timed out on send/recv operation")
-        if begin is nobody:
+        if begin is never_connects:
             return None
         self.steps.append(Broken() if begin is broken else Step(run_dir, begin))
         return self.steps[-1]
 
     def release(self, run_dir: Path, node: int) -> None:
-        self.told.append("ended")
+        self.calls.append("ended")
 
 
-def nobody(driver: Connection) -> None:
+def never_connects(driver: Connection) -> None:
     raise AssertionError("it is not started")
 
 
@@ -138,20 +138,20 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
     launcher = Launcher(lost_when_ready, None, None, there_to_the_end)
     ours, theirs = Pipe()
     module._RemoteSupervisor(launcher, spec, theirs, retry_s=SOON_S).run()
-    starts = [word for word in launcher.told if word != "ended"]
+    starts = [word for word in launcher.calls if word != "ended"]
     assert starts == ["start 0", "start 1", "start 1", "start 1"]
-    assert launcher.told[-1] == "ended"
+    assert launcher.calls[-1] == "ended"
     assert [ours.recv() for _ in range(3)] == [READY, READY, ENDED]
     assert capsys.readouterr().out.count("its supervisor cannot be started now: scontrol failed: Socket timed out") == 2
 
 
-def test_a_first_supervisor_that_cannot_be_started_is_told(spec: NodeSpec) -> None:
+def test_a_first_supervisor_that_cannot_be_started_is_reported(spec: NodeSpec) -> None:
     with pytest.raises(ValueError, match="scontrol failed"):
         module._RemoteSupervisor(Launcher(None), spec, Pipe()[1], retry_s=SOON_S).run()
 
 
 def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try asks the cluster's one server, and so do the stand-ins of all nodes that are lost."""
+    """Each try asks the cluster's one server, and so do the remote supervisors of all lost nodes."""
     now_s = [0.0]
 
     def wait(objects: list[Any], timeout_s: float) -> list[Any]:
@@ -185,22 +185,22 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
 @pytest.mark.parametrize(
     ("first", "cause"),
     [
-        (nobody, "did not connect within control.startup_timeout_s=0.05"),
+        (never_connects, "did not connect within control.startup_timeout_s=0.05"),
         (broken, "did not connect: the command that starts it ended with exit code 127"),
         (lost_at_once, "was lost before training began"),
     ],
 )
-def test_a_supervisor_that_is_not_there_before_training_is_told_of_and_another_one_awaited(
+def test_a_supervisor_that_is_missing_before_training_is_reported_and_another_one_awaited(
     spec: NodeSpec, first: Callable[[Connection], None], cause: str
 ) -> None:
-    """The stand-in ended, and the run with it."""
-    startup_timeout_s = 0.05 if first is nobody else WAIT_S
+    """The remote supervisor ended, and the run with it."""
+    startup_timeout_s = 0.05 if first is never_connects else WAIT_S
     control = dataclasses.replace(spec.config.control, startup_timeout_s=startup_timeout_s)
     spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, control=control))
-    launcher = Launcher(first, nobody, there_to_the_end)
+    launcher = Launcher(first, never_connects, there_to_the_end)
     ours, theirs = Pipe()
     module._RemoteSupervisor(launcher, spec, theirs, retry_s=SOON_S).run()
-    assert [word for word in launcher.told if word != "ended"] == ["start 0", "start 1", "start 1"]
+    assert [word for word in launcher.calls if word != "ended"] == ["start 0", "start 1", "start 1"]
     missing = NodeMissing(node=1, cause=f"node 1: its supervisor {cause}; look at logs/node-1.log, and at the machine")
     assert [ours.recv() for _ in range(3)] == [missing, READY, ENDED]
 
@@ -214,11 +214,11 @@ def test_one_that_is_lost_later_is_for_the_other_nodes_to_find(spec: NodeSpec) -
 
 
 @pytest.mark.timeout(60)
-def test_a_supervisor_that_tells_a_driver_that_is_gone_is_left_to_itself(spec: NodeSpec) -> None:
+def test_a_supervisor_that_reports_to_a_driver_that_is_gone_is_left_to_itself(spec: NodeSpec) -> None:
     """It was terminated, for it was heard before the driver's end was seen."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as driver:
-        driver.shutdown(socket.SHUT_RD)  # nothing can be told any more, and its end is not seen
+        driver.shutdown(socket.SHUT_RD)  # nothing can be reported any more, and its end is not seen
     launcher = Launcher(lost_when_ready)
     with pytest.raises(module._Over):
         module._RemoteSupervisor(launcher, spec, theirs, retry_s=SOON_S).run()
@@ -228,7 +228,7 @@ def test_a_supervisor_that_tells_a_driver_that_is_gone_is_left_to_itself(spec: N
 
 
 @pytest.mark.timeout(60)
-def test_a_supervisor_is_told_that_the_driver_has_its_last_word(spec: NodeSpec) -> None:
+def test_a_supervisor_learns_that_the_driver_has_its_last_report(spec: NodeSpec) -> None:
     heard: list[object] = []
 
     def waits(driver: Connection) -> None:

@@ -15,7 +15,14 @@ from spare_megatron.stacking.layout import GroupId, Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartState:
-    """A group's state, in its new incarnation, after a wipe-out."""
+    """A group's state, in its new incarnation, after a wipe-out.
+
+    Attributes:
+        partitions: State partitions of which its nodes have complete snapshots of all its ranks.
+        failure: Why it cannot look for checkpoints; empty if it can.
+        readings: What it has verified so far; `is_reading` if files remain.
+        silent_s: Seconds since it last reported anything new, on the reader's clock.
+    """
 
     member: Member
     candidates: tuple[CheckpointCandidate, ...]

@@ -98,7 +98,11 @@ class Pulse:
 
 
 class FailureDetector:
-    """Watches one rank, with this heartbeat interval."""
+    """Watches one rank.
+
+    `first_limit_s` limits an operation's first run, unless it polls, and every storage operation, because storage that
+    pauses for all groups must not end them.
+    """
 
     def __init__(self, interval_s: float, first_limit_s: float, load_limit_s: float) -> None:
         self._interval_s = interval_s
@@ -111,9 +115,8 @@ class FailureDetector:
     def poll(self, pulse: Pulse, now_s: float, *, group_starved_s: float, is_held_up: bool = False) -> str:
         """Why the rank is considered lost, for people; empty while it is not.
 
-        Args:
-            group_starved_s: Total time without a processor of all ranks of its group, from any origin.
-            is_held_up: Another rank of its group is at storage, for which this one may wait.
+        `group_starved_s`: total time without a processor of all ranks of its group, from any origin. `is_held_up`:
+        another rank of its group is at storage, for which this one may wait.
         """
         if self._polled_at_s is not None and now_s - self._polled_at_s > self._interval_s:
             # The watcher itself was suspended. What it missed is no evidence.

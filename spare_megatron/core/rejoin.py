@@ -42,7 +42,7 @@ class NextStart(NamedTuple):
 
 
 class RestartBudget:
-    """How often and when the groups of a node are started again: `most_restarts` each, besides those after wipe-outs."""
+    """How often and when a node's groups are started again: `most_restarts` each, besides those after wipe-outs."""
 
     def __init__(self, most_restarts: int, interval_s: float) -> None:
         self._most_restarts = most_restarts

@@ -102,7 +102,11 @@ class Restarts:
 
 
 class Search:
-    """What the waiting groups have, and how far it is known to be whole."""
+    """What the waiting groups have, and how far it is known to be whole.
+
+    Only groups in `able` may take part. `is_over`: the asking group has waited for `limits.wait_s`; `is_early`: further
+    groups may still come.
+    """
 
     def __init__(
         self,

@@ -56,6 +56,11 @@ def reorder_microbatches(
     The present owners, of shape (num_shards, m), may come from any earlier state. A microbatch whose owner is not a
     surviving host of its shard always moves. Shards `left_out` keep their owners; any other without a host raises
     WipeOut.
+
+    Notes:
+        Both optima are exact: see `stacking.matching`. Ties: a host keeps its lowest indices; the others go in
+            ascending order of index to hosts in ascending order of id. Cost: O(N (m + r) r) and, per length of
+            displacement chains, one maximum flow over the pairs they touch.
     """
     if owners.ndim != 2 or len(owners) != placement.num_groups:
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")

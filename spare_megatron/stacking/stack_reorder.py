@@ -32,7 +32,14 @@ class StackOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackReorder:
-    """Stack order and owners after a reorder."""
+    """Stack order and owners after a reorder.
+
+    Attributes:
+        owners: Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its
+            stack.
+        num_moves: Shards swapped into the first `depth` of a stack for one that its group does not own.
+        phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2).
+    """
 
     owners: StackArray
     order: StackOrder
@@ -51,6 +58,14 @@ def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: Stack
 
     A move swaps a shard from beyond the first S of a group's stack with one within it; all other positions stay. The
     order may come from any earlier state. Raises WipeOut if some shard has no surviving host.
+
+    Notes:
+        Phase 1: keep the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces
+            the paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: Hopcroft-Karp with S
+            slots per group and any host allowed, S growing from the proven bound. Phase 3:
+            `stacking.matching.cheapest_spread` at that S, where hosts are free for the shards within their first S.
+        Ties: phase 1 picks the surviving host that has the shard earliest, then the lowest id; phase 3 as in
+            `stacking.matching`; shards move in ascending order of ids to the earliest positions not owned.
     """
     require_hosts(placement, alive)
     is_alive = placement.alive_mask(alive)

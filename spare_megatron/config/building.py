@@ -57,7 +57,7 @@ class TypeProblem:
 
 
 class _Misfit(Exception):
-    """A value does not have the type of its field; the text names the key, the value and the expected type."""
+    """A value does not have the type of its field."""
 
 
 def valid_keys() -> tuple[str, ...]:
@@ -66,10 +66,7 @@ def valid_keys() -> tuple[str, ...]:
 
 
 def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[TypeProblem]]:
-    """Builds the configuration from values by dotted key; lists those of the wrong type, which keep their defaults.
-
-    Every key must be valid or start with `megatron.`.
-    """
+    """Builds the configuration from valid dotted keys; lists values of the wrong type, which keep their defaults."""
     problems: list[TypeProblem] = []
     table: dict[str, Any] = {}
     kinds = _leaf_kinds(RunConfig, "")

@@ -1,7 +1,6 @@
-"""Validates the two files of a corpus (tokens and Megatron index) and reads its facts. Loads without torch.
+"""Validates the two files of a corpus (tokens and Megatron index) and caches its facts. Loads without torch.
 
-A full read takes minutes for a large corpus, so its facts are cached with size and modification time of both files, and
-the cache is valid only while these match.
+The cache is valid only while size and modification time of both files match.
 """
 
 import hashlib
@@ -41,7 +40,7 @@ class CorpusFacts:
     Attributes:
         digest: First digits of the SHA-256 over both files.
         tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
-        vocab_size: Vocabulary named in the note, with which the corpus was written.
+        vocab_size: Vocabulary named in the note.
     """
 
     digest: str
@@ -76,7 +75,6 @@ def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Folder for files derived from the corpus."""
     return (Path(data.cache) if data.cache else Path(data.corpus).absolute().parent / "cache").absolute()
 
 
@@ -118,12 +116,7 @@ def note_of(prefix: str | Path, tokenizer: str, vocab_size: int) -> str:
 
 
 def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: None) -> CorpusFacts:
-    """Reads both files completely.
-
-    Raises:
-        ValueError: They are damaged or do not match.
-        OSError: A file cannot be read.
-    """
+    """Reads both files completely; raises ValueError if they are damaged, OSError if unreadable."""
     tokens, index = corpus_files(prefix)
     num_bytes = tokens.stat().st_size
     dtype, expected_bytes = _check_index(index)
@@ -254,7 +247,6 @@ def _name_of(prefix: str) -> str:
 
 
 def _figures(facts: CorpusFacts) -> dict[str, Any]:
-    """The facts that come from the files themselves, not from the note."""
     return {name: value for name, value in asdict(facts).items() if name not in ("tokenizer", "vocab_size")}
 
 
@@ -281,7 +273,6 @@ def _note_beside(prefix: str) -> Mapping[str, Any]:
 
 
 def _json_in(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; empty if it holds none."""
     with suppress(OSError, ValueError):
         with path.open("rb") as file:
             note = json.loads(file.read(_MOST_NOTE_BYTES))  # Megatron's own tools use this name for files of text
@@ -291,7 +282,6 @@ def _json_in(path: Path) -> Mapping[str, Any]:
 
 
 def _keep(path: Path, note: Mapping[str, Any]) -> None:
-    """Writes the note to the cache, if the cache is writable."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,10 +35,7 @@ class NodeFinding:
 
 
 def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeMeasurements]) -> list[NodeFinding]:
-    """Findings about these nodes, ordered by node; the nodes of the run come first in `nodes`, then its spare ones.
-
-    `config` has no problems of its own; `folder` is that of the checkpoints.
-    """
+    """Findings about these nodes, ordered by node; the nodes of the run come first in `nodes`, then its spare ones."""
     whole = [(node, node.facts) for node in nodes if node.facts is not None]
     found = [NodeFinding(node=node.name, check="node", text=node.failure) for node in nodes if node.facts is None]
     found += _alike(whole)
@@ -69,7 +66,6 @@ def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, .
 
 
 def nodes_per_group(config: RunConfig) -> int:
-    """Machines that a group stands on, which write a checkpoint together."""
     return -(-config.parallel.ranks_per_group // ranks_per_machine(config))
 
 

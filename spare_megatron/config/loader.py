@@ -45,17 +45,12 @@ class _Mistake:
     text: str
 
     def concerns(self, problem: str) -> bool:
-        """Whether a problem names the setting, and so may come from its default."""
         key = re.escape(self.key)
         return re.search(rf"(?<![\w.]){key}\b" if "." in self.key else rf"(?<![\w.]){key}[.=]", problem) is not None
 
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = (), cluster: Path | None = None) -> LoadedConfig:
-    """Loads a preset (None: the defaults), then the cluster preset, then `a.b=value` overrides in TOML or bare text.
-
-    Raises:
-        ConfigError: A file cannot be read or parsed, a key is unknown, or a value has the wrong type.
-    """
+    """Loads a preset (None: the defaults), the cluster preset, then `a.b=value` overrides; raises ConfigError."""
     return _without_mistakes(*_assemble(_read_all(path, overrides, cluster)))
 
 
@@ -67,8 +62,8 @@ def load_and_judge(
 ) -> tuple[LoadedConfig, list[str]]:
     """Loads as `load_run_config` does, and returns the configuration with everything wrong with it.
 
-    A setting with a mistaken key or type keeps its default, and what `judge` reports about it is dropped. A ValueError
-    from `judge` counts as one problem; ConfigError is raised only if a file cannot be read or parsed.
+    A mistaken setting keeps its default, and what `judge` reports about it is dropped. ConfigError is raised only if a
+    file cannot be read or parsed.
     """
     loaded, mistakes = _assemble(_read_all(path, overrides, cluster))
     try:
@@ -118,7 +113,6 @@ def _read_all(path: Path | None, overrides: Sequence[str], cluster: Path | None)
 
 
 def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setting]:
-    """Yields the settings of included presets, then those of the preset itself."""
     path = Path(os.path.normpath(path))
     via = f" (included from {included_from[-1]})" if included_from else ""
     if path in included_from:

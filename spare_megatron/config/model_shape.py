@@ -23,10 +23,7 @@ class ModelShape:
     """Parameter counts of a GPT, summed over tensor-parallel ranks.
 
     Attributes:
-        positions: Learned positions; 0 with rotary ones.
         layer_matrices: The matrices of a layer, by which each token is multiplied.
-        final_norm: The norm behind the last layer.
-        num_layers: Layers over all stages.
         is_tied: The output layer shares the embedding table.
     """
 
@@ -45,7 +42,7 @@ class ModelShape:
         return tables + self.positions + self.num_layers * self.layer + self.final_norm
 
     def of_stages(self, num_stages: int) -> list[int]:
-        """Parameters that each pipeline stage holds; with tied tables the last stage holds a copy."""
+        """Parameters of each pipeline stage; with tied tables the last stage holds a copy."""
         stages = [self.num_layers // num_stages * self.layer] * num_stages
         stages[0] += self.embedding + self.positions
         stages[-1] += self.final_norm + (0 if num_stages == 1 and self.is_tied else self.embedding)
@@ -89,9 +86,9 @@ def model_shape(config: RunConfig) -> ModelShape:
 def flops_per_token(config: RunConfig) -> float:
     """Floating-point operations to train on one token: a forward pass, and twice as many backward.
 
-    Per token, a forward pass takes 2 per element of each matrix, the output layer's included, and 4 s h per layer for
-    attention, with s tokens in a sequence and h the width of all heads (Narayanan et al., arXiv 2104.04473, appendix).
-    Norms, activations, softmax, recomputation and redundant microbatches do not count.
+    A forward pass takes 2 per element of each matrix and 4 s h per layer for attention, with s tokens in a sequence and
+    h the width of all heads (Narayanan et al., arXiv 2104.04473, appendix). Norms, activations, softmax, recomputation
+    and redundant microbatches do not count.
     """
     shape, model = model_shape(config), config.model
     head = config.megatron.get("kv_channels") or model.hidden_size // model.num_attention_heads

@@ -22,18 +22,13 @@ class NodeFacts:
     Attributes:
         versions: Package -> version; empty if absent.
         torch_failure: Why torch cannot be loaded; empty if it can.
-        gpu_driver: Version of NVIDIA's driver; empty without one.
-        open_files: Limit on open files of a process.
-        open_files_most: Value to which that limit can be raised.
+        open_files: Limit on open files of a process; `open_files_most` is the value to which it can be raised.
         locked_memory_bytes: Limit on locked memory of a process; None if unlimited.
-        has_infiniband: InfiniBand adapters are present, which need locked memory.
-        busy_ports: The requested ports that are already in use.
+        has_infiniband: InfiniBand adapters, which need locked memory, are present.
         store_failures: etcd endpoint -> why it does not answer here.
-        store_refusal: Why etcd does not report its size; empty if it does, or cannot be connected to.
+        store_refusal: Why etcd does not report its size; empty if it does, or is unreachable.
         store_space: Size of etcd's database; None if not reported.
         corpus_bytes: Sizes of the corpus's two files; None for one that cannot be read.
-        sees_folder: The file that the driver wrote to the checkpoint folder is visible.
-        folder_free_bytes: Free space in that folder.
     """
 
     host: str
@@ -75,7 +70,6 @@ class NodeMeasurements:
     """Facts of one node and measurements between it and others.
 
     Attributes:
-        failure: Why the node could not be examined; empty if it was.
         write: Rate into the checkpoint folder while the other nodes of a group write too.
         link_to: The node to which `link` was measured; empty for a single node.
         link: Rate to that node while all nodes send.

@@ -1,7 +1,6 @@
 """Identifies the running code by a digest and, if it stands in a checkout of its own, a commit.
 
-All processes of a run must have equal code. None imports from the working directory, where a copy of this package or
-a file named like a module of the standard library may lie.
+All processes of a run must have equal code. None imports from the working directory.
 """
 
 import hashlib
@@ -21,10 +20,7 @@ _ANSWER_S = 10.0
 
 @cache
 def code_digest(*packages: str) -> str:
-    """SHA-256 of the Python files of the given packages of `spare_megatron`; of all packages if none is given.
-
-    Cached: a process and its forks keep the digest of the code they imported, even if the files change later.
-    """
+    """SHA-256 of the Python files of these packages of `spare_megatron`, or of all; cached as imported."""
     digest = hashlib.sha256(__version__.encode())
     for folder in [PACKAGE / name for name in packages] or [PACKAGE]:
         for file in sorted(folder.rglob("*.py")):
@@ -41,18 +37,12 @@ def code_mismatch(code: str) -> str:
 
 
 def start_in_safe_path_mode() -> None:
-    """Keeps the working directory off `sys.path` of this process's Python children, those of multiprocessing included.
-
-    Commands for other machines pass `python -P` instead.
-    """
+    """Keeps the working directory off `sys.path` of this process's Python children; other machines pass `python -P`."""
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def commit(num_digits: int = 40) -> str:
-    """The commit of the checkout, with `-dirty` if it has changes; UNKNOWN if git does not track this package there.
-
-    An installed package may lie in the checkout of another project, whose commit does not describe it.
-    """
+    """The commit of the checkout, with `-dirty` if it has changes; UNKNOWN if git does not track this package there."""
     try:
         _git("ls-files", "--error-unmatch", "__init__.py")
         return _git("describe", "--always", "--dirty", f"--abbrev={num_digits}")

@@ -12,11 +12,9 @@ class RankMemory:
     """Bytes of the fullest rank, without the overhead of libraries and allocators.
 
     Attributes:
-        weights_bytes: Parameters in the precision that layers compute with.
-        gradients_bytes: Buffers in which gradients are summed.
         reduction_bytes: Buckets staged at a time, at most.
         optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
-        activations_bytes: Peak of what the forward pass keeps for the backward pass; an estimate.
+        activations_bytes: Peak of what the forward pass keeps; an estimate.
     """
 
     weights_bytes: int
@@ -32,7 +30,6 @@ class RankMemory:
 
 
 def rank_memory(config: RunConfig) -> RankMemory:
-    """The memory of the fullest rank of a configuration without problems."""
     layout = config.layout
     parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
     weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
@@ -58,10 +55,10 @@ def state_bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
 def _activations_bytes(config: RunConfig) -> int:
     """Activation bytes of the fullest stage.
 
-    Korthikanti et al., arXiv 2205.05198, without attention scores, which are never stored: a layer keeps s b h (10 +
-    24/t) bytes in 16 bits (s tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence
-    parallelism, 2 s b h with full recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first
-    of p stages keeps p microbatches: losses may give a group that many even if a shard has fewer.
+    Korthikanti et al., arXiv 2205.05198, without attention scores: a layer keeps s b h (10 + 24/t) bytes in 16 bits (s
+    tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
+    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first of p stages keeps p
+    microbatches.
     """
     model, layout, megatron = config.model, config.layout, config.megatron
     tensor = layout.tensor_parallel

@@ -1,7 +1,7 @@
 """Locates sample indices of a corpus and removes unused ones. Loads without torch.
 
-An index is a folder named by all it depends on. A run's lease on it is a file beside it, which ranks renew and the
-driver removes at the end. Of the indices without a lease the `NUM_KEPT` last used ones stay.
+An index is a folder named by all it depends on, a run's lease on it a file beside it. Of the indices without a lease
+the `NUM_KEPT` last used ones stay.
 """
 
 import json
@@ -29,10 +29,7 @@ def num_samples(config: RunConfig) -> int:
 
 
 def index_folder(config: RunConfig) -> Path:
-    """Folder for the index of this run's samples; raises ValueError if the corpus is missing.
-
-    Its name digests the state of the corpus files, which Megatron leaves out: a rewritten corpus gets a new index.
-    """
+    """Folder for the index of this run's samples, named by the state of its corpus; ValueError if that is missing."""
     prefix = Path(config.data.corpus).absolute()
     files = corpus_files(prefix)
     missing = [str(file) for file in files if not file.is_file()]
@@ -63,7 +60,6 @@ def leased(config: RunConfig) -> Iterator[None]:
 
 
 def renew(folder: Path) -> None:
-    """Marks the index as used now, and renews all leases on it."""
     for path in (folder, *_leases(folder)):
         with suppress(OSError):  # owned by another user
             os.utime(path)
@@ -72,7 +68,7 @@ def renew(folder: Path) -> None:
 def remove_unused(folder: Path) -> None:
     """Removes expired leases, abandoned folders, and all but the `NUM_KEPT` last used indices without a lease.
 
-    `folder` is an index just renewed: its modification time is now by the clock of the storage.
+    `folder` is an index just renewed: its time is now by the clock of the storage.
     """
     now_s = _used_at_s(folder)
     for lease in folder.parent.glob(f"{_PREFIX}*{_LEASE}*"):

@@ -27,9 +27,8 @@ class StoreSpace:
     """The size of an etcd database.
 
     Attributes:
-        used_bytes: Keys with all versions not yet compacted, without free pages, which etcd reuses.
+        used_bytes: Keys with all versions not yet compacted, without free pages.
         limit_bytes: The quota, at which etcd refuses writes; None if unknown.
-        is_full: etcd refuses writes.
     """
 
     used_bytes: int

@@ -49,10 +49,7 @@ FUNCTION_IN_MEGATRON: Mapping[str, object] = {
 
 
 def terms_of(config: RunConfig) -> Terms:
-    """The settings that fix the model and the order of its data, by key.
-
-    Layout and optimizer settings are absent: a checkpoint loads at any layout, and the learning rate may change.
-    """
+    """The settings that fix the model and the order of its data, by key; layout and optimizer may change."""
     model, train = config.model, config.train
     return {
         "model.num_layers": model.num_layers,

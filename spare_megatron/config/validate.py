@@ -1,7 +1,4 @@
-"""Reports all problems of a configuration at once, and warns about doubtful settings; changes nothing.
-
-Pure: facts about the machine are arguments.
-"""
+"""Reports all problems of a configuration at once, and warns about doubtful settings. Pure."""
 
 import math
 import re
@@ -47,12 +44,10 @@ class Machine:
     """Resources of the machine that a run starts on; None stands for unknown.
 
     Attributes:
-        num_gpus: Accelerators for the run, over all its nodes.
-        num_cores: CPU cores for the run, over all its nodes.
+        num_gpus: Accelerators, as `num_cores` CPU cores, for the run, over all its nodes.
         can_isolate: The process is root and has `ip` and `nsenter`, so it can give nodes separate networks.
         can_listen: `control.listen_address` is an address of this machine.
         corpus_failure: Why the corpus cannot be used; empty if it can.
-        memory_bytes: Memory of one machine.
         process_memory_bytes: Memory that one process may use.
     """
 
@@ -75,7 +70,7 @@ def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]
 
 
 def problems(config: RunConfig, machine: Machine) -> list[str]:
-    """Every reason why the configuration cannot run on the machine: the value, the limit, the setting to change."""
+    """Every reason why the configuration cannot run on the machine."""
     found = [
         *_name(config),
         *violations(config),

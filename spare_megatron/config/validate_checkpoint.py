@@ -69,7 +69,6 @@ def _unreachable_load(config: RunConfig, index: int, fault: FaultConfig) -> Iter
 
 
 def snapshot_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why snapshots cannot be taken or have no effect."""
     snapshot = config.snapshot
     if snapshot.every_steps < 0 or snapshot.every_steps == 1:
         yield (

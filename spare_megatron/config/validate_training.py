@@ -159,7 +159,6 @@ COUNTED_WITH: dict[str, type] = {
 
 
 def megatron_problems(config: RunConfig) -> Iterator[str]:
-    """Every `[megatron]` field that cannot be set, or whose value has the wrong type or range."""
     for key, value in config.megatron.items():
         if key in OURS_IN_MEGATRON_WORDS:
             yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
@@ -180,10 +179,7 @@ def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
 
 
 def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:
-    """Whether CPU ranks exceed the memory of a machine. Only for a configuration without other problems.
-
-    Activations are left out: their size is an estimate. `machine_bytes` is None if unknown.
-    """
+    """Whether CPU ranks exceed a machine's memory (None: unknown), without activations, whose size is an estimate."""
     memory, num_ranks = rank_memory(config), ranks_per_machine(config)
     needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
     if machine_bytes is not None and needed > machine_bytes:
@@ -198,7 +194,6 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
-    """Every reason why metrics cannot go where they are configured to go."""
     wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
     for name, value in wanted.items():
         package = name.partition(".")[2].partition("_")[0]
@@ -215,7 +210,6 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why the optimizer settings cannot work."""
     settings, steps = config.optimizer, config.train.steps
     if settings.min_learning_rate > settings.learning_rate:
         yield (

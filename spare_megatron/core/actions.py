@@ -1,8 +1,7 @@
 """Actions: what the controller asks a driver to do.
 
-With state partitions (`stacking.state_partitions`), GatherParams follows every update, and StartRepairs every loss,
-return or finished copy. A step counts as done only when all groups hold all parameters, so the last one is followed by
-AttemptFinish and the entry Finish. How gathers, retries, repairs and moves work together is in docs/protocol.md.
+With state partitions, GatherParams follows every update, and StartRepairs every loss, return or finished copy. The last
+step is followed by AttemptFinish and the entry Finish. See docs/protocol.md.
 """
 
 from collections.abc import Mapping
@@ -21,12 +20,11 @@ class SaveCheckpoint:
     """Save the parameters and all state after this many committed steps.
 
     Attributes:
-        member: The group that saves everything, or everything but the state partitions.
+        member: The group that saves everything but the state partitions.
         voters: The groups that take part then and may still be writing an earlier checkpoint.
-        cadence: The interval that made it due, if the run derives it from measurements.
         hosts: For each state partition, its hosts; empty if every group holds all state.
-        owners: For each state partition, the host that is to write it (`core.partition_saves`).
-        doubtful: Steps of saved checkpoints that are not known to be valid, this one included.
+        owners: For each state partition, the host that writes it (`core.partition_saves`).
+        doubtful: Steps of saved checkpoints, with this one, that are not known to be valid.
     """
 
     step: int
@@ -42,7 +40,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseCheckpoint:
-    """Make sure that no run starts from this checkpoint of `member`: it holds state that is or may be wrong."""
+    """Keep every run from starting from this checkpoint of `member`: its state is or may be wrong."""
 
     step: int
     member: Member
@@ -55,10 +53,10 @@ class TakeSnapshot:
     """The holders copy the state after this many committed steps, the last by `attempt`, to their nodes' memory.
 
     Attributes:
-        previous: Attempt of the snapshot before, the only one to keep; -1 if there is none.
+        previous: Attempt of the only earlier snapshot to keep; -1 if none.
         settled_by: The copy is made before the update that makes this many committed steps.
         holders: For each rank position, the groups that keep it.
-        partition_holders: For each state partition, the groups all of whose ranks keep it.
+        partition_holders: For each state partition, the groups that keep it, on all ranks.
     """
 
     step: int
@@ -74,9 +72,8 @@ class GatherParams:
     """Gather all parameters after `step` committed steps from the owners of the state partitions.
 
     Collective over: all members, including those that have the parameters. If it fails or the log advances, the group
-    lacks parameters: it skips work that needs them and reports that in its next vote. A group that sees a failure
-    announces it at once, and the others, which would have to repeat the gather anyway, abandon it. `is_anew`: no group
-    has valid parameters, because an owner was fenced for wrong ones; the next vote compares them again.
+    lacks parameters and reports that in its next vote. A group that sees a failure announces it, and the others abandon
+    the gather. `is_anew`: an owner was fenced for wrong parameters, and the next vote compares them again.
     """
 
     step: int
@@ -90,11 +87,10 @@ class StartRepairs:
 
     Attributes:
         repairs: Missing copies, the most urgent first.
-        hosts: For each state partition, its hosts. A group drops what it has of a partition that it neither hosts nor
-            is to copy.
+        hosts: For each state partition, its hosts. A group drops a partition that it neither hosts nor is to copy.
         moves: Copies that replace those of their donors, including complete ones that are about to be compared.
-        first_step: Committed steps that state must include to enter a copy that was not requested before: gradients of
-            the step under way may have been summed without its receiver (`stacking.state_partitions`).
+        first_step: Committed steps that state must include to enter a newly requested copy
+            (`stacking.state_partitions`).
     """
 
     repairs: tuple[Repair, ...]
@@ -104,12 +100,10 @@ class StartRepairs:
 
     @classmethod
     def of(cls, ownership: Ownership, first_step: int) -> "StartRepairs":
-        """All copies that the log asks for."""
         return cls(repairs=ownership.repairs, moves=ownership.moves, hosts=ownership.hosts, first_step=first_step)
 
     @property
     def copies(self) -> tuple[Repair, ...]:
-        """The copies still to be made, the most urgent first."""
         return (*self.repairs, *(move for move in self.moves if not self._is_made(move)))
 
     @property
@@ -123,10 +117,7 @@ class StartRepairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFinish:
-    """Vote on the state after the last step, so that the run can end. Nothing is computed or reduced.
-
-    The vote says whether this group holds all parameters and carries digests of what the last checkpoint contains.
-    """
+    """Vote on the state after the last step: parameters held, and digests of what the last checkpoint contains."""
 
     step: int
     attempt: int
@@ -135,10 +126,7 @@ class AttemptFinish:
 
 
 class CheckpointCandidate(NamedTuple):
-    """A checkpoint that looks complete: its manifest is as written, and all files have the right sizes.
-
-    Files are numbered in the order of their names. What other groups read counts only for the same manifest digest.
-    """
+    """A checkpoint with a valid manifest and files of the right sizes, numbered in the order of their names."""
 
     step: int
     num_files: int = 0
@@ -146,7 +134,7 @@ class CheckpointCandidate(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Files of a checkpoint, by number, that a group has read completely and found whole or damaged.
+    """Files of a checkpoint, by number, that a group has read and found whole or damaged.
 
     `reason` describes the first damaged one; `num_bytes` includes files in progress.
     """
@@ -160,7 +148,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFiles:
-    """Verify these files of a checkpoint, by their numbers, against its manifest, unless that is done."""
+    """Verify these files of a checkpoint, by number, against its manifest, unless that is done."""
 
     candidate: CheckpointCandidate
     numbers: tuple[int, ...]
@@ -178,10 +166,8 @@ class LoadCheckpoint:
     """Load the checkpoint after this many committed steps; 0 is the initial parameters of the run.
 
     Attributes:
-        rework_steps: Steps that were committed after it and are computed again.
         hosts: For each state partition, the members that load it; empty if every group loads all state.
-        snapshot: Load the snapshot of this attempt from node memory instead of a checkpoint.
-        members: The groups that take part from here on; all of them load.
+        snapshot: Attempt of the snapshot to load from node memory instead of a checkpoint.
     """
 
     step: int
@@ -198,9 +184,8 @@ class LoadCheckpoint:
 class AttemptReduce:
     """Reduce all sums that are not kept over these groups, out of place, and vote on the result.
 
-    Collective over: `members`. A group that lacks parameters drops the communicator instead, so that no other waits for
-    it, and votes at once. `voters` are the members with their incarnations, `plan_digest` covers all the work of the
-    step, and `kept` is the number of leading buckets, for each rank of a group, whose sums stay as they are.
+    Collective over: `members`. A group that lacks parameters drops the communicator instead and votes at once.
+    `plan_digest` covers all work of the step; `kept` is, for each rank of a group, the number of leading kept buckets.
     """
 
     step: int
@@ -217,9 +202,9 @@ class AttemptReduce:
 class ComputeStep:
     """Start a step from zero sums and compute this group's part of the plan, unless that is done.
 
-    If some group lacked the parameters to compute it, the plan and its patches are sent again; their digests show what
-    this group has computed. A group that lacks parameters computes nothing. `into` is the attempt that complete buckets
-    may enter during the computation; None if a patch follows.
+    Plan and patches are sent again if some group lacked parameters; their digests show what this group has computed. A
+    group that lacks parameters computes nothing. `into`: the attempt that complete buckets may enter during the
+    computation; None if a patch follows.
     """
 
     plan: StepPlan
@@ -236,9 +221,9 @@ class ComputePatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildCommunicator:
-    """Drop the cross-group communicator and start to build this one for the next attempt. Collective over: `members`.
+    """Replace the cross-group communicator by this one for the next attempt. Collective over: `members`.
 
-    `key` is the index of the log entry that made the previous one useless (-1 for the first): names never repeat.
+    `key`, the index of the log entry that ended the previous one (-1 for the first), makes names unique.
     """
 
     key: int
@@ -248,10 +233,7 @@ class BuildCommunicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadVotes:
-    """Leaders that read votes: report those on this attempt once the `num_left` remaining voters may have voted.
-
-    `voters` are all that began the attempt.
-    """
+    """Leaders: report the votes on this attempt, cast by `voters`, once the `num_left` remaining may have voted."""
 
     attempt: int
     voters: tuple[Member, ...]
@@ -275,9 +257,9 @@ class ReadEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateModel:
-    """The step is committed: apply the sums of this attempt to the parameters and to all copies of state partitions.
+    """Apply the sums of this committed attempt to parameters, state partitions and parts of incomplete copies.
 
-    That includes received parts of incomplete copies. Digests of `proven` copies count from here on.
+    Digests of `proven` copies count from here on.
     """
 
     step: int

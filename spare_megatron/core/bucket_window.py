@@ -1,17 +1,15 @@
 """Progress of one rank through the gradient buckets of an attempt, and which sums every member holds for certain.
 
-Buckets are reduced in order, out of place, at most `WINDOW` in flight and at most `MAX_STAGED` staged. A rank keeps its
-local sum of a bucket until every member must hold the reduced sum; only then does the reduced sum replace it. Bucket i
-being complete proves that all members have posted i, and, since all follow the same rule, how many buckets each of them
-had complete. After a failed attempt all survivors therefore hold every bucket that any of them has overwritten. Proof
-and example: docs/protocol.md.
+Buckets are reduced in order, out of place, at most `WINDOW` in flight. A rank keeps its local sum of a bucket until
+every member must hold the reduced sum. That bucket i is complete proves how many each member had complete, so after a
+failed attempt all survivors hold every bucket that any has overwritten. Proof: docs/protocol.md.
 """
 
 WINDOW = 2
 """Buckets in flight: one is reduced while the next is copied and connected."""
 
 MAX_STAGED = 3
-"""Staging buffers that a rank needs at most; above `WINDOW`, or two buckets would never be in flight."""
+"""Staging buffers of a rank; more than `WINDOW`, or two buckets would never be in flight."""
 
 
 def cut(num_elements: int, bucket_elements: int) -> tuple[range, ...]:
@@ -25,7 +23,7 @@ def cut(num_elements: int, bucket_elements: int) -> tuple[range, ...]:
 
 
 class BucketWindow:
-    """One rank's progress through the buckets of one attempt, which begins after the `kept` ones of earlier attempts.
+    """One rank's progress through an attempt's buckets, after the `kept` ones of earlier attempts.
 
     `num_posted` buckets are in flight, complete or kept; the rank holds the sums of the first `num_complete`.
     """
@@ -50,13 +48,13 @@ class BucketWindow:
         return self.num_complete == self._num_buckets
 
     def may_post(self, num_ready: int) -> bool:
-        """Whether the next bucket may be sent; the local sums of the first `num_ready` are ready."""
+        """Whether the next bucket may be sent, with the local sums of the first `num_ready` ready."""
         if self.num_posted >= min(num_ready, self._num_buckets):
             return False
         return self.num_complete - self._kept >= self._complete_before[self.num_posted - self._kept]
 
     def post(self) -> int:
-        """Records the next bucket as sent and returns its index."""
+        """Records the next bucket as sent; returns its index."""
         self.num_posted += 1
         return self.num_posted - 1
 

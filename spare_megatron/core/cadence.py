@@ -11,11 +11,9 @@ class Cadence:
     """An interval between saves, and the figures it follows from.
 
     Attributes:
-        save_s: Seconds that training stalls for a save.
         group_interval_s: Mean seconds until a given group is lost.
         absence_s: Mean seconds until a lost group takes part again; None if none does.
-        time_to_wipe_out_s: Mean seconds until some shard has no host, with the present groups. 0 if one has none
-            already, so that committed steps are saved before the wipe-out that follows.
+        time_to_wipe_out_s: Mean seconds until some shard has no host, with the present groups; 0 if one has none.
         exposure_s: Seconds that groups have taken part so far, summed over groups.
     """
 
@@ -36,19 +34,13 @@ _FEW = 1e-6
 def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float) -> float:
     """Seconds from the start of one save to the start of the next that leave the most time for training.
 
-    T_c* = t T_f with the one positive t for which
+    T_c* = t T_f with the one positive t for which t + exp(-t) = 1 + e, e = T_s / T_f: the maximum over T_c of the
+    availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever T_r is (J. T. Daly, Future Generation
+    Computer Systems 22, 2006). For rare failures near sqrt(2 T_s T_f) (Young, 1974). With s = sqrt(2 e) the root is s +
+    s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
 
-        t + exp(-t) = 1 + e,   e = T_s / T_f:
-
-    the maximum over T_c of the availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever T_r is
-    (`planner.plan`; J. T. Daly, Future Generation Computer Systems 22, 2006). By the Lambert function T_c* = T_s + T_f
-    (1 + W0(-exp(-1 - e))). For rare failures that is near sqrt(2 T_s T_f) (Young, 1974). With s = sqrt(2 e) the root is
-    s + s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
-
-    Args:
-        save_s: T_s, seconds that training stalls for one save; above 0, else ValueError.
-        mean_time_to_failure_s: T_f, mean seconds of training and saving until a wipe-out (not a mere lost group); above
-            0, else ValueError.
+    T_s = `save_s` is the stall of a save and T_f = `mean_time_to_failure_s` the mean time to a wipe-out (not a mere
+    lost group); ValueError unless both are above 0.
 
     >>> round(optimal_cadence_s(60.0, 300.0 * 300), 1)
     3306.5

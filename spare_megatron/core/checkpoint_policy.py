@@ -1,7 +1,7 @@
 """When to save checkpoints, decided from the log and its clock, which ones to keep, and who saves without the store.
 
-All times are those of the log's clock: seconds since the run began, equal for all processes that have read the same
-entries. Every commit carries the time of its writer and sets the clock of its readers, so no wall clock is needed.
+Times are those of the log's clock: seconds since the run began. Every commit carries its writer's time and sets the
+clock of its readers, so no wall clock is needed.
 """
 
 from collections import Counter
@@ -20,17 +20,13 @@ from spare_megatron.stacking.state_partitions import Ownership
 
 
 class LogClock:
-    """A process's reading of the log's clock; `at_s` is the time of the last commit.
-
-    Between commits it advances with the process's own monotonic clock.
-    """
+    """Reads the log's clock: `at_s`, the last commit's time, then advanced by the process's own monotonic clock."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
         self._ahead_s = 0.0
 
     def start(self, now_s: float) -> None:
-        """The run begins at this time of the process's own monotonic clock."""
         self._ahead_s = -now_s
 
     def set_by(self, at_s: float, now_s: float) -> None:
@@ -66,9 +62,8 @@ _OVERDUE = 5.0
 class Experience:
     """Losses, absences and saves measured in a run, and the cadence that follows; equal on all ranks.
 
-    `group_life_s` is the prior of the mean time until a given group is lost. Losses of a group are a Poisson process
-    whose rate has the prior Gamma(1, group_life_s), which weighs as much as one loss seen in group_life_s. After k
-    losses in the exposure T the mean rate is (1 + k) / (group_life_s + T).
+    Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): after k losses in the
+    exposure T the mean rate is (1 + k) / (group_life_s + T).
     """
 
     def __init__(self, group_life_s: float, placement: Placement, *, last_resort: bool) -> None:
@@ -107,17 +102,12 @@ class Experience:
         self._saves_s = [*self._saves_s, stall_s][-_LAST_SAVES:]
 
     def on_restart(self) -> None:
-        """Training restarts.
-
-        The duration of the restart is not known separately from that of its first step and of the interrupted one. In
-        the exposure, the first step counts as one step of the last known length, the interrupted one as half of it.
-        """
+        """Training restarts; the exposure counts its first step as a last known step, the interrupted one as half."""
         self._is_restarting = True
         self._exposure_s += 0.5 * self._step_s * self._num_members
         self._lost_at_s.clear()
 
     def cadence(self, members: Collection[GroupId]) -> Cadence:
-        """The best interval with these groups, from all measurements."""
         # The cadence grows only with the square root of times, so a coarse exposure serves as key.
         exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
         known = (self._num_losses, len(self._absences_s), self._absence_s() is None, exposure)
@@ -166,9 +156,8 @@ def superseded(
 ) -> frozenset[int]:
     """Steps of the checkpoints that are no longer needed.
 
-    Only checkpoints known to be right supersede others. A doubtful one stays until a later one is right: it may turn
-    out to be wrong, and then there is nothing else. The newest `keep_last` right ones are kept, and for good the first
-    right one in every stretch of `keep_every_steps` steps, if any.
+    Only checkpoints known to be right supersede others; a doubtful one stays until a later one is right. The newest
+    `keep_last` right ones stay, and for good the first right one in every `keep_every_steps` steps, if any.
 
     >>> sorted(superseded([10, 20, 30, 40, 50], [50], 2, None))
     [10, 20]
@@ -187,18 +176,14 @@ def superseded(
 
 
 _FIRST_RETRY = 1 / 8
-"""Share of an interval in seconds until a failed save is repeated.
-
-Doubles with every further failure, up to the whole. Intervals in steps are unaffected.
-"""
+"""Share of an interval in seconds until a failed save is repeated; doubles with every further failure, up to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
     """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never.
 
-    With `group_life_s`, the prior mean time until a given group is lost, the interval follows from measurements.
-    `saves_last` also saves the last step of the run.
+    With `group_life_s`, the prior mean time until a given group is lost, the interval is measured.
     """
 
     interval_s: float | None = None
@@ -210,8 +195,7 @@ class SavePolicy:
 class Saves:
     """Saves in the log so far, and when the next is due; never without a policy.
 
-    The run begins with `first_step` and ends with at most `num_steps` committed steps. `last_resort`: every group can
-    compute every shard.
+    `first_step` and `num_steps` are committed steps; `last_resort`: every group can compute every shard.
     """
 
     def __init__(
@@ -241,7 +225,7 @@ class Saves:
         return frozenset((self._first_step, *self._taken))
 
     def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
-        """Whether the commit that brings the run to `step` takes a checkpoint; `is_last` ends the run early."""
+        """Whether the commit that brings the run to `step` takes a checkpoint; `is_last` ends it early."""
         policy = self._policy
         if policy.saves_last and (is_last or step == self._num_steps):
             return True
@@ -275,7 +259,7 @@ class Saves:
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
     def on_loss(self, members: Iterable[Member]) -> None:
-        """Members are lost. The save of one of them is due again at once, except by an interval in steps."""
+        """The save of a lost member is due again at once, except by an interval in steps."""
         gone = set(members) - self._lost_since_commit
         self._gone |= gone
         self._lost_since_commit |= gone
@@ -316,10 +300,7 @@ class Saves:
         *,
         is_last: bool = False,
     ) -> SaveCheckpoint:
-        """The save that a commit asks for. Groups take turns: if one cannot write, the next may.
-
-        After a refused save of the same steps another group is chosen, as the first may still be writing.
-        """
+        """The save that a commit asks for. Groups take turns, also after a refused save of the same steps."""
         cadence = None
         if self._experience is not None:
             cadence = self._experience.cadence(tuple(voter.group for voter in voters))
@@ -354,10 +335,10 @@ _EMERGENCY_SAVERS = 2
 def emergency_save(
     member: Member, step: int, voters: tuple[Member, ...], epoch: int, ownership: Ownership | None, *, has_params: bool
 ) -> SaveCheckpoint | None:
-    """What a group saves by itself once the store is lost for good, or None: nothing can be agreed on any more.
+    """What a group saves by itself once the store is lost for good, or None.
 
-    With partitioned optimizer state all groups save, because each partition may be needed; no group whose parameters
-    (`has_params`) are not those after `step` committed steps.
+    With partitioned optimizer state all groups save; no group whose parameters (`has_params`) are not those after
+    `step` committed steps.
 
     >>> voters = tuple(Member(GroupId(group)) for group in range(4))
     >>> saves = [emergency_save(member, 5, voters, 0, None, has_params=True) for member in voters]

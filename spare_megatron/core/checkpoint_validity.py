@@ -1,10 +1,9 @@
 """Which checkpoints hold wrong state, or may, judged by the log entries after their save began.
 
-State is compared in the step after the save, and again after the next update, which brings errors in optimizer moments,
-and changes after the digest was taken, into the parameters. A checkpoint followed by two commits is right. Until then
-it is refused if a writer is fenced for wrong state or raised an error (wrong state may be the cause), if groups differ
-and it is unknown which is wrong, or if a writer is lost before the first of these commits in a step in which wrong
-state is found, because its own cannot be compared.
+State is compared in the step after the save, and again after the next update, which brings errors in optimizer moments
+into the parameters: a checkpoint followed by two commits is right. Until then it is refused if a writer is fenced for
+wrong state or raised an error, if groups differ and it is unknown which is wrong, or if a writer is lost before the
+first of these commits in a step in which wrong state is found.
 """
 
 from collections.abc import Iterable, Iterator

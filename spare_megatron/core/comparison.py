@@ -1,10 +1,9 @@
 """Finds wrong state by the digests in votes, and decides which groups to fence.
 
-Without state partitions, the parameters of the majority of all votes are right; copied state counts as one opinion with
-its donor's. With partitions, hosts are compared first, because each computes its partition independently to the same
-bits: what more than half say is right, counting only proven copies; without such a majority all hosts are fenced. If
-hosts agree and parameters differ, the minority is fenced, or no group if the majority may be wrong. The attempt is void
-then, and groups with partitions gather all parameters again. Rules and reasons: docs/protocol.md.
+Without state partitions, the parameters of the majority of votes are right; copied state counts as one opinion with its
+donor's. With partitions, hosts are compared first: what more than half of the proven copies say is right, else all
+hosts are fenced. If parameters differ, the minority is fenced, or no group if the majority may be wrong; the attempt is
+void then. Rules and reasons: docs/protocol.md.
 """
 
 from collections import Counter
@@ -27,8 +26,7 @@ _HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
 def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | None:
     """The entry that objects to differing state, or None.
 
-    Fences one group at a time, the lowest first; a lost group only if no other fence has discarded the attempt. All
-    members have voted; `votes` includes groups lost since.
+    Fences one group at a time, lowest first; a lost group only if no other fence has discarded the attempt.
     """
     if any(votes[group].lacks_params for group in attempted.members):
         return None
@@ -56,7 +54,6 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
 
 
 def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[GroupId, str]:
-    """The groups whose state of some partition is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
     for number, by_group in sorted(by_partition.items()):
@@ -119,8 +116,7 @@ def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[Gr
 def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:
     """Whether more than half of the other groups hold the parameters that a newcomer has copied; None while unknown.
 
-    `others` are the digests of the groups that took part before the admission and are not lost since, None for those
-    that have published none yet. Otherwise copies of a wrong state could outvote the right ones in the next comparison.
+    `others` are the digests of the earlier groups that are not lost, None for those yet to publish one.
 
     >>> [majority_holds("a", others) for others in (["a", None, "a"], ["a", None, "b"], ["b", "b", None])]
     [True, None, False]
@@ -133,7 +129,6 @@ def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:
 
 
 def by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
-    """`value: groups` for every value of a vote's field, for a message."""
     groups: dict[str, list[int]] = {}
     for group in sorted(votes):
         groups.setdefault(str(getattr(votes[group], field))[:12] or "none", []).append(group)

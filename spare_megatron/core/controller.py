@@ -1,7 +1,6 @@
 """The controller of a run: folds the decision log and answers events with actions.
 
-Pure: membership, epoch, step and attempt follow from the log, time comes from the driver, and the driver executes the
-actions. Every rank runs one controller; the simulator drives the same class.
+Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -104,11 +103,7 @@ class Controller:
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
-        """The actions that follow from an event; `now_s` is the driver's monotonic clock.
-
-        Raises:
-            ValueError: An entry is not the one at the head or does not fit the state: the log is damaged.
-        """
+        """The actions that follow from an event; raises ValueError if the log is damaged."""
         match event:
             case RunStarted():
                 self._clock.start(now_s)
@@ -278,7 +273,6 @@ class Controller:
         return (*build, *gather, *compute, reduce, ReadEntry(index=self.head))
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
-        """The members that no fence covers, ascending."""
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
 
     def _change_voters(self, voters: Iterable[Member]) -> None:
@@ -332,7 +326,6 @@ class Controller:
 
     @property
     def _plan_digest(self) -> str:
-        """Digest of all the work of the step."""
         return self._plans[-1].digest
 
     # --------------------------------------------------------------------------------------------------- actions

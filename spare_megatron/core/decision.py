@@ -1,8 +1,8 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
-First come the objections: different plans, or state that differs (`core.comparison`). Then Commit if every survivor
-holds the complete sum, including what groups lost since contributed to it; otherwise Retry, which keeps the buckets
-whose sums all survivors hold. If votes are missing for too long, the groups that have not voted are fenced.
+First come objections (different plans or state, see `core.comparison`), then Commit if every survivor holds the
+complete sum; otherwise Retry, which keeps the buckets whose sums all survivors hold. Groups whose votes are missing too
+long are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,10 +16,7 @@ from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
 
 
 def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:
-    """The entry that decides the attempt, or None while a vote is missing.
-
-    `save` and `is_last` go into a commit; `at_s` is the time on the clock of the log.
-    """
+    """The entry that decides the attempt, or None while a vote is missing; `at_s` is on the clock of the log."""
     votes = event.votes
     try:
         counted = list(map(votes.__getitem__, attempted.members))
@@ -59,9 +56,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
 def fence_silent_voters(
     attempt: int, voters: Iterable[Member], voted: Collection[GroupId], cause: str
 ) -> tuple[Fence, ...]:
-    """Fences of the voters without a vote, once the decision on the attempt is overdue.
-
-    Only these: the others may be waiting for them. Empty if all have voted, so that the delay has another cause.
+    """Fences of the voters without a vote, once the decision on the attempt is overdue; empty if all have voted.
 
     >>> [fence.group for fence in fence_silent_voters(4, [Member(0), Member(1), Member(2)], {0, 2}, "too late")]
     [1]
@@ -77,7 +72,6 @@ def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
 
 
 def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
-    """The entry that objects to different plans or state, before completeness counts."""
     if len({vote.plan_digest for vote in of_members}) > 1:
         return Halt(step=attempted.step, reason=f"groups have different plans: {by_value(votes, 'plan_digest')}")
     cast = of_members if len(votes) == len(attempted.members) else votes.values()
@@ -87,7 +81,6 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
 
 
 def _differ(field: str, votes: Iterable[Vote]) -> bool:
-    """Whether votes that report this digest differ."""
     return len({getattr(vote, field) for vote in votes} - {""}) > 1
 
 
@@ -105,8 +98,7 @@ def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Part
 def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:
     """Copies whose digests count from here on: all hosts of the partition, at least two, have reported its state.
 
-    They agree, or there would be an objection. A copy compared with its donor alone would form a majority of two with
-    it and could fence a third host that is right.
+    A copy compared with its donor alone could outvote a third host that is right.
     """
     digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
     fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]

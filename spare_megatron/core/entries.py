@@ -1,7 +1,6 @@
 """Entries of the decision log, the single point of agreement, and their encoding.
 
-Entry i is written once, by compare-and-set; membership, epoch, step and attempt are the fold of the log, done by
-`core.controller`.
+Entry i is written once, by compare-and-set; `core.controller` folds the log.
 """
 
 import json
@@ -37,16 +36,13 @@ class Commit:
 
     Attributes:
         save: A checkpoint is taken of the state after this step.
-        admit: Members that take part from the next step on. Part of the commit, because any entry between two commits
-            makes groups abandon the reduction they are in. Void for members fenced by then and for groups that take
-            part already.
+        admit: Members that take part from the next step on, unless fenced by then. Part of the commit, because any
+            entry between two commits makes groups abandon the reduction they are in.
         is_last: The run ends with this step, whatever its configured number of steps.
-        restored: Completed copies of state partitions: their members are hosts from here on. Void if no longer asked
-            for.
-        released: Copies that their members release: an earlier commit has made other members hosts in their place, and
-            those have been compared since.
-        proven: Copies that the votes have compared for the first time since they were made.
-        at_s: Seconds since the run began, on the writer's clock: it sets the clock of the log for all groups.
+        restored: Completed copies of state partitions, if still asked for: their members are hosts from here on.
+        released: Copies that their members release; the hosts in their place have been compared since.
+        proven: Copies that the votes have compared for the first time.
+        at_s: Seconds since the run began, on the writer's clock; sets the clock of the log.
     """
 
     step: int
@@ -65,8 +61,7 @@ class Commit:
 class Fence:
     """The group is lost, in this and every earlier incarnation: it can neither vote nor reduce from here on.
 
-    Later incarnations are unaffected, however late the entry is written. A member that waits for admission can be
-    fenced, too, which voids its admission.
+    Fencing a member that waits for admission voids its admission.
     """
 
     group: GroupId
@@ -91,11 +86,9 @@ class Retry:
     """The attempt failed on some survivor: compute what is missing and reduce again.
 
     Attributes:
-        kept: For each rank of a group, the number of leading buckets whose sums all survivors hold: they stay, and only
-            the others are patched and reduced. Empty keeps none.
-        recompute: No sum of this step is valid: all groups compute all of their work again, from zero sums.
-        gather: Some survivor lacks parameters: all groups gather them once more first. With `recompute` the parameters
-            may be wrong on all groups, and all replace them.
+        kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
+        recompute: No sum of this step is valid: all groups compute it again from zero sums.
+        gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
     """
 
     step: int
@@ -109,7 +102,7 @@ class Retry:
 class Finish:
     """All steps are committed, and every group holds all parameters; answers AttemptFinish.
 
-    Not written if the last commit ends the run by itself: without state partitions and without a save after it.
+    Not written without state partitions and without a save after the last commit.
     """
 
     step: int
@@ -121,7 +114,7 @@ class Restart:
     """Training restarts from a checkpoint or a snapshot with exactly these members, except those that are fenced."""
 
     step: int
-    """Committed steps that it holds: the next step to train. 0 is the beginning, which needs no checkpoint."""
+    """Committed steps that it holds; 0 is the beginning, which needs no checkpoint."""
     members: tuple[Member, ...]
     snapshot: int | None = None
     """The attempt whose commit the snapshot was taken after; None restarts from a checkpoint."""

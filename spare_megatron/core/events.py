@@ -15,13 +15,11 @@ from spare_megatron.stacking.layout import GroupId, Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartState:
-    """State of a group, in its new incarnation, that was started again after a wipe-out.
+    """A group's state, in its new incarnation, after a wipe-out.
 
     Attributes:
-        candidates: Checkpoints that it might load.
-        held: Complete snapshots of its rank positions on its nodes.
         partitions: State partitions of which its nodes have complete snapshots of all its ranks.
-        failure: Why it cannot look for checkpoints, for messages; empty if it can.
+        failure: Why it cannot look for checkpoints; empty if it can.
         readings: What it has verified so far; `is_reading` if files remain.
         silent_s: Seconds since it last reported anything new, on the reader's clock.
     """
@@ -38,9 +36,8 @@ class RestartState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRead:
-    """Groups that have ever reported to wait for a restart, each once, and seconds for which `group` has waited.
-
-    Only the drivers of the leaders of waiting groups report it.
+    """Groups that have ever waited for a restart, and seconds for which `group` has waited; reported by waiting
+    leaders.
     """
 
     group: GroupId
@@ -64,9 +61,9 @@ class EntryRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VotesRead:
-    """The votes cast so far on an attempt. Only drivers of group leaders report them.
+    """The votes cast so far on an attempt, reported by leaders only; includes groups lost since.
 
-    `votes` includes groups lost since. `waiting` are members that hold a copy of the model and wait for admission.
+    `waiting` are members that hold a copy of the model and wait for admission.
     """
 
     attempt: int

@@ -1,10 +1,9 @@
 """Detects lost ranks and nodes by counters that they move, on the watcher's monotonic clock.
 
-Heartbeats show that a process is scheduled, progress that its main thread advances. Clocks of different machines are
-never compared. Time that a rank's threads wait for a processor does not count as silence, and for progress neither does
-that of its group's other ranks, for which it may wait; but a share of the time always counts, since threads of a
-hanging rank wait for a processor, too. Counters move and are read every 1/4 heartbeat interval; 1.5 intervals without a
-change mean lost, so a stopped process is found within 2.
+Heartbeats show that a process is scheduled, progress that its main thread advances. Time that threads wait for a
+processor does not count as silence, nor for progress that of the group's other ranks, but a share of it always does.
+Counters move and are read every 1/4 heartbeat interval; 1.5 intervals without a change mean lost, so a stopped process
+is found within 2.
 """
 
 from collections.abc import Mapping
@@ -83,7 +82,6 @@ class Pulse:
 
     Attributes:
         beats: Moves while the process is scheduled.
-        progress: Moves with every operation, and inside long ones.
         step: The step of the pending operation; -1 before the first.
         progress_at_s: When `progress` last moved, on the monotonic clock that the processes of a node share.
         slowest_s: Longest recent time between two moves of `progress` in operations of this kind; 0 if unknown.
@@ -102,11 +100,8 @@ class Pulse:
 class FailureDetector:
     """Watches one rank.
 
-    Args:
-        interval_s: The heartbeat interval.
-        first_limit_s: Limit of an operation on its first run, if it does not poll, and of every storage operation: a
-            pause of storage that all groups share must not end all of them.
-        load_limit_s: Limit of reading a checkpoint.
+    `first_limit_s` limits an operation's first run, unless it polls, and every storage operation, because storage that
+    pauses for all groups must not end them.
     """
 
     def __init__(self, interval_s: float, first_limit_s: float, load_limit_s: float) -> None:
@@ -120,12 +115,8 @@ class FailureDetector:
     def poll(self, pulse: Pulse, now_s: float, *, group_starved_s: float, is_held_up: bool = False) -> str:
         """Why the rank is considered lost, for people; empty while it is not.
 
-        Args:
-            pulse: What the rank reports now.
-            now_s: The watcher's monotonic clock.
-            group_starved_s: Total time without a processor of all ranks of its group that the watcher sees, from any
-                origin.
-            is_held_up: Another rank of its group is at storage, for which this one may wait in any operation.
+        `group_starved_s`: total time without a processor of all ranks of its group, from any origin. `is_held_up`:
+        another rank of its group is at storage, for which this one may wait.
         """
         if self._polled_at_s is not None and now_s - self._polled_at_s > self._interval_s:
             # The watcher itself was suspended. What it missed is no evidence.
@@ -155,10 +146,7 @@ class FailureDetector:
 
 
 def first_to_stop(pulses: Mapping[int, Pulse]) -> int:
-    """The rank of a group that the others probably wait for, by their operations.
-
-    Ranks that need no other come first, then those that may, then those that wait; then the longest without progress.
-    """
+    """The rank that the others of its group probably wait for: least dependent first, then longest without progress."""
 
     def order(rank: int) -> tuple[bool, bool, float, int]:
         operation = pulses[rank].operation

@@ -1,9 +1,8 @@
 """Checks a group's own gradients on each rank, bucket by bucket, before they enter the sum.
 
-Rejects values that are not finite, and norms far above recent ones of the same rank: with n the L2 norm of the sum of k
-microbatches' gradients in a bucket, n / k is compared with the median of n / k over the last 32 steps. A change of k,
-as after a loss, moves n / k by less than sqrt(k). Catches flips of high exponent bits and kernels or memory that return
-garbage, but not wrong gradients of usual size (mantissa or sign flips); see docs/protocol.md.
+Rejects values that are not finite and outlying norms: with n the L2 norm of the sum of k microbatches' gradients in a
+bucket, n / k is compared with its median over the last 32 steps. A change of k moves n / k by less than sqrt(k). Wrong
+gradients of usual size pass; see docs/protocol.md.
 """
 
 from enum import IntEnum
@@ -13,7 +12,7 @@ WINDOW_STEPS = 32
 """Steps over which the median of the norms is taken."""
 
 LEAST_STEPS = 8
-"""Norms are judged after this many steps: early gradients change fast, and a median needs some values."""
+"""Norms are judged after this many steps: a median needs some values."""
 
 
 class GradientFinding(IntEnum):
@@ -27,8 +26,7 @@ class GradientFinding(IntEnum):
 class UnsoundGradient(Exception):
     """A group's own gradients must not enter the sum: the group is lost.
 
-    The last line of its text is the same for every group with the same finding in the same step: if two groups raise
-    it, the training is at fault and not a group.
+    The last line of its text is the same for every group: if two raise it, the training is at fault.
     """
 
 
@@ -43,8 +41,7 @@ class GradientGuard:
     def judge(self, step: int, norm: float, num_microbatches: int) -> GradientFinding:
         """Judges the local sums of a step, before each attempt to reduce them.
 
-        `norm` is the L2 norm of the sums over `num_microbatches`; not finite if any of them is not, or cannot be
-        summed.
+        `norm` is the L2 norm of the sums; not finite if any of them is not.
 
         >>> guard = GradientGuard(100.0)
         >>> [int(guard.judge(step, norm=2.0, num_microbatches=2)) for step in range(8)]

@@ -1,7 +1,7 @@
 """The copies of state partitions that one rank makes: what to fetch next, and which are complete.
 
-Each copy comes from one host. If that host is lost, the copy starts anew from another, because the donor may have been
-fenced for wrong state. Every commit updates received pieces, so pieces of different steps fit together.
+If its one donor is lost, perhaps for wrong state, a copy starts anew from another host. Every commit updates received
+pieces, so pieces of different steps fit together.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,10 +44,9 @@ class PartitionCopies:
     def assign(
         self, repairs: Sequence[Repair], hosts: Hosts, now_s: float, first_step: int = 0
     ) -> frozenset[PartitionId]:
-        """Replaces all earlier requests; copies that are still requested continue.
+        """Replaces all earlier requests; copies still requested continue. Returns the partitions to keep locally.
 
-        `repairs` are those of all groups, the most urgent first; `first_step` is as in `StartRepairs`. Returns the
-        partitions whose local state is to be kept; everything else is to be dropped.
+        `repairs` are those of all groups, the most urgent first; `first_step` is as in `StartRepairs`.
         """
         before, self._copies = self._copies, {}
         kept = {PartitionId(number) for number, row in enumerate(hosts) if self._member in row}

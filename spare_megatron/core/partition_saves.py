@@ -1,10 +1,8 @@
 """Which group writes which state partition of a checkpoint, and when the checkpoint is complete.
 
-The saving group writes the parameters and all else. Each partition is written by its owner, or if that is lost by the
-next host; all hosts keep a copy as of that step, and writers report what they have written. The saving group publishes
-the checkpoint once everything is there. If it is lost, or a partition with all its hosts, the save has failed, and
-nothing of it becomes visible. Two hosts may write the same partition if one has learnt of a loss sooner; both write the
-same bits.
+Each partition is written by its owner, or if that is lost by the next host, and all else by the saving group, which
+publishes the checkpoint once everything is written. If that group, or a partition with all its hosts, is lost, nothing
+becomes visible. Two hosts may write the same partition; both write the same bits.
 """
 
 from collections.abc import Collection, Iterator
@@ -43,8 +41,6 @@ def next_move(
     save: SaveCheckpoint, member: Member, shares: Collection[WriteShare], lost: Collection[Member]
 ) -> WritePartitions | Publish | Abandon | None:
     """What a group, a host of some partition or the saving one, is to do next for a save; None while others act.
-
-    `shares` have been reported so far; `lost` are the groups fenced since the save began.
 
     >>> from spare_megatron.stacking.layout import GroupId
     >>> a, b, c = (Member(GroupId(group)) for group in range(3))

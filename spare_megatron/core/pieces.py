@@ -7,7 +7,7 @@ PIECE_BYTES = 1 << 20
 """Bytes that a thread copies at a time, which bounds how long others wait."""
 
 LARGEST_PIECE_BYTES = 2 * PIECE_BYTES
-"""Largest request. Pieces of state partitions are counted in elements, whatever state each of these has."""
+"""Largest request; pieces of state partitions are counted in elements."""
 
 
 class Piece(NamedTuple):
@@ -30,17 +30,14 @@ def pieces_of(num_bytes: int) -> Iterator[Piece]:
 
 
 class TokenBucket:
-    """Limits a receiver to a rate. A piece is earned byte by byte before it may be requested.
-
-    The bucket is empty at `now_s`, a time of a monotonic clock.
-    """
+    """Limits a receiver to a rate, byte by byte; empty at `now_s`, a time of a monotonic clock."""
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._earned_at_s = now_s
 
     def reserve(self, num_bytes: int, now_s: float) -> float:
-        """When this many more bytes are earned, at the earliest now; later bytes are earned from that time on.
+        """When this many more bytes are earned, at the earliest now.
 
         >>> bucket = TokenBucket(bytes_per_s=100.0, now_s=1.0)
         >>> [bucket.reserve(50, now_s) for now_s in (1.0, 1.25, 2.75, 2.75)]

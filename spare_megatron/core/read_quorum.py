@@ -1,8 +1,7 @@
 """Verifies a checkpoint after a wipe-out: the waiting groups divide its files and read them.
 
-Missing files and wrong sizes show at a glance; a changed bit only in a complete read, which takes minutes for large
-checkpoints. A file that is whole for one group is whole. One that is damaged for one group is read by another, as the
-first one's path to the storage may be bad; what two groups find damaged is damaged.
+A file that is whole for one group is whole; what two groups find damaged is damaged, as one group's path to the storage
+may be bad.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +47,7 @@ class FileVerification:
         return self._readings[witness].reason
 
     def against(self, group: GroupId) -> str:
-        """Why the group must not load it: it is damaged, or the group finds damaged what another group finds whole."""
+        """Why the group must not load it: it is damaged, for all or for this group."""
         reason = self.damage()
         if not reason and group in self._readings and self._whole.intersection(self._readings[group].damaged):
             reason = f"{self._readings[group].reason}; another group finds it whole"

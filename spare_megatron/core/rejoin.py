@@ -13,18 +13,13 @@ _STABLE_INTERVALS = 4.0
 
 _LONGEST_WAIT_INTERVALS = 64.0
 _FRESH_INTERVALS = 1.0
-"""A node is present if its heartbeat moved within this time, which is below the limit for silence.
-
-A node lost right after the group's next start is found by that limit and costs the group that incarnation.
-"""
+"""A node is present if its heartbeat moved within this time, below the limit for silence."""
 
 
 def restart_delay_s(num_restarts: int, most_restarts: int, num_short: int, interval_s: float) -> float | None:
     """Seconds from the fence of a group to its next start; None after `most_restarts` restarts.
 
-    No delay after a stable incarnation. After `num_short` in a row that lasted less than _STABLE_INTERVALS,
-    doubling delays: a group that is lost whenever it has come back costs the others a recovery and an admission each
-    time.
+    No delay after a stable incarnation; doubling delays after `num_short` in a row shorter than _STABLE_INTERVALS.
 
     >>> [restart_delay_s(n, 5, n, 1.0) for n in range(6)]
     [0.0, 1.0, 2.0, 4.0, 8.0, None]
@@ -38,10 +33,8 @@ def restart_delay_s(num_restarts: int, most_restarts: int, num_short: int, inter
 
 
 class NextStart(NamedTuple):
-    """The next start of a lost group: seconds from its fence on, and whether it may use spare processes.
-
-    Not after a short incarnation: its delay is longer than new processes take to start, and others may need spares at
-    once.
+    """The next start of a lost group: seconds from its fence, and whether it may use spares (not after a short
+    incarnation).
     """
 
     delay_s: float
@@ -49,10 +42,7 @@ class NextStart(NamedTuple):
 
 
 class RestartBudget:
-    """How often and when the groups of a node are started again.
-
-    Each has `most_restarts`; a restart of the whole run after a wipe-out gives up no group and counts against none.
-    """
+    """How often and when a node's groups are started again: `most_restarts` each, besides those after wipe-outs."""
 
     def __init__(self, most_restarts: int, interval_s: float) -> None:
         self._most_restarts = most_restarts
@@ -82,8 +72,6 @@ class RestartBudget:
 def in_order_to_give(admission: AdmitGroups, newcomer: Member) -> tuple[Member, ...]:
     """Groups that an admitted group asks for its state, in order: its donor, then the others.
 
-    All of them have the same state, until an update that needs the newcomer.
-
     >>> members = tuple(Member(group) for group in (0, 1, 2, 3))
     >>> admission = AdmitGroups(step=5, members=members[1:2], donors=members[2:3], earlier=(*members[:1], *members[2:]))
     >>> [donor.group for donor in in_order_to_give(admission, members[1])]
@@ -94,10 +82,7 @@ def in_order_to_give(admission: AdmitGroups, newcomer: Member) -> tuple[Member, 
 
 
 class PartReadiness:
-    """Whether all nodes of a group are present, so that its next incarnation can start on all of them together.
-
-    Each node reports ready after the delay of `restart_delay_s`. A report counts only while the node's heartbeat moves.
-    """
+    """Whether all nodes of a group are present, so that its next incarnation can start on all of them together."""
 
     def __init__(self, nodes: Collection[int], interval_s: float) -> None:
         self._nodes = tuple(nodes)
@@ -105,10 +90,7 @@ class PartReadiness:
         self._beats: dict[int, tuple[str | None, float]] = {}  # the last beat, and when it moved
 
     def poll(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
-        """Whether all nodes are ready and present at this monotonic time.
-
-        `ready` are nodes whose present supervisors have reported; `beats` is None for a node without heartbeat.
-        """
+        """Whether all nodes are ready and present at this monotonic time; `beats` is None without heartbeat."""
         for node in self._nodes:
             beat, since_s = self._beats.get(node, (beats[node], -math.inf))  # the first beat seen may be stale
             self._beats[node] = (beat, since_s) if beats[node] in (None, beat) else (beats[node], now_s)

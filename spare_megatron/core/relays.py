@@ -1,8 +1,7 @@
 """Relays: which groups vote through which other group, and what a relay collects.
 
-Groups with consecutive ids form a block. The first remaining one is its relay, which writes the votes of its block into
-the control store at once; so a loss changes no other block. Relays only reduce the load of the store: attempt, group
-and incarnation name a vote, so duplicates count once.
+The first remaining group of a block of consecutive ids writes the votes of its block into the control store at once.
+Relays only reduce the load of the store: duplicates of a vote count once.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -12,11 +11,7 @@ from spare_megatron.stacking.layout import Member
 
 
 class Blocks:
-    """The voters of an attempt by block.
-
-    Blocks have at most `fan_in` groups. If all voters belong to one block, each is its own relay. `relays` are
-    ascending.
-    """
+    """The voters of an attempt by block of at most `fan_in` groups; one block alone has no relays but each itself."""
 
     def __init__(self, voters: Sequence[Member], fan_in: int) -> None:
         blocks: dict[int, list[Member]] = {}
@@ -58,8 +53,7 @@ class BlockVotes:
     def fold(self, entry: Entry) -> bool:
         """Applies a log entry while votes are missing; returns whether they are no longer needed.
 
-        After a loss all remaining groups still vote, each when it learns of the loss. A relay that did not wait for
-        them would make most of a large run vote directly.
+        After a loss the relay still waits: all remaining groups vote when they learn of it.
         """
         if not isinstance(entry, Fence) or entry.hits(self._relay):
             return True
@@ -83,10 +77,9 @@ class BlockVotes:
 class Reliance:
     """What a group leaves to its relay in one attempt: casting its vote, and reading all votes after each loss.
 
-    After the last loss of an attempt some remaining group must find the votes of all. Every remaining voter has a
-    remaining reader that reads after its vote was cast (itself or its relay), so the last reader finds all votes, with
-    about N / f + f reads of N / f writes for N groups in blocks of f. Proof: docs/protocol.md. `relay` is None if the
-    group votes itself, as relays do.
+    Every remaining voter has a remaining reader (itself or its relay) that reads after its vote was cast, so the last
+    reader finds all votes: about N / f + f reads of N / f writes for N groups in blocks of f. Proof: docs/protocol.md.
+    `relay` is None if the group votes itself.
     """
 
     def __init__(self, relay: Member | None) -> None:
@@ -98,5 +91,4 @@ class Reliance:
 
     @property
     def is_placed(self) -> bool:
-        """Whether the group relies on a relay that is not lost."""
         return self._relay is not None

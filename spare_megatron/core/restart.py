@@ -1,8 +1,7 @@
 """Restarts after a wipe-out: when, with which groups, and from which checkpoint or snapshot; or that the run ends.
 
-All ranks have ended by then or hold nothing. Every restarted group reports the checkpoints that look complete and the
-snapshots in its nodes' memory. All groups together verify the newest candidate (`core.read_quorum`). A group that sees
-enough groups waiting and the checkpoint whole writes the entry.
+Every restarted group reports its candidates and snapshots; together they verify the newest candidate
+(`core.read_quorum`). A group that sees enough groups waiting and the checkpoint whole writes the entry.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,9 +20,8 @@ from spare_megatron.stacking.placement import Placement
 class RestartLimits:
     """Limits on repeated restarts.
 
-    After `max_restarts` within `window_s` the next wipe-out ends the run; the window is on the clock of the log, which
-    stands still while nothing is committed. After `wait_s`, the others restart without groups that have not come back
-    or make no progress in reading.
+    After `max_restarts` within `window_s`, on the clock of the log, the next wipe-out ends the run. After `wait_s` the
+    others restart without groups that are absent or make no progress in reading.
     """
 
     max_restarts: int
@@ -32,10 +30,9 @@ class RestartLimits:
 
 
 class Restarts:
-    """Wipe-outs and restarts of one run, as the log has them.
+    """Wipe-outs and restarts of one run, as the log has them; without `limits` the driver restarts.
 
-    Without `limits`, restarts are left to the driver. The run begins with `first_step` committed steps, whether or not
-    there is a checkpoint. `last_resort`: every group can compute every shard.
+    The run begins with `first_step` committed steps. `last_resort`: every group can compute every shard.
     """
 
     def __init__(
@@ -60,13 +57,12 @@ class Restarts:
         return len(self._restarted_at_s)
 
     def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
-        """Records the wipe-out and returns it as the driver's action, final if no restart can follow."""
+        """Records the wipe-out; the returned action is final if no restart can follow."""
         may_restart = self._limits is None or self._limits.max_restarts > 0
         self.wipe_out = replace(stop, is_final=bool(stop.reason) or not may_restart)
         return (self.wipe_out,)
 
     def on_restart(self, step: int, at_s: float) -> None:
-        """Training restarts after this many committed steps, at this time on the clock of the log."""
         self.wipe_out = None
         self._restarted_at_s.append(at_s)
         self.snapshots.on_restart(step)
@@ -76,8 +72,8 @@ class Restarts:
     ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawCandidates]:
         """What follows from the waiting groups, for the group that asks.
 
-        Only incarnations later than those in `over`, the last ones that were lost or took part, wait. Checkpoints of
-        steps that are not in `saved` are undone or hold wrong state. `head` is the index of the next entry.
+        Only incarnations later than those in `over` wait. Checkpoints of steps not in `saved` are undone or wrong.
+        `head` is the index of the next entry.
         """
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()
@@ -106,12 +102,10 @@ class Restarts:
 
 
 class Search:
-    """What the waiting groups (in incarnations that have not taken part) have, and how far it is known to be whole.
+    """What the waiting groups have, and how far it is known to be whole.
 
-    Attributes:
-        able: Groups that may take part.
-        is_over: The asking group has waited for `limits.wait_s`.
-        is_early: Further groups may still come.
+    Only groups in `able` may take part. `is_over`: the asking group has waited for `limits.wait_s`; `is_early`: further
+    groups may still come.
     """
 
     def __init__(
@@ -131,7 +125,7 @@ class Search:
         self._verifications: dict[CheckpointCandidate, FileVerification] = {}
 
     def verification(self, candidate: CheckpointCandidate) -> FileVerification:
-        """What has been read of a checkpoint. Its offering groups (all groups while more may come) divide its files."""
+        """What has been read of a checkpoint; its offering groups (all while more may come) divide its files."""
         if candidate not in self._verifications:
             groups = {item.member.group for item in self.able if candidate in item.candidates}
             readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
@@ -139,7 +133,6 @@ class Search:
         return self._verifications[candidate]
 
     def refused_by(self, group: GroupId) -> dict[CheckpointCandidate, str]:
-        """The checkpoints that the group offers and must not load, and why."""
         candidates = [candidate for item in self.able if item.member.group == group for candidate in item.candidates]
         found = {candidate: self.verification(candidate).against(group) for candidate in candidates}
         return {candidate: reason for candidate, reason in found.items() if reason}
@@ -150,11 +143,10 @@ def decide_restart(
 ) -> Restart | GiveUp | CheckpointCandidate | None:
     """The entry that ends a wipe-out; the checkpoint to verify first; or None to wait.
 
-    Picks the newest checkpoint that every waiting group offers; failing that (one group's bad storage must not send all
-    back to the beginning), the newest one whose offering groups host all shards, without the others. A snapshot that is
-    not older wins, as it loads faster. The beginning is used only if no group finds anything. Waits for groups whose
-    offers are known to be damaged to name earlier ones, and without a snapshot also for groups that cannot look for
-    checkpoints or make no progress in reading: a folder that is back soon beats training from the beginning.
+    Picks the newest checkpoint that every waiting group offers, else the newest one whose offering groups host all
+    shards, without the others. A snapshot that is not older wins; the beginning is used only if no group finds
+    anything. Waits for groups with damaged offers to name earlier ones, and without a snapshot also for groups that
+    cannot look for checkpoints or make no progress in reading.
 
     >>> from spare_megatron.stacking.placement import make_placement
     >>> from spare_megatron.stacking.layout import Member
@@ -195,10 +187,9 @@ def decide_restart(
 
 
 def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | CheckpointCandidate | None:
-    """Restart from the newest checkpoint whose offering groups host all shards, without the others; None without one.
+    """Restart from the newest checkpoint after `first_step` whose offering groups host all shards; None without one.
 
-    Returns the checkpoint itself if it must be verified first. Only steps after `first_step` count; with
-    `is_everywhere` every group can compute every shard.
+    Returns the checkpoint itself if it must be verified first. `is_everywhere`: every group can compute every shard.
     """
     for newest in sorted({candidate for item in search.able for candidate in item.candidates}, reverse=True):
         holders = [item for item in search.able if newest in item.candidates]

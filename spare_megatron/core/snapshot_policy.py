@@ -1,10 +1,9 @@
 """Snapshots, copies of the state in node memory: when to take them, which groups hold them, which one to restart from.
 
-Rank j of every group holds the same state, so a holder copies its own, and nothing crosses the network before a
-restart. Each rank position is copied by a few groups (holders) on different nodes, without partitioned optimizer state;
-each state partition is copied by as many of its hosts, on all of their ranks. A node keeps two of each: the newest one
-that all holders have, and the one being copied. A rank has made its copy before it votes on the step before the next
-snapshot, so at the next snapshot all others hold the present one, and older ones can go.
+Rank j of every group holds the same state, so a holder copies its own. A few groups on different nodes copy each rank
+position; as many hosts copy each state partition, on all of their ranks. A node keeps the newest snapshot that all
+holders have and the one being copied. A rank has made its copy before it votes on the step before the next snapshot, so
+older ones can go then.
 """
 
 import hashlib
@@ -19,13 +18,13 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Hosts, Ownership
 
 _NUM_REMEMBERED = 3
-"""Snapshots that a restart may use: nodes have two, and a third if one node reaches it before another."""
+"""Snapshots that a restart may use: nodes have two, or three if one reaches the third before another."""
 
 
 class Held(NamedTuple):
     """A complete copy of a rank position (rank inside its group) in some node's memory.
 
-    `attempt`, of the commit whose state it is, names the snapshot: no two commits share it, not even after a restart.
+    `attempt`, of the commit whose state it is, names the snapshot uniquely.
     """
 
     attempt: int
@@ -36,7 +35,7 @@ class Held(NamedTuple):
 class HeldPartition(NamedTuple):
     """Complete copies of a state partition, of one rank or of all ranks of a group.
 
-    `sha256` is that of the copy; of several copies, over theirs in the order of the ranks.
+    `sha256` is that of the copy or, for several, over theirs in rank order.
     """
 
     attempt: int
@@ -56,9 +55,7 @@ class SnapshotPolicy:
     """When snapshots are taken, and how often each is copied.
 
     Attributes:
-        every_steps: Steps from one to the next, at least 2.
         redundancy: Nodes that may be lost; each rank position has one holder more.
-        groups_per_domain: Groups of consecutive ids that may be lost together.
         num_partitions: Partitions of the optimizer state; 0 if every group has all of it.
     """
 
@@ -99,11 +96,7 @@ class Snapshots:
         return (action,)
 
     def on_loss(self, group: GroupId, wrong_after: int | None) -> None:
-        """Records the loss of a group.
-
-        If its state was found to be wrong after `wrong_after` committed steps (None: it was not), snapshots of just
-        these steps that it holds are wrong, too.
-        """
+        """Records a loss; if the state was wrong after `wrong_after` committed steps, so are its snapshots of them."""
         self._taken = tuple(
             one for one in self._taken if one.step != wrong_after or group not in self._holders[one.attempt]
         )
@@ -112,10 +105,7 @@ class Snapshots:
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
     def newest_whole(self, held: Iterable[Held], partitions: Iterable[HeldPartition] = ()) -> WholeSnapshot | None:
-        """The newest with copies of every rank position and partition, all copies of one being equal.
-
-        `partitions` are copies of partitions on all ranks of some group.
-        """
+        """The newest with copies of every rank position and partition, all copies of one being equal."""
         if self._policy is None:
             return None
         positions = set(range(self._policy.layout.ranks_per_group))
@@ -142,8 +132,6 @@ def _alike(copies: Iterable[Held | HeldPartition]) -> dict[int, set[int]]:
 def held_by_group(of_ranks: Sequence[Sequence[HeldPartition]]) -> tuple[HeldPartition, ...]:
     """The copies of partitions that a group has on all of its ranks, given those of each rank.
 
-    One digest per partition keeps a group's report as short as a rank's: after a wipe-out all groups read all reports.
-
     >>> both, one = HeldPartition(5, PartitionId(0), "a"), HeldPartition(5, PartitionId(1), "b")
     >>> [(held.attempt, held.partition) for held in held_by_group([[both, one], [both]])]
     [(5, 0)]
@@ -162,8 +150,7 @@ def held_by_group(of_ranks: Sequence[Sequence[HeldPartition]]) -> tuple[HeldPart
 def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tuple[tuple[GroupId, ...], ...]:
     """For each rank position, its holders, ascending: redundancy + 1 groups, fewer if there are no more nodes.
 
-    No two are on one node, nor in one domain if that is possible. Positions take the groups in turn, domain by domain,
-    so that nodes keep about equally many.
+    No two share a node, nor a domain if possible. Positions take the groups in turn, domain by domain.
 
     >>> layout = Layout(num_groups=4, pipeline_parallel=2, num_nodes=4)
     >>> policy = SnapshotPolicy(every_steps=2, redundancy=1, layout=layout)
@@ -182,9 +169,7 @@ def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tu
 
 
 def holders_of_partitions(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
-    """For each state partition, those of its hosts that keep it: as many, and as far apart, as for a rank position.
-
-    The search starts with a different host for each partition, so that groups keep about equally many.
+    """For each state partition, those of its hosts that keep it, as for a rank position; starts vary by partition.
 
     >>> from spare_megatron.stacking.layout import Member
     >>> layout = Layout(num_groups=3, num_nodes=3)
@@ -202,10 +187,7 @@ def holders_of_partitions(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[G
 
 
 def in_order_to_ask(holders: Iterable[Member], present: Collection[Member], asker: GroupId) -> list[Member]:
-    """Holders of a copy in the order in which a group asks them.
-
-    Groups that take part come first: nodes of the others may have been lost since they reported. Askers start with
-    different holders, because many ask at once after a wipe-out.
+    """Holders in the order in which a group asks them: present ones first, starts varying by asker.
 
     >>> holders = [Member(GroupId(group)) for group in (1, 4, 6)]
     >>> [[holder.group for holder in in_order_to_ask(holders, holders[1:], GroupId(asker))] for asker in (0, 3)]

@@ -1,8 +1,7 @@
 """Whether a run can begin without the groups that are lost before training does.
 
-A broken machine costs its groups, at the start as later. An exception that groups on two machines raise is a fault of
-neither, and every group would use up its restarts on it; so the run ends at once and names it. It also ends if groups
-that raised, and groups whose nodes are missing, are all hosts of some shard or state partition.
+An exception that groups on two machines raise is a fault of neither, so the run ends and names it. It also ends if all
+hosts of some shard or state partition raised or miss nodes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,10 +15,9 @@ from spare_megatron.stacking.placement import make_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyLoss:
-    """A group that is lost before training has begun, by a failed rank, or with its whole node (rank -1).
+    """A group lost before training has begun, by a failed rank, or with its whole node (rank -1).
 
-    `error` is the exception behind it if other groups may raise the same; `concerns_all`: the cause holds for all
-    groups.
+    `error`: the exception behind it if other groups may raise the same; `concerns_all`: it holds for all groups.
     """
 
     group: GroupId
@@ -45,7 +43,7 @@ class Start:
         self._losses: list[EarlyLoss] = []
 
     def lose(self, loss: EarlyLoss) -> str:
-        """Adds a loss; returns why the run cannot begin, or an empty string while it can without the lost groups."""
+        """Adds a loss; returns why the run cannot begin, empty while it can without the lost groups."""
         self._losses.append(loss)
         if loss.concerns_all:
             return f"group {loss.group} was lost before training began: rank {loss.rank}: {loss.cause}"
@@ -79,7 +77,6 @@ class Start:
 
     @cached_property
     def _hosts(self) -> Sequence[Collection[GroupId]]:
-        """Sets of groups of which one is needed: the hosts of each shard and of each state partition."""
         setup, partitions = self._setup, self._setup.partitions
         hosts = () if setup.last_resort else setup.placement.hosts
         if partitions is None:
@@ -89,5 +86,4 @@ class Start:
 
 
 def _why(loss: EarlyLoss) -> str:
-    """The cause for people. That of a whole node's loss names the node."""
     return f"rank {loss.rank}: {loss.cause}" if loss.rank >= 0 else loss.cause

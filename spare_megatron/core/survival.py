@@ -1,8 +1,7 @@
 """Mean time to a wipe-out: how long the present groups will host every shard.
 
-A group that is up is lost at rate 1 / F; one that is down is back after a mean time R, or never. Of the r hosts of a
-shard i are down; it has no host when i reaches r. Shards are taken as independent; those that share hosts fail together
-more often, so the mean is a little low: by 6% at N = 60, r = 3 and by 1% at N = 600, r = 8 without returns.
+A group that is up is lost at rate 1 / F; one that is down is back after a mean time R, or never. Shards are taken as
+independent, which makes the mean a little low: by 6% at N = 60, r = 3 and by 1% at N = 600, r = 8 without returns.
 """
 
 from collections.abc import Mapping
@@ -22,8 +21,7 @@ LONGEST_S = 1e18
 def host_chain(redundancy: int, group_interval_s: float, absence_s: float | None) -> FloatArray:
     """Generator of the birth-death chain over i, the hosts of a shard that are down; i = r is left out.
 
-    Up at rate (r - i) / F, down at i / R, with r = redundancy, F = group_interval_s > 0, R = absence_s > 0 (None: no
-    returns).
+    Up at rate (r - i) / F, down at i / R, with F = group_interval_s > 0, R = absence_s > 0 (None: no returns).
     """
     i = np.arange(redundancy)
     back_per_s = 0.0 if absence_s is None else 1 / absence_s
@@ -37,8 +35,7 @@ def host_chain(redundancy: int, group_interval_s: float, absence_s: float | None
 def shard_survival(generator: FloatArray, first_s: float) -> tuple[FloatArray, FloatArray]:
     """P(a shard has not lost its last host by t), for each number of hosts that are down at first.
 
-    Returns the times, the first at `first_s` and all spaced evenly in their logarithm, and the probabilities of shape
-    (times, r).
+    Returns times from `first_s`, evenly spaced in their logarithm, and probabilities of shape (times, r).
     """
     starts = first_s * 2 ** (np.arange(_STEPS_PER_DOUBLING) / _STEPS_PER_DOUBLING)
     kernels = expm(generator * starts[:, None, None])
@@ -55,11 +52,10 @@ def shard_survival(generator: FloatArray, first_s: float) -> tuple[FloatArray, F
 def time_to_wipe_out_s(
     num_shards: Mapping[int, int], redundancy: int, group_interval_s: float, absence_s: float | None
 ) -> float:
-    """Mean seconds until some shard has no host.
+    """Mean seconds until some shard has no host: the integral over t of the product over shards of P(it has a host).
 
-    The integral over t of the product over shards of P(it has a host until t). `num_shards` maps hosts that are up,
-    from 1 to r, to the number of such shards; F = group_interval_s; R = absence_s, None without returns. Cost:
-    milliseconds for r up to 20, whatever the number of shards.
+    `num_shards` maps hosts that are up, from 1 to r, to the number of such shards; F = group_interval_s; R = absence_s,
+    None without returns. Cost: milliseconds for r up to 20.
 
     >>> round(time_to_wipe_out_s({1: 1}, 1, 50.0, None), 3)
     50.0
@@ -81,7 +77,7 @@ def time_to_wipe_out_s(
 def spent_s(times_s: FloatArray, hazard: FloatArray) -> FloatArray:
     """Mean seconds without an event between each time and the one before; `hazard` is minus the log of the survival.
 
-    The hazard is taken as linear in between: the integral of exp(-x) over a rise is (1 - exp(-rise)) / rise.
+    Linear in between: the integral of exp(-x) over a rise is (1 - exp(-rise)) / rise.
     """
     hazard = np.maximum.accumulate(hazard)  # monotone but for rounding
     rise = np.diff(hazard, prepend=0.0)

@@ -10,9 +10,8 @@ from spare_megatron.stacking.state_partitions import Ownership
 
 
 class PartitionDigest(NamedTuple):
-    """A host's digest, over all its ranks, of a partition's parameters that it has computed and its optimizer state.
-
-    Proven copies have been compared with those of all other hosts; an unproven copy only repeats its donor.
+    """A host's digest, over all ranks, of a partition's parameters and optimizer state; an unproven copy repeats its
+    donor.
     """
 
     partition: PartitionId
@@ -25,11 +24,8 @@ class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty.
 
     Attributes:
-        partitions: The state of each partition that the group hosts, ascending.
-        state: Without partitions, all other state, mainly the optimizer's moments; set if state has been copied, or
-            after the last step. An error there reaches the parameters only with the next update.
-        copied_from: The donor whose state the group has taken over since the last commit: its digests repeat the
-            donor's.
+        state: Without partitions, all other state; set if state has been copied, or after the last step.
+        copied_from: The donor whose state, and so digests, the group has taken over since the last commit.
     """
 
     params: str = ""
@@ -47,8 +43,7 @@ class Vote:
         plan_digest: Digest of all the work of the step in the group's view.
         num_complete: For each rank of the group, the number of leading buckets whose sums it holds; may be empty.
         lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
-        restored: Partitions of which the group has completed a requested copy, of the state before this step. Repeated
-            in every vote until a commit makes the group a host of them.
+        restored: Partitions of which the group has completed a requested copy; repeated until a commit makes it a host.
         save_ends: Saves of the group that have ended; repeated until a commit includes them.
     """
 
@@ -93,8 +88,8 @@ def decode_vote(text: str) -> Vote:
 class Attempted:
     """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
-    If it is discarded (a group with wrong state contributed), its sum is never committed. If the run is over (all steps
-    are committed), it decides whether the run can end.
+    A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed, the attempt
+    decides whether the run can end.
     """
 
     step: int
@@ -107,5 +102,5 @@ class Attempted:
 
     @property
     def is_shared(self) -> bool:
-        """Whether each group gets most parameters from others, so that all may have the same wrong value."""
+        """Whether groups get most parameters from others, so that all may have the same wrong value."""
         return self.ownership is not None

@@ -17,10 +17,8 @@ from spare_megatron.journal.summary import Summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultCount:
-    """Faults of one kind.
-
-    `due` are those whose moment the run reached with the group to be hit; `masked` those that struck in a step that was
-    committed nevertheless.
+    """Faults of one kind: `due` if the run reached their moment with the group to be hit, `masked` if the step
+    committed.
     """
 
     planned: int
@@ -31,10 +29,7 @@ class FaultCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignFigures:
-    """Figures of a campaign beyond `summary.json`; recovery times are None without a recovery.
-
-    `losses` counts fenced incarnations, `admissions` the times that a group was admitted again.
-    """
+    """Figures beyond `summary.json`; recovery times are None without a recovery. `losses` counts fences."""
 
     faults: Mapping[str, FaultCount]
     losses: int
@@ -61,11 +56,7 @@ class CampaignFigures:
 
 
 def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
-    """Figures of an ended run.
-
-    Raises:
-        ValueError: The journal does not have exactly one run record.
-    """
+    """Figures of an ended run; raises ValueError unless the journal has exactly one run record."""
     runs = journal.of(RunRecord)
     if len(runs) != 1:
         raise ValueError(f"the journal has {len(runs)} run records, expected 1; is it that of one run?")

@@ -1,7 +1,4 @@
-"""Proves from the journal alone that a run kept its invariant: the rules of `spare check`.
-
-Rules about attempts and steps read the journal in parts; their findings have the order of a single pass.
-"""
+"""Proves from the journal alone that a run kept its invariant: the rules of `spare check`."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,10 +35,9 @@ from spare_megatron.stacking.placement import Placement, make_placement
 
 
 def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
-    """Whether the run reached the moment of a planned fault with the group to be hit.
+    """Whether the run reached the moment of a planned fault, in a committed step, with the group to be hit.
 
-    The step must be committed. `rebuild` also needs another group to be fenced first in the step, and `patch` a retry
-    after that fence.
+    `rebuild` also needs another group to be fenced first in the step, and `patch` a retry after that.
     """
     commits = {commit.step: commit for commit in fold.kept}
     commit = commits.get(fault["step"])

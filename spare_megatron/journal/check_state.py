@@ -1,7 +1,7 @@
 """Rules on state: groups that continue hold equal parameters, and hosts of a state partition equal state.
 
-With partitioned state, an owner with wrong state may have sent wrong parameters to all groups. The step is then
-computed again, and every group records its digests again after it has gathered all parameters: these digests count.
+An owner with wrong state may have sent wrong parameters to all groups. The step is then computed again, and the digests
+that groups record after gathering all parameters again count.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ def _excused_groups(
 ) -> frozenset[int]:
     """Groups that may hold any state at position `key`, because they had no part in what followed.
 
-    `groups` recorded a digest there; `contributions` has the (group, attempt) of each contribution to the next step.
+    `contributions` has the (group, attempt) of each contribution to the next step.
     """
     step, excused = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
@@ -136,7 +136,7 @@ class _PartitionHosts:
 
 
 def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """No step is committed while a state partition has no host; copies go to members; releases leave enough hosts.
+    """A committed step has a host for every partition; copies go to members; releases leave enough hosts.
 
     A finished run has a finish entry, and no group lacked parameters in its attempt.
     """

@@ -1,8 +1,7 @@
 """Rules on steps: the sums of every committed step count every microbatch exactly once, in every bucket.
 
-A step may hold sums of several attempts: for each rank, a failed attempt keeps the first buckets that all survivors
-hold, and the next attempt reduces those after them. So every attempt from which some rank kept buckets, and the
-committed one, must count every microbatch exactly once by itself.
+A failed attempt keeps, for each rank, the first buckets that all survivors hold. So every attempt from which some rank
+kept buckets, and the committed one, must count every microbatch exactly once by itself.
 """
 
 from collections import Counter, defaultdict
@@ -154,7 +153,6 @@ def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]
 
 
 def _votes(part: Attempts) -> dict[tuple[int, int], list[bool]]:
-    """(attempt, group) -> `is_complete` of each vote."""
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for _, record in part.votes:
         votes[record.attempt, record.group].append(record.is_complete)

@@ -1,7 +1,4 @@
-"""User-visible texts of run events, one line each: losses, returns, restarts, saves, the end.
-
-All commands take these texts from here. Steps count from 0, as everywhere in the journal.
-"""
+"""User-visible texts of run events, one line each: losses, returns, restarts, saves, the end."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +34,6 @@ def groups_named(groups: Collection[int]) -> str:
 
 
 class FaultLike(Protocol):
-    """A planned fault or a `FaultRecord`."""
-
     @property
     def kind(self) -> str: ...
     @property

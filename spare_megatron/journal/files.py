@@ -1,7 +1,6 @@
 """Journal files: one per writer, under `RUN_DIR/journal`.
 
-Each line reaches the operating system in one write before the writer goes on, so it survives a SIGKILL of the writer.
-Only the last line of a killed writer can be torn.
+Each line reaches the operating system in one write, so it survives a SIGKILL; only a killed writer's last can be torn.
 """
 
 import contextlib
@@ -43,12 +42,9 @@ class BytesLost(OSError):
 class AppendingFile:
     """An append-only file that outlasts a full disk; any thread may append.
 
-    Text that storage does not accept (full, failing or away) stays in memory and is written before any later text.
-
-    Args:
-        path: The file; its folder is created.
-        on_held: Called in the appending thread with the path and the error when storage stops accepting the file, and
-            with an empty text once it has accepted all of it.
+    Text that storage does not accept stays in memory and is written before any later text. `on_held` is called in the
+    appending thread with the path and the error when storage stops accepting the file, and with an empty text once it
+    has accepted all.
     """
 
     def __init__(self, path: Path, on_held: OnHeld | None = None) -> None:
@@ -62,11 +58,7 @@ class AppendingFile:
         self._lock = threading.RLock()
 
     def append(self, text: str) -> None:
-        """Appends the text.
-
-        Raises:
-            OSError: The call itself is wrong, or held text exceeds its memory limit.
-        """
+        """Appends the text; raises OSError if the call is wrong or held text exceeds its memory limit."""
         with self._lock:
             self._held += text.encode()
             before = self._error
@@ -93,10 +85,7 @@ class AppendingFile:
         return self._fd
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocates disk space behind the end of the file, so that appends succeed on a full disk.
-
-        The size of the file does not change. Without support or space, the file system reserves nothing.
-        """
+        """Allocates disk space behind the end, if the file system can; the size of the file does not change."""
         size = os.fstat(self._fd).st_size
         allocate = ctypes.CDLL(None).fallocate
         allocate(self._fd, _KEEP_SIZE, ctypes.c_int64(size), ctypes.c_int64(num_bytes))
@@ -109,11 +98,7 @@ class AppendingFile:
             os.close(fd)
 
     def close(self) -> None:
-        """Retries held text for some seconds, then closes the file.
-
-        Raises:
-            BytesLost: Text is still held. The file then ends with its last whole line.
-        """
+        """Retries held text for some seconds, then closes the file; raises BytesLost if text is still held."""
         end_s = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(OSError):
             while self._held and time.monotonic() < end_s:
@@ -129,18 +114,13 @@ class AppendingFile:
 
 
 def _reason_of(error: OSError) -> str:
-    """The error without its path."""
     return f"[Errno {error.errno}] {error.strerror}"
 
 
 class JournalWriter(AppendingFile):
-    """Appends the records of one writer.
+    """Appends the records of the writer `source`, which also names its file.
 
-    Args:
-        source: Name of the writer and of its file.
-        now_s: The wall clock.
-        writing: Entered around each write, which blocks as long as storage pauses.
-        on_held: See `AppendingFile`.
+    `now_s` is the wall clock; `writing` is entered around each write, which blocks as long as storage pauses.
     """
 
     def __init__(
@@ -177,9 +157,7 @@ class Journal:
 def read_journal(run_dir: Path) -> Journal:
     """Reads everything under `RUN_DIR/journal`.
 
-    Raises:
-        FileNotFoundError: The run directory has no journal.
-        ValueError: The journal has a later format.
+    Raises FileNotFoundError without a journal, ValueError for a later format.
     """
     require_known_format(run_dir)
     files = sorted((run_dir / "journal").glob("*.jsonl"))

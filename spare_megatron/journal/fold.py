@@ -18,7 +18,7 @@ class Finding:
 
     Attributes:
         severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
-        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
+        place: Sort key among the findings of a rule.
     """
 
     severity: Severity
@@ -32,7 +32,6 @@ class FoldedAttempt:
 
     Attributes:
         kept: For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none.
-        members: Groups that took part when it was decided.
     """
 
     attempt: int
@@ -47,10 +46,8 @@ class Committed:
     Attributes:
         members: Groups that took part when it was written; all of them voted.
         began_with: Groups that took part when the step began.
-        saved: It orders a checkpoint of the state after it.
-        is_undone: A later restart went back before it.
         is_last: It ends the run, whatever the planned number of steps.
-        attempts: Attempts of the step whose buckets may have been kept, ending with the committed one.
+        attempts: Attempts whose buckets may have been kept, ending with the committed one.
     """
 
     index: int
@@ -69,8 +66,7 @@ class Known:
     """State after the first `num_entries` entries, of which none is missing.
 
     Attributes:
-        is_over: By these entries the run is over: only fences may follow.
-        attempt: Attempt under way; earlier ones are decided. Infinite if the run is over.
+        attempt: Attempt under way; infinite if the run is over.
         position: (restarts, committed steps): earlier comparisons are settled. Infinite if the run is over.
     """
 
@@ -87,13 +83,10 @@ class Fold:
     Attributes:
         last_fenced_at: Group -> index of the last fence that removed it from the members.
         fenced: Index of each such fence -> (group, incarnation).
-        discarded: (restarts, committed steps before the step) -> groups whose contribution to the step was discarded.
+        discarded: (restarts, committed steps before) -> groups whose contribution to the step was discarded.
         computed_anew: Steps, as (restarts, committed steps before them), that began again from zero sums.
-        opened: Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies.
-        members: Groups that take part after the last entry.
-        errors: Contradictions within the log.
-        next_step: Step after the last commit that is not undone.
-        known: State before the first gap. Entries after a gap may contradict other records only because of the gap.
+        opened: Attempt -> members when it began, as group -> incarnation.
+        known: State before the first gap; later entries may contradict records only because of the gap.
     """
 
     entries: Mapping[int, dict[str, Any]]
@@ -124,10 +117,7 @@ class Fold:
 
 
 class Folding:
-    """State of the fold between two entries.
-
-    Memberships that do not change stay the same objects, so that readers may compare by identity.
-    """
+    """State of the fold between two entries; unchanged memberships stay the same objects."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run

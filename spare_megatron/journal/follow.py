@@ -25,13 +25,8 @@ _DECODERS: dict[bytes, msgspec.json.Decoder[Any]] = {
 class JournalTail:
     """Follows all files of a journal, later ones too; keeps no file open and no line in memory.
 
-    Args:
-        run_dir: Run directory; may lack a journal for now.
-        without: Kinds of records, by their names in the files, to skip unread.
-
-    Attributes:
-        sources: Writers whose files have been found.
-        damage: The first lines that could not be read.
+    `run_dir` may lack a journal for now; the kinds named in `without` are not read. `sources` are the writers found;
+    `damage` has the first unreadable lines.
     """
 
     def __init__(self, run_dir: Path, without: Collection[str] = ()) -> None:
@@ -42,10 +37,7 @@ class JournalTail:
         self.damage: list[str] = []
 
     def poll(self) -> Iterator[Line]:
-        """Yields the new lines, file after file; files of ranks come last.
-
-        A last line without an end waits for the next call: its writer is still writing it, or was killed.
-        """
+        """Yields the new lines, file after file, ranks last; a last line without an end waits for the next call."""
         if not self._folder.is_dir():
             return
         with os.scandir(self._folder) as found:
@@ -89,11 +81,7 @@ class JournalTail:
 
 
 class Follower:
-    """Follows the state of a run; `with_params` also reads parameter digests.
-
-    Raises:
-        ValueError: The journal has a later format.
-    """
+    """Follows the state of a run, `with_params` also digests; raises ValueError for a later journal format."""
 
     def __init__(self, run_dir: Path, *, with_params: bool = False) -> None:
         require_known_format(run_dir)
@@ -101,7 +89,6 @@ class Follower:
         self.run_state = RunState()
 
     def poll(self) -> RunState:
-        """Reads the new lines; returns `run_state`, the same object every time."""
         run_state = self.run_state
         for line in self._tail.poll():
             run_state.add_line(line)
@@ -116,11 +103,9 @@ class Follower:
 
 
 def read_run_state(run_dir: Path, *, with_params: bool = False) -> RunState:
-    """State of a run by its whole journal; arguments as for `Follower`.
+    """State of a run by its whole journal.
 
-    Raises:
-        FileNotFoundError: The run directory has no journal.
-        ValueError: The journal has a later format.
+    Raises FileNotFoundError without a journal, ValueError for a later format.
     """
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")

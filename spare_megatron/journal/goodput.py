@@ -30,13 +30,11 @@ class Goodput:
         wall_s: From the run record to the end.
         step_s: A quiet step: median time between commits with all groups and without fault, loss or admission.
         useful_s: Time of all committed steps, at most `step_s` for each.
-        goodput: Useful time over wall time.
-        longest_pause_s: Longest time between two commits.
-        lost_s: The rest, by cause. `rework`: up to the last of the steps that a restart undid. `end`: after the last
-            commit. The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of
-            the rework to the next commit. `recovery`: steps in which a group was lost. `admission`: first steps with
-            admitted groups. `fault`: steps with a fault that cost no group. `fewer_groups`: other steps without all
-            groups. `scatter`: quiet steps.
+        lost_s: The rest, by cause. `rework`: up to the last step that a restart undid. `end`: after the last commit.
+            The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the
+            rework to the next commit. `recovery`: steps with a loss. `admission`: first steps with admitted groups.
+            `fault`: with a fault that cost no group. `fewer_groups`: other steps without all groups. `scatter`: quiet
+            steps.
     """
 
     wall_s: float
@@ -51,9 +49,8 @@ class Goodput:
 class _Kept:
     """A commit that no restart has undone.
 
-    Attributes:
-        cause: By the log, why the time since the previous commit is longer than a quiet step; empty if nothing.
-        undone: Log indices of commits in between that a restart undid.
+    `cause`: why the time since the previous commit exceeds a quiet step, empty if nothing; `undone`: log indices of
+    undone commits in between.
     """
 
     index: int
@@ -84,7 +81,6 @@ class Stretches:
         self._before: Members = frozenset()
 
     def add_entry(self, index: int, entry: Mapping[str, Any], members: Members) -> None:
-        """Adds the next entry, with the groups that took part when it was written."""
         kind = entry["entry"]
         if kind == "restart":
             while self._kept and self._kept[-1].step >= entry["step"]:
@@ -112,10 +108,8 @@ class Stretches:
     ) -> Goodput | None:
         """Goodput so far; None without a commit whose time is known.
 
-        Args:
-            at_s: Times in seconds at which the entries at these log indices were read; NaN if unknown.
-            span_s: Start and end of the run.
-            hit_after: Steps whose commits were followed by a fault.
+        `at_s` gives the times in seconds at which log entries were read, NaN if unknown; `span_s` is start and end of
+        the run; `hit_after` are steps whose commits were followed by a fault.
         """
         times = at_s(np.array([kept.index for kept in self._kept], np.intp))
         chosen = [kept for kept, is_known in zip(self._kept, ~np.isnan(times), strict=True) if is_known]
@@ -162,9 +156,9 @@ def _sum_up(intervals_s: Times, rework_s: Times, causes: list[str], times_s: Tim
 
 
 class EntryTimes:
-    """When each log entry was read: the median over the groups, because a clock may have jumped.
+    """When each log entry was read: the median over the groups, as a clock may have jumped.
 
-    Groups with equal ids modulo `_MOST_READERS` count as one: that many are enough for a median.
+    Groups with equal ids modulo `_MOST_READERS` count as one.
     """
 
     def __init__(self) -> None:
@@ -174,7 +168,7 @@ class EntryTimes:
         self._end = 0
 
     def add_read(self, index: int, group: int, at_s: float) -> None:
-        """A group has read an entry. The earliest time counts: a group that returns reads old entries again."""
+        """The earliest time counts: a group that returns reads old entries again."""
         column = group % _MOST_READERS
         height, width = self._read_s.shape
         if index >= height or column >= width:
@@ -230,7 +224,7 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
 def full_redundancy_s(journal: Journal) -> tuple[float, ...]:
     """Seconds from each loss of copies of state partitions until every partition had all of its hosts again.
 
-    By the group with the most redundancy records. A loss that was never made good is left out.
+    By the group with the most redundancy records, without losses that were never made good.
     """
     seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for line in journal.lines:

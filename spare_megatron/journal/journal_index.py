@@ -1,7 +1,7 @@
 """Journal files read in parts: memory is bounded by one part, the log and the rare records.
 
-One pass finds the log, the rare records, and the range of steps and attempts in each block of each file. A part is then
-read from the blocks that overlap it, whatever the order of their lines. docs/decisions.md compares it with SQLite.
+One pass finds the log, the rare records, and the range of steps and attempts in each block; a part is read from the
+blocks that overlap it. docs/decisions.md compares this with SQLite.
 """
 
 import dataclasses
@@ -71,17 +71,9 @@ class _Block:
 class JournalIndex:
     """A `JournalView` of journal files, as they are now.
 
-    Args:
-        run_dir: Run directory.
-        stretch_bytes: See `STRETCH_BYTES`; grows with the number of files by default.
-        until_s: Deadline on the monotonic clock.
-        settings: Terms of the run by the settings beside the journal.
-        block_bytes: Bytes read at once; what is looked at again is found in blocks of this size.
-
-    Raises:
-        FileNotFoundError: The run directory has no journal.
-        ValueError: The journal has a later format.
-        TimeoutError: The deadline has passed; methods raise it, too.
+    `stretch_bytes` grows with the number of files by default; `until_s` is a deadline on the monotonic clock;
+    `settings` are the run's terms by the settings beside the journal. Raises FileNotFoundError without a journal,
+    ValueError for a later format, and TimeoutError after the deadline, as methods do.
     """
 
     def __init__(

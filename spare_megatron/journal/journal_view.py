@@ -1,7 +1,6 @@
 """Views of a journal in parts, since the journal of a long run exceeds memory.
 
-The log and rare records are held whole. Records that every group writes in every step are read for some consecutive
-attempts or steps at a time.
+Only the log and rare records are held whole; records of every group and step are read for some attempts or steps.
 """
 
 import math
@@ -77,9 +76,7 @@ class JournalView(Protocol):
     """A journal that is read in parts.
 
     Attributes:
-        rare: Lines with `is_rare` records, in time order.
         entries: Log index -> entry, as first read.
-        num_stretches: Number of parts for the frequent records.
         origin_code: Code digest in `origin.json` beside the journal; None without such a file.
         settings: Terms of the run by the settings beside the journal; empty if unknown.
     """
@@ -115,10 +112,10 @@ class Attempts:
     """Records of consecutive attempts; contributions, votes and updates with their places.
 
     Attributes:
-        went_on: (group, attempt) of each contribution to these attempts and the one after them.
+        went_on: (group, attempt) of each contribution to these attempts and the next one.
         commits: (number among the commits, commit) of each commit on one of these attempts.
-        decided: For each of these attempts that belongs to a committed step: number of the commit, position among the
-            attempts of the step, the commit, the attempt, and the step's next attempt or None.
+        decided: For each of these attempts of a committed step: number of the commit, position among the step's
+            attempts, the commit, the attempt, and the step's next attempt or None.
     """
 
     contributions: Sequence[Placed]
@@ -156,11 +153,9 @@ def _decided(fold: Fold, number: int, which: int) -> tuple[int, int, Committed, 
 
 
 class Steps:
-    """Parameter digests after consecutive numbers of committed steps.
+    """Parameter digests (`params`, in time order) after consecutive numbers of committed steps.
 
-    Attributes:
-        params: The digests, in time order.
-        commits: (number among the commits, commit) of those not undone that led to one of these numbers of steps.
+    `commits` has (number among the commits, commit) of those not undone that led to one of these.
     """
 
     def __init__(self, view: JournalView, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:

@@ -67,8 +67,6 @@ _NAMES = {kind: name for name, kind in KINDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A record with its writer and its time in seconds since the epoch."""
-
     source: str
     at_s: float
     record: Record
@@ -81,11 +79,7 @@ def encode_line(line: Line) -> str:
 
 
 def decode_line(text: str) -> Line:
-    """Decodes what `encode_line` wrote.
-
-    Raises:
-        ValueError: The text is damaged, or a record of a kind that this version does not know.
-    """
+    """Decodes what `encode_line` wrote; raises ValueError for a damaged text or an unknown kind."""
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError(f"not a record: {text[:80]}")
@@ -118,11 +112,7 @@ def origin_field(run_dir: Path, name: str) -> str | None:
 
 
 def require_known_format(run_dir: Path) -> None:
-    """Checks that this version reads the journal's format; a journal without its first record passes.
-
-    Raises:
-        ValueError: The format is later, or unknown.
-    """
+    """Raises ValueError if the journal's format is later or unknown; passes without a first record."""
     found = _first_record(run_dir).get("format", FORMAT)
     if found not in range(FORMAT + 1):
         raise ValueError(

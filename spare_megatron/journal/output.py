@@ -39,10 +39,7 @@ def named_errors(setting: str, path: Path) -> Iterator[None]:
 def whole_file(setting: str, path: Path) -> Iterator[Path]:
     """Yields a temporary path that becomes the file when the block ends; an error leaves nothing behind.
 
-    What is no plain file, as /dev/stdout, or lies in a folder that cannot be written, is written in place.
-
-    Raises:
-        NotWritten: The file cannot be written.
+    What is no plain file, or lies in an unwritable folder, is written in place. Raises NotWritten.
     """
     with named_errors(setting, path):
         if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):

@@ -16,10 +16,9 @@ _LEAST_STEPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """The slowest rank and the second slowest; `rank` is the position in the group.
+    """The slowest rank and the second slowest, by position in the group.
 
-    Attributes:
-        ratio: Median over steps of its time per microbatch, over the median of the same position in the other groups.
+    `ratio`: median over steps of its time per microbatch, over that of the same position in the other groups.
     """
 
     group: int
@@ -39,7 +38,6 @@ class RankPaces:
         self._pace_s: Array = np.empty((0, num_groups, ranks_per_group), np.float32)
 
     def add(self, attempt: int, group: int, compute_s: Sequence[float], load: float) -> None:
-        """Adds the seconds in which each rank of a group computed `load` microbatches in an attempt."""
         if len(compute_s) != self._shape[2] or not load > 0:
             return
         if not len(self._pace_s):  # a simulated run has none
@@ -61,11 +59,7 @@ class RankPaces:
 def over_others(pace_s: Array) -> Array:
     """Each rank's pace over the median of the same position in the other groups, in the same step.
 
-    Args:
-        pace_s: Shape (steps, groups, ranks); NaN if a group computed nothing.
-
-    Returns:
-        Same shape; NaN also if no other group computed.
+    Shape (steps, groups, ranks); NaN if a group, or no other group, computed.
     """
     num_there = np.sum(~np.isnan(pace_s), axis=1, keepdims=True)
     order = np.argsort(pace_s, axis=1)  # NaN come last

@@ -44,7 +44,7 @@ class RunRecord:
     last_resort: bool = False
     """Whether a group may compute shards outside its stack once all their hosts are lost."""
     slice_redundancy: int = 0
-    """Hosts of each state partition; 0 if every group holds the whole optimizer state."""
+    """Hosts of each state partition; 0 if not partitioned."""
     groups_per_domain: int = 1
     """Groups of consecutive ids in a failure domain, as passed to the placement."""
     num_processors: int = 0
@@ -68,7 +68,7 @@ class RunRecord:
     """Package version that started the run; empty in earlier formats, as are `commit` and `host`."""
     commit: str = ""
     host: str = ""
-    """Name of the driver's machine."""
+    """The driver's machine."""
     code: str = ""
     """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
     corpus: str = ""
@@ -108,7 +108,7 @@ class ContributionRecord:
     epoch: int
     members: list[int]
     microbatches: dict[str, list[int]]
-    """Shard -> indices of the step's microbatches in the group's sums of the buckets that are not kept."""
+    """Shard -> indices of the microbatches in the group's sums of the buckets that are not kept."""
     incarnation: int = 0
     kept: list[int] = field(default_factory=list)
     """For each rank, the number of leading buckets that keep their sums and are not reduced; empty: none."""
@@ -190,7 +190,6 @@ class RecoveryRecord:
     reduce_s: float
     """From the new communicator to the commit."""
     num_patched: int
-    """Microbatches of the lost groups that this group computed."""
     num_restarts: int = 0
 
 
@@ -234,12 +233,11 @@ class LossRecord:
     rank: int
     cause: str
     entry_index: int
-    """Index of the log entry that fences the group."""
+    """Of the log entry that fences the group."""
     pending: list[dict[str, Any]] = field(default_factory=list)
     """Rank, operation and step of each of the group's ranks on the node when the loss was found."""
     incarnation: int = 0
     is_given_up: bool = False
-    """The group has used up its restarts and does not return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,15 +248,11 @@ class StartRecord:
     incarnation: int
     num_ranks: int
     num_spares: int
-    """How many of these ranks run in processes that stood by as spares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
-    """Why a checkpoint is taken now; written by the leader of the group that takes it.
-
-    `core.cadence.Cadence` documents the fields after `step`. Times follow the clock of the log.
-    """
+    """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.cadence.Cadence`."""
 
     group: int
     step: int
@@ -344,7 +338,7 @@ class EndRecord:
     outcome: Outcome
     reason: str
     steps_committed: int | None = None
-    """Steps that this run committed, by the leaders' reports to the driver; None if unknown."""
+    """By the leaders' reports to the driver; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

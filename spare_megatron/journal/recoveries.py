@@ -13,15 +13,12 @@ from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One recovery, timed on the survivor that finished its own compute last.
-
-    That survivor waits least for others, so its time is what the loss costs the step.
+    """One recovery, timed on the survivor that finished its own compute last: it waits least for others.
 
     Attributes:
         lost: Groups lost before the commit of the step, in one or several losses.
         detect_s: To folding the fence: from the loss, or from the end of the survivor's own compute if later.
         agree_s: To the decision whether the sum was complete.
-        patch_s: Computing the lost groups' microbatches.
         rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
         reduce_s: From the new communicator to the commit.
         num_patched: Microbatches of the lost groups computed again, over all survivors.

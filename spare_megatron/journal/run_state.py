@@ -36,7 +36,7 @@ from spare_megatron.journal.recoveries import Recoveries
 
 
 class Losses:
-    """Lost incarnations, each once, though every node that the group spans may report it."""
+    """Lost incarnations, each once, though every node of the group may report it."""
 
     def __init__(self) -> None:
         self._by_incarnation: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by (group, incarnation)
@@ -75,9 +75,7 @@ class StepTable:
     """Figures of attempts (rows) and groups (columns); NaN if unreported.
 
     Attributes:
-        loss: Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate.
-        step_s: Seconds from the start of the step to its update; shape (attempts, groups).
-        load: Microbatches that a group contributed; shape (attempts, groups).
+        step_s: Seconds from the start of the step to its update; shape (attempts, groups), as `load`.
     """
 
     def __init__(self, num_groups: int, ranks_per_group: int) -> None:
@@ -99,12 +97,10 @@ class StepTable:
         self.paces.add(record.attempt, record.group, record.compute_s, load)
 
     def add_contribution(self, record: ContributionRecord, load: int) -> None:
-        """Records that a group has contributed `load` microbatches to an attempt."""
         self._reserve(record.attempt)
         self.load[record.attempt, record.group] = load
 
     def is_applied(self, attempt: int) -> bool:
-        """Whether some group has reported that it applied the attempt."""
         return attempt < len(self.loss) and not np.isnan(self.step_s[attempt]).all()
 
     def _reserve(self, attempt: int) -> None:
@@ -158,16 +154,9 @@ class SavePlan:
 class RunState:
     """State of a run by the lines added so far; lines of one file must come in order.
 
-    Attributes:
-        run: Run record; None until it is added. Earlier lines are ignored.
-        began_s: Time of the run record.
-        newest_at_s: Time of the newest line.
-        storage: Set while storage does not accept the journal, or has lost some of it.
-        checkpoints: (time, record) of each ended save, in line order.
-        num_rejoined: Times that a lost group contributed again.
-        num_recomputed: Microbatches that groups contributed to a later attempt of a step but not to its first.
-        damage: What could not be interpreted.
-        newest: First update record of the last applied attempt.
+    Lines before the run record `run` are ignored. `storage` is set while storage does not accept the journal, or has
+    lost some of it; `num_recomputed` counts microbatches that groups contributed to a later attempt of a step but not
+    to its first; `newest` is the first update record of the last applied attempt.
     """
 
     def __init__(self) -> None:
@@ -287,7 +276,7 @@ class RunState:
     def settle(self, *, is_whole: bool = False) -> None:
         """Reports missing log entries as damage; call it once all written lines have been added.
 
-        An entry counts as missing on the second call in a row, or at once if nothing more will come (`is_whole`).
+        They count on the second call in a row, or at once if nothing more will come (`is_whole`).
         """
         while self._ahead:
             if self._gap_at != self._head and not is_whole:
@@ -364,7 +353,6 @@ class RunState:
 
     @property
     def loss(self) -> float | None:
-        """Training loss of `last_attempt`."""
         return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
 
     @property
@@ -440,7 +428,6 @@ class RunState:
         return max(0.0, since_s + interval_s - now_s) if interval_s else None
 
     def events(self, most: int) -> Sequence[EventLine]:
-        """The last `most` events, in time order."""
         return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
 
     def events_since(self, num_events: int) -> Sequence[EventLine]:

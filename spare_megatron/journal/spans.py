@@ -25,12 +25,7 @@ RECOVERY_NAMES: Mapping[RecoveryStage, str] = {
 
 @dataclass(slots=True)
 class RecoveryTimes:
-    """The stages of one recovery, timed one after the other.
-
-    Attributes:
-        computed_at_s: Wall-clock time, as noticed_at_s; both as in `RecoveryRecord`.
-        timed_until_s: End of the last stage, on the clock of the stages.
-    """
+    """The stages of one recovery, timed one after the other, up to `timed_until_s` on the clock of the stages."""
 
     computed_at_s: float
     noticed_at_s: float
@@ -39,7 +34,6 @@ class RecoveryTimes:
     spent_s: dict[RecoveryStage, float] = field(default_factory=lambda: dict.fromkeys(RECOVERY_NAMES, 0.0))
 
     def end_stage(self, stage: RecoveryStage, at_s: float) -> None:
-        """Counts the time since the end of the last stage as this one's."""
         self.spent_s[stage] += at_s - self.timed_until_s
         self.timed_until_s = at_s
 
@@ -63,8 +57,7 @@ class Span:
     """An activity of a rank's main thread.
 
     Attributes:
-        name: An operation of `core.failure_detector`, a forward or backward pass, or a stage of a recovery.
-        began_s: On the monotonic clock of the rank's machine, as ended_s.
+        began_s: On the monotonic clock of the rank's machine, as `ended_s`.
         microbatch: (shard, index) of a pass.
     """
 
@@ -80,7 +73,6 @@ class RankSpans:
     """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group.
 
     Attributes:
-        stage: Pipeline stage.
         machine: Equal for ranks that share a monotonic clock.
         wall_s: Wall clock minus that monotonic clock, at the time of writing.
     """
@@ -99,8 +91,6 @@ def spans_file(run_dir: Path, node: int) -> Path:
 
 
 class SpansFile(AppendingFile):
-    """Appends the spans of one node's ranks."""
-
     def __init__(self, run_dir: Path, node: int) -> None:
         super().__init__(spans_file(run_dir, node))
 
@@ -114,12 +104,7 @@ class SpansFile(AppendingFile):
 
 
 def read_spans_of(run_dir: Path) -> list[RankSpans]:
-    """Reads everything under `RUN_DIR/timeline`.
-
-    Raises:
-        FileNotFoundError: There are no spans.
-        ValueError: A line is damaged.
-    """
+    """Reads everything under `RUN_DIR/timeline`; FileNotFoundError without spans, ValueError for a damaged line."""
     files = sorted((run_dir / FOLDER).glob("node-*.jsonl"))
     if not files:
         raise FileNotFoundError(

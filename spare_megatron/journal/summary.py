@@ -114,12 +114,8 @@ def with_end(summary: Summary, end: EndRecord) -> Summary:
 class _Counts:
     """Figures that are counted while a journal is checked.
 
-    Attributes:
-        update: First update record of the last applied attempt.
-        params: First digest of the last parameters.
-        rejoined: (group, incarnation) of lost groups that voted again.
-        num_recomputed: Microbatches that groups contributed to a later attempt of a step but not to its first. Steps
-            computed again after a restart do not count: they belong to other incarnations.
+    `rejoined` has (group, incarnation) of lost groups that voted again; `num_recomputed` is as in `RunState`, without
+    steps computed again after a restart.
     """
 
     def __init__(self) -> None:
@@ -159,7 +155,7 @@ _TAIL_BYTES = 1 << 20
 def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
     """Sums the run up and writes `summary.json`; several nodes may do so at once.
 
-    `end` is how the run ended, if known: on a full disk the journal may lack it, and the summary may not be written.
+    `end` is how the run ended: on a full disk the journal may lack it, and the summary may not be written.
     """
     try:
         summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + PROOF_S))
@@ -177,7 +173,6 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
 
 
 def _unproven_summary(run_dir: Path) -> Summary:
-    """Summary by the first line of the journal and the last lines of some files; counts nothing else."""
     files = list((run_dir / "journal").glob("*.jsonl"))
     num_bytes = sum(path.stat().st_size for path in files)
     with (run_dir / "journal" / "driver.jsonl").open("rb") as driver:
@@ -204,7 +199,6 @@ def _unproven_summary(run_dir: Path) -> Summary:
 
 
 def _last_records(path: Path) -> Iterator[Record]:
-    """Readable records near the end of a file."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _TAIL_BYTES, 0))

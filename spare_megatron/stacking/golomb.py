@@ -1,10 +1,9 @@
 """Offsets for cyclic placements: modular Golomb rulers that mix well.
 
-r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs
-N >= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement,
-max over k != 0 of |sum_o exp(2 pi i k o / N)|: by the expander mixing lemma it keeps chains of displaced microbatches
-short. With failure domains of d consecutive groups, few hosts per domain take precedence over distinct differences.
-The argument is in docs/protocol.md.
+r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs N
+>= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement, max over k != 0 of
+|sum_o exp(2 pi i k o / N)|. With failure domains of d consecutive groups, few hosts per domain take precedence. The
+argument is in docs/protocol.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +60,7 @@ _SINGER_OF_PRIME_POWERS = {
 
 
 def check_redundancy(num_groups: int, redundancy: int) -> None:
-    """Raises ValueError unless the redundancy is between 1 and the number of groups."""
+    """Raises ValueError unless 1 <= redundancy <= num_groups."""
     if redundancy < 1:
         raise ValueError(f"spare.redundancy={redundancy} is below 1; set it to 1 (no spare hosts) or more")
     if redundancy > num_groups:
@@ -185,7 +184,7 @@ def _exhaustive(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
 
 
 def _scattered(n: int, r: int, domains: _Domains) -> Iterator[tuple[int, ...]]:
-    """Rulers grown from a fixed pseudo-random sequence; a mark joins if it repeats no difference."""
+    """Rulers grown from a fixed pseudo-random sequence."""
     state, num_found = 1, 0
     marks, used = [0], {0}
     for _ in range(_SCATTER_DRAWS):

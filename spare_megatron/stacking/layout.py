@@ -8,10 +8,7 @@ GroupId = NewType("GroupId", int)
 
 
 class Member(NamedTuple):
-    """One incarnation of a group. Placements name groups; votes, fences and admissions name members.
-
-    The processes that begin the run are incarnation 0; each later start of the group has a higher, unused number.
-    """
+    """One incarnation of a group, from 0 up. Placements name groups; votes, fences and admissions name members."""
 
     group: GroupId
     incarnation: int = 0
@@ -33,7 +30,6 @@ class Layout:
     context_parallel: int = 1
     pipeline_parallel: int = 1
     num_nodes: int = 1
-    """Machines; each holds an equal block of consecutive ranks."""
 
     @property
     def ranks_per_group(self) -> int:
@@ -78,5 +74,4 @@ class Layout:
         return sorted({self.node_of(group, rank) for rank in range(self.ranks_per_group)})
 
     def groups_on(self, node: int) -> list[GroupId]:
-        """Groups that have a rank on the node, ascending."""
         return sorted({group for group, _ in self.ranks_on(node)})

@@ -1,10 +1,8 @@
 """Assigns the demand of shards to hosts at least capacity, then least cost: the one transport problem of every reorder.
 
 Shard s has `demand[s]` units, each placed on one of its surviving hosts; no host takes more than `capacity`. On a pair
-(s, h) the first `free[s, h]` units cost 0 (they stay) and every further one costs 1 (it moves). The solver is the
-primal-dual method for minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8)
-with one maximum flow per distinct length of displacement chains, mostly one. Its optimality proof is in
-docs/protocol.md.
+(s, h) the first `free[s, h]` units cost 0 (they stay), every further one 1 (it moves). Primal-dual minimum-cost flow
+(Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8). Proof: docs/protocol.md.
 """
 
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ class SpreadProblem:
     """Units of demand to place on surviving hosts. Arrays of pairs are flat: shard * redundancy + column.
 
     Attributes:
-        is_alive: For each group.
-        demand: For each shard, its units.
         free: For each pair, how many units cost nothing there. 0 where the host is lost.
         start: For each pair, the units placed there at first; at most `free`, and per shard at most its demand.
     """
@@ -41,11 +37,8 @@ class Spread:
     """A placement of all units at least cost.
 
     Attributes:
-        flow: For each pair, its units.
-        cost: Units that are not free.
         num_phases: Distinct lengths of displacement chains that were needed; 0 if the start was complete.
-        shard_potential: For each shard, its distance from the unplaced units; for `is_certified`.
-        host_potential: The same for each group.
+        shard_potential: For each shard, and `host_potential` for each group, its distance from the unplaced units.
     """
 
     flow: IntArray
@@ -85,10 +78,7 @@ def capacity_bound(problem: SpreadProblem) -> int:
 
 
 def least_spread(problem: SpreadProblem) -> Spread:
-    """The spread of least capacity and, at that capacity, of least cost.
-
-    Each failure raises the proven bound (Hall's condition); almost always the first bound is feasible.
-    """
+    """The spread of least capacity and then least cost; each failure raises the proven bound (Hall's condition)."""
     capacity = capacity_bound(problem)
     while True:
         result = cheapest_spread(problem, capacity)
@@ -100,8 +90,7 @@ def least_spread(problem: SpreadProblem) -> Spread:
 def cheapest_spread(problem: SpreadProblem, capacity: int) -> Spread | Bottleneck:
     """The spread of least cost under a capacity, or the bottleneck that proves there is none.
 
-    Ties depend on the arguments alone: nodes and arcs are numbered by ascending ids, and the maximum flow of OR-Tools
-    is deterministic. Cost: per phase O(number of pairs) and one maximum flow over the pairs on shortest chains.
+    Deterministic: nodes and arcs are numbered by ascending ids. Cost: per phase O(number of pairs) and a maximum flow.
     """
     residual = _Residual(problem, capacity)
     num_phases = 0
@@ -179,8 +168,7 @@ class _Residual:
     def distances(self) -> tuple[IntArray, IntArray, int] | Bottleneck:
         """Reduced distances of shards and hosts from the excess, and that of the nearest host with spare capacity.
 
-        Dial's algorithm, one level at a time; distances beyond that host are upper bounds. Returns a `Bottleneck` if no
-        such host is reachable.
+        Dial's algorithm; distances beyond that host are upper bounds. A `Bottleneck` if no such host is reachable.
         """
         ahead, back = self._reduced_costs()
         to_shard = np.where(self.unplaced > 0, 0, _FAR)

@@ -34,8 +34,7 @@ def initial_order(
 ) -> Order:
     """The order before any loss: every group owns its home shard.
 
-    With `last_resort` any survivor may compute a shard without a surviving host, as all groups can read all data;
-    raises ValueError at stack granularity.
+    With `last_resort` any survivor may compute a shard without a host; ValueError at stack granularity.
     """
     if granularity == "stack" and last_resort:
         raise ValueError("hosts of last resort take single microbatches: set the granularity to microbatch")

@@ -1,9 +1,8 @@
 """Placement: which groups host which shard. Fixed for a run.
 
-A cyclic placement hosts shard s on groups (s - o) mod N for a few offsets o. Two shards d apart share as many hosts as
-pairs of offsets differ by d mod N. With a modular Golomb ruler (`stacking.golomb`) any two shards therefore share at
-most one host, and a few losses never fall on the same few neighbours. Failure domains (racks, power) are
-`groups_per_domain` groups of consecutive ids; no two hosts of a shard share one if r groups_per_domain <= N.
+A cyclic placement hosts shard s on groups (s - o) mod N for a few offsets o; two shards d apart share as many hosts as
+pairs of offsets differ by d mod N, with a modular Golomb ruler at most one. Failure domains are `groups_per_domain`
+groups of consecutive ids; no two hosts of a shard share one if r groups_per_domain <= N.
 """
 
 from dataclasses import dataclass, field

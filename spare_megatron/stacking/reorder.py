@@ -23,9 +23,7 @@ class Reorder:
     Attributes:
         owners: Read-only, shape (num_shards, m): the owner of each microbatch.
         makespan: Largest number of microbatches of any group.
-        num_moves: Microbatches whose owner changed, those of lost groups included.
-        path: For statistics: "orphans" if only microbatches without a surviving owner moved, "chains" if others did,
-            too.
+        path: "orphans" if only microbatches without a surviving owner moved, else "chains".
     """
 
     owners: Owners
@@ -55,14 +53,13 @@ def reorder_microbatches(
 ) -> Reorder:
     """Owners of least makespan among surviving groups and, at that makespan, with the fewest moves.
 
-    The present owners, of shape (num_shards, m), may come from any earlier state: several groups may be newly lost, and
-    groups may have come back. A microbatch whose owner is not a surviving host of its shard always moves. Shards
-    `left_out` need no host and keep their owners; any other shard without a host raises WipeOut.
+    The present owners, of shape (num_shards, m), may come from any earlier state. A microbatch whose owner is not a
+    surviving host of its shard always moves. Shards `left_out` keep their owners; any other without a host raises
+    WipeOut.
 
     Notes:
-        Both optima are exact: see `stacking.matching`. Ties: the number of microbatches of a shard that each host gets
-            depends on the arguments alone (arcs in ascending order of ids); a host keeps its lowest indices; the others
-            go in ascending order of index to hosts in ascending order of id. Cost: O(N (m + r) r) and, per length of
+        Both optima are exact: see `stacking.matching`. Ties: a host keeps its lowest indices; the others go in
+            ascending order of index to hosts in ascending order of id. Cost: O(N (m + r) r) and, per length of
             displacement chains, one maximum flow over the pairs they touch.
     """
     if owners.ndim != 2 or len(owners) != placement.num_groups:
@@ -91,9 +88,8 @@ def patch_work(
 ) -> dict[GroupId, tuple[Microbatch, ...]]:
     """Spreads the microbatches that lost groups still owed in this step over surviving hosts of their shards, by group.
 
-    The makespan of the patch alone is the least possible, because the survivors have finished their own work. Groups
-    and their microbatches are ascending. Ties as in `reorder_microbatches`; within a shard, lower indices go to lower
-    group ids. The order of the orphans does not matter. Raises WipeOut if a shard of an orphan has no surviving host.
+    The patch alone has the least makespan. Groups and microbatches are ascending; ties as in `reorder_microbatches`,
+    within a shard lower indices to lower group ids. Raises WipeOut if a shard has no surviving host.
     """
     items = sorted(orphans)
     if len(set(items)) != len(items):
@@ -115,9 +111,8 @@ def patch_work(
 def assign_to_least_loaded(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId]) -> Owners:
     """Owners with some microbatches assigned to the least loaded surviving groups (at least one), hosts or not.
 
-    For data that every group can read. It is read anew for each step, so previous owners get no preference. Ties go to
-    the lowest id; items in ascending order. No load exceeds the larger of its earlier value and ceil(total / alive), so
-    the makespan stays the least possible. Cost: O(n log N) for n items.
+    Ties go to the lowest id; items in ascending order. No load exceeds the larger of its earlier value and ceil(total /
+    alive), so the makespan is least. Cost: O(n log N) for n items.
     """
     changed = owners.copy()
     for item in items:

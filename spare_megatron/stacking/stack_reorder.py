@@ -1,8 +1,7 @@
-"""Reorders whole shards: the least depth, then the fewest changes of stack order.
+"""Reorders whole shards: the least depth, then the fewest changes of stack order (SPARe, arXiv 2603.00357).
 
-In stack granularity (SPARe, arXiv 2603.00357) every group computes the first `depth` shards of its stack, so a step
-takes depth x m microbatches. The depth is the least whole number S at which every shard has an owner among the
-surviving groups that hold it within their first S.
+The depth is the least S at which every shard has an owner among the surviving groups that hold it within the first S of
+their stack; a step takes S x m microbatches.
 """
 
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ StackArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackOrder:
-    """How groups compute their stacks: the first `depth` shards of row `group` of `stacks`, in order.
-
-    `stacks` is read-only, of shape (num_groups, redundancy).
+    """How groups compute their stacks: the first `depth` shards of each row of `stacks`, shape (num_groups,
+    redundancy).
     """
 
     stacks: StackArray
@@ -37,13 +35,10 @@ class StackReorder:
     """Stack order and owners after a reorder.
 
     Attributes:
-        owners: Read-only; for each shard, the surviving group whose gradient counts. No group owns more than `depth`
-            shards, and all it owns are within the first `depth` of its stack.
-        depth: The least possible; the same as `order.depth`.
-        num_moves: Shards brought into the first `depth` of a stack, each by a swap with one that its group does not
-            own.
-        phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching in free order (phase
-            2) and the moves from a minimum-cost flow (phase 3).
+        owners: Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its
+            stack.
+        num_moves: Shards swapped into the first `depth` of a stack for one that its group does not own.
+        phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2).
     """
 
     owners: StackArray
@@ -61,15 +56,13 @@ def initial_order(placement: Placement) -> StackOrder:
 def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: StackOrder) -> StackReorder:
     """The least depth for the surviving groups and, at that depth, the fewest changes of the present order.
 
-    A move swaps a shard from beyond the first S of a group's stack with one within it, so that the group can own it.
-    All other positions, and the stacks of lost groups, stay as they are. The order may come from any earlier state.
-    Raises WipeOut if some shard has no surviving host.
+    A move swaps a shard from beyond the first S of a group's stack with one within it; all other positions stay. The
+    order may come from any earlier state. Raises WipeOut if some shard has no surviving host.
 
     Notes:
-        Phase 1: keep the order at depth S if every shard is covered and no lesser depth is possible (which takes groups
-            that came back). A group has S shards within its first S, so no choice of owners overloads it, and the
-            paper's Hopcroft-Karp matching reduces to coverage. Phase 2: Hopcroft-Karp with S slots per group and any
-            host allowed, S growing from the proven bound; S = r always suffices. Phase 3:
+        Phase 1: keep the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces
+            the paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: Hopcroft-Karp with S
+            slots per group and any host allowed, S growing from the proven bound. Phase 3:
             `stacking.matching.cheapest_spread` at that S, where hosts are free for the shards within their first S.
         Ties: phase 1 picks the surviving host that has the shard earliest, then the lowest id; phase 3 as in
             `stacking.matching`; shards move in ascending order of ids to the earliest positions not owned.

@@ -1,10 +1,9 @@
 """Assigns partitions of the optimizer state to groups: hosts, owners, repairs and moves.
 
-Each rank position's flat parameter space is cut into as many partitions as there are groups. A partition's r_o hosts
-hold its whole state of the present step and apply every commit to it identically; one of them, its owner, sends the
-parameters to all groups. The first hosts follow `stacking.placement`. After a loss, a repair copies the partition to a
-group without a copy. If no copy is missing, moves even out the load: the receiver becomes a host, the next commit's
-votes compare it, and only then the donor releases its copy. So no move leaves a partition with fewer than r_o hosts.
+Each rank position's flat parameter space has as many partitions as groups. A partition's r_o hosts hold its whole
+state; one of them, its owner, sends the parameters to all groups. A repair replaces a lost copy. Moves even out the
+load: the receiver becomes a host, the next commit's votes compare it, and only then the donor releases its copy, so at
+least r_o hosts remain.
 """
 
 from collections import Counter
@@ -41,7 +40,7 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSetup:
-    """How the optimizer state is partitioned, fixed for a run: N partitions on r_o = `redundancy` groups each.
+    """How the optimizer state is partitioned: N partitions on r_o = `redundancy` groups each.
 
     Domains are `groups_per_domain` groups of consecutive ids that may be lost together.
     """
@@ -59,14 +58,10 @@ class Ownership:
     """Hosts, owners and pending copies of all state partitions at one point of the log, the same on every rank.
 
     Attributes:
-        placed: For each partition, its groups in the placement.
-        members: The groups that take part, ascending.
         hosts: For each partition, the members that hold its whole state of the present step.
-        owners: For each partition, the host that sends its parameters; the most per member is as small as hosts allow.
-        repairs: The copies to make, those of the partitions with the fewest hosts first. Every partition gets as many
-            as it lacks of r_o hosts, or of all members if those are fewer.
-        moves: The copies whose donors release theirs afterwards. Until that is folded, the receiver of a complete one
-            is a host beside its donor.
+        owners: For each partition, the host that sends its parameters, as even as hosts allow.
+        repairs: The copies to make, up to r_o hosts or all members, partitions with the fewest hosts first.
+        moves: The copies whose donors release theirs afterwards; until then both are hosts.
     """
 
     setup: PartitionSetup
@@ -125,8 +120,6 @@ class Ownership:
 def first_ownership(setup: PartitionSetup, members: Iterable[Member]) -> Ownership:
     """The ownership when every group can take any partition: at the start of a run and after loading a checkpoint.
 
-    The hosts are those of the placement; other members replace those that do not take part.
-
     >>> ring = first_ownership(PartitionSetup(num_groups=3, redundancy=2), [Member(g) for g in range(3)])
     >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
     ([[0, 2], [0, 1], [1, 2]], [0, 1, 2])
@@ -143,10 +136,10 @@ def first_ownership(setup: PartitionSetup, members: Iterable[Member]) -> Ownersh
 
 
 def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...]:
-    """Owners as even as the hosts allow: the earlier ones if possible, otherwise a new matching.
+    """Owners as even as the hosts allow: the earlier ones if possible, else the host that owns the fewest.
 
-    Partitions that have lost their owner go to the host that owns the fewest. If some member then owns more than
-    necessary, a maximum matching (Hopcroft-Karp) with L slots per host decides, with the least feasible L.
+    If a member then owns more than necessary, a maximum matching (Hopcroft-Karp) with the least feasible L slots per
+    host.
     """
     kept = [owner if owner in row else None for owner, row in zip(earlier, hosts, strict=True)]
     load = Counter(owner for owner in kept if owner is not None)
@@ -177,10 +170,9 @@ def _match(hosts: Hosts, able: Sequence[Member], most: int) -> tuple[Member, ...
 
 
 def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
-    """The repairs: those under way continue while they are needed, from another host if the donor is lost.
+    """The repairs: those under way continue while needed, from another host if the donor is lost.
 
-    A move of a partition that has lost a host becomes a repair, unless its receiver shares a domain with the remaining
-    hosts.
+    A move of a partition that lost a host becomes a repair, unless its receiver shares a domain with other hosts.
     """
     hosts, left = ownership.hosts, set(ownership.members)
     running: dict[int, list[Member]] = {}
@@ -210,8 +202,7 @@ def _assign_receivers(
 ) -> dict[int, list[Member]]:
     """Partition -> receivers of the copies that it lacks: those under way, then further members.
 
-    Members outside the domains of the other hosts come first, then those with the fewest copies to make (a member makes
-    its copies one after another), then those that hold the fewest partitions, then the lowest id.
+    Order: outside the other hosts' domains, fewest copies to make, fewest partitions held, lowest id.
     """
     wanted = min(setup.redundancy, len(members))
     num_held = Counter(host for row in hosts for host in row)
@@ -236,9 +227,8 @@ class _Evening:
     """Moves that even out how many partitions the members hold, as far as failure domains allow.
 
     A partition moves from the member with the most to one with at least two fewer, or one fewer if its hosts then span
-    more domains; they never span fewer. A partition has one move at a time, and no member both gives and takes. So,
-    whichever copies complete first, the sum of the squared counts falls, or stays while fewer hosts share a domain: no
-    move undoes another. `made` are complete moves whose donors have yet to release their copies.
+    more domains; never fewer domains. One move per partition, and no member both gives and takes, so no move undoes
+    another. `made` are complete moves whose donors have yet to release their copies.
     """
 
     def __init__(self, ownership: Ownership, made: Iterable[Repair]) -> None:
@@ -329,7 +319,7 @@ def gather_rounds(
 ) -> list[Round]:
     """The fewest rounds of an all-gather in which every member sends what it owns, at most `most` elements a round.
 
-    `owners` and `lengths` (in elements) are by partition; `members` are all groups, owners or not.
+    `owners` and `lengths` (in elements) are by partition.
 
     >>> for sent in gather_rounds([4, 7, 7], [4, 5, 7], [3, 2, 1], most=2):
     ...     print(*("-" if share is None else tuple(share) for share in sent))

@@ -12,7 +12,7 @@ from spare_megatron.stacking.placement import Placement
 
 
 class WipeOut(Exception):
-    """Some shards, named in ascending order, have no surviving host: only a checkpoint helps."""
+    """Some shards, named in ascending order, have no surviving host."""
 
     def __init__(self, shards: tuple[ShardId, ...]) -> None:
         super().__init__(f"no surviving host for shards {', '.join(map(str, shards))}")
@@ -23,7 +23,7 @@ class WipeOut(Exception):
 
 
 class StateWipeOut(Exception):
-    """Some state partitions, named in ascending order, have no surviving host: only a checkpoint has their state."""
+    """Some state partitions, named in ascending order, have no surviving host."""
 
     def __init__(self, partitions: tuple[PartitionId, ...]) -> None:
         super().__init__(f"no surviving host for partitions {', '.join(map(str, partitions))}")
@@ -34,7 +34,7 @@ class StateWipeOut(Exception):
 
 
 def require_hosts(placement: Placement, alive: frozenset[GroupId], needed: Collection[int] | None = None) -> None:
-    """Raises WipeOut if one of the needed shards (None: of all) has no host among the groups that are alive.
+    """Raises WipeOut if a needed shard (None: any) has no host that is alive.
 
     >>> ring = Placement(hosts=((0, 2), (1, 0), (2, 1)))
     >>> require_hosts(ring, frozenset({GroupId(0)}), needed=(0, 1))
@@ -48,7 +48,7 @@ def require_hosts(placement: Placement, alive: frozenset[GroupId], needed: Colle
 
 
 def require_state(hosts: Sequence[Collection[Member]]) -> None:
-    """Raises StateWipeOut if a state partition has no host; `hosts` are those that are left, by partition.
+    """Raises StateWipeOut if a state partition has no host left.
 
     >>> require_state([[Member(GroupId(0))], []])
     Traceback (most recent call last):

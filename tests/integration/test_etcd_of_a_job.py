@@ -67,7 +67,7 @@ def _means_of(who: str, endpoints: Sequence[str], folder: Path) -> dict[str, obj
     return {"endpoints": tuple(endpoint.replace("https", "http") for endpoint in endpoints)}
 
 
-def test_only_the_owner_can_read_the_keys_and_nobody_can_sign_more(of_the_job: tuple[EtcdStoreSpec, Path]) -> None:
+def test_only_the_owner_can_read_the_keys_and_no_one_can_sign_more(of_the_job: tuple[EtcdStoreSpec, Path]) -> None:
     _, folder = of_the_job
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     keys = sorted(path for path in folder.iterdir() if b"PRIVATE KEY" in path.read_bytes())

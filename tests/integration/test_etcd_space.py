@@ -97,7 +97,7 @@ def test_writes_are_refused_at_once_with_the_size_and_what_to_do_and_reads_go_on
         assert store.get(["before"]) == [None]
 
 
-def test_who_waits_for_what_cannot_be_written_is_told(small_cluster: EtcdCluster) -> None:
+def test_a_wait_for_a_key_that_cannot_be_written_raises_the_reason(small_cluster: EtcdCluster) -> None:
     """Reads go on, so that it would wait for its timeout, and longer than a supervisor lets ranks save their state."""
     with closing(EtcdControlStore(spec_of(small_cluster))) as waiting, ThreadPoolExecutor(1) as pool:
         assert not waiting.exists("log/0")

@@ -169,14 +169,14 @@ def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
     assert under_way.isdisjoint(rank.staging.acquire().data_ptr() for _ in range(MAX_STAGED))
 
 
-def test_whoever_sees_a_gather_break_says_so() -> None:
+def test_a_rank_that_sees_a_gather_break_reports_it() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
     assert rank.agreement.told == [HEAD]
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "connection: reset")
 
 
-def test_who_waits_gives_up_as_soon_as_somebody_has_said_so() -> None:
+def test_a_waiting_rank_gives_up_as_soon_as_a_broken_gather_is_reported() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.communicator.waits_for_ever = True
     rank.agreement.broken.add(HEAD)
@@ -204,7 +204,7 @@ def test_without_the_store_a_gather_may_break() -> None:
     assert rank.agreement.told == []
 
 
-def test_nobody_is_told_where_the_log_says_more() -> None:
+def test_a_broken_gather_is_not_reported_once_the_log_has_the_next_entry() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.communicator.waits_for_ever = True
     rank.agreement.written.add(HEAD)
@@ -213,7 +213,7 @@ def test_nobody_is_told_where_the_log_says_more() -> None:
     assert rank.progress.lacks_params
 
 
-def test_a_gather_that_comes_to_its_end_says_nothing() -> None:
+def test_a_gather_that_completes_reports_nothing() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.run()
     assert rank.agreement.told == []

@@ -150,7 +150,7 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
     ],
     ids=["one rank", "2x2", "vpp"],
 )
-def test_a_bucket_that_is_told_to_be_ready_has_its_last_bit(
+def test_a_bucket_that_is_reported_ready_has_its_last_bit(
     make_config: MakeConfig, mode: str, layout: dict[str, int], is_tied: bool
 ) -> None:
     config = make_config(mode, model={"tie_embeddings": is_tied}, **layout)

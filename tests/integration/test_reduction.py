@@ -172,7 +172,7 @@ class Rank:
             buckets=buckets,
             voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
             repairs=repairs,
-            digests=SimpleNamespace(told=Digests),
+            digests=SimpleNamespace(for_vote=Digests),
             reports=SimpleNamespace(
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),
@@ -281,7 +281,7 @@ def test_a_group_that_brings_nothing_for_its_gradients_are_unsound_journals_noth
     assert rank.records == []
 
 
-def test_nobody_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
+def test_no_rank_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
     rank.agreement.broken.add(0)
     vote = rank.attempt(0)

@@ -211,7 +211,7 @@ def test_only_the_newest_and_one_of_each_stretch_are_kept(text_corpus: Path, tmp
     assert visible_steps(tmp_path / "run" / "checkpoints") == [9, 8, 7, 6, 4, 1]
 
 
-def test_a_second_job_on_the_directory_is_told_who_has_it(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_second_job_on_the_directory_is_refused_and_names_the_first(text_corpus: Path, tmp_path: Path) -> None:
     told: list[str] = []
     config = config_of(text_corpus, steps=2)
 

@@ -136,7 +136,9 @@ def slow_rank(spec: RankSpec, reports: Connection) -> None:
     run_rank(spec, reports)
 
 
-def test_a_rank_that_computes_slowly_is_told_from_those_that_wait_for_it(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_it(
+    text_corpus: Path, tmp_path: Path
+) -> None:
     config = alert_config(text_corpus, LAYOUT, steps=3)
     summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
     assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)

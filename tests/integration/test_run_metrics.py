@@ -52,7 +52,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_what_wandb_is_told_offline_is_in_its_file(
+def test_what_wandb_receives_offline_is_in_its_file(
     text_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

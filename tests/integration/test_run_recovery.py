@@ -130,7 +130,7 @@ def assert_recovered_at_once(run: Run, step: int, lost: set[int], *, until_step:
         FaultPoint.AFTER_VOTE,
     ],
 )
-def test_a_group_whose_rank_raises_is_lost_and_its_traceback_told(
+def test_a_group_whose_rank_raises_is_lost_and_its_traceback_reported(
     text_corpus: Path, tmp_path: Path, phase: FaultPoint
 ) -> None:
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)

@@ -172,7 +172,7 @@ def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Pa
     assert groups_at_the_end(run) == {0, 1, 2, 3}
 
 
-def test_a_donor_that_its_gradients_give_away_costs_its_newcomer_one_life_at_most(
+def test_a_donor_revealed_by_its_gradients_costs_its_newcomer_at_most_one_incarnation(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """It is lost before it has given its parameters, and another group gives them; or after that, and they are refused.
@@ -194,7 +194,7 @@ def test_a_donor_that_its_gradients_give_away_costs_its_newcomer_one_life_at_mos
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, tmp_path: Path, precision: str) -> None:
+def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(text_corpus: Path, tmp_path: Path, precision: str) -> None:
     """The donor's parameters are right, and so are those of its newcomer until the next update: then two of four groups
     would hold the same wrong ones, and nobody would know who is right.
     """

@@ -77,7 +77,7 @@ def last_groups(run: Run) -> set[int]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_second_host_of_a_slice_is_lost_after_the_repair(
+def test_a_second_host_of_a_state_partition_is_lost_after_the_repair(
     text_corpus: Path, tmp_path: Path, stages: int, run_without_faults: Callable[[Run], Run]
 ) -> None:
     """Without the repair that would be a state wipe-out: the two were all the hosts it had."""
@@ -123,7 +123,7 @@ def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
     assert_bitwise(run, run_without_faults(run))
 
 
-def test_a_group_that_came_back_gets_copies_of_all_slices(
+def test_a_group_that_came_back_gets_copies_of_all_state_partitions(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
     """All others are lost then."""
@@ -144,7 +144,7 @@ def test_a_group_that_came_back_gets_copies_of_all_slices(
     assert_bitwise(run, run_without_faults(run))
 
 
-def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are_lost(
+def test_a_group_that_came_back_takes_its_state_partitions_over_and_both_that_had_them_are_lost(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
     """Without the moves that would be a state wipe-out. State is compared after losses and before hosts let go."""

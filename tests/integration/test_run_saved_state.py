@@ -160,9 +160,7 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     rank.run_rank(spec, reports)
 
 
-def test_a_group_that_was_put_out_does_not_publish_what_it_begins_to_write_after_that(
-    text_corpus: Path, tmp_path: Path
-) -> None:
+def test_a_fenced_group_does_not_publish_what_it_begins_to_write_afterwards(text_corpus: Path, tmp_path: Path) -> None:
     finished_with(save_late, text_corpus, tmp_path / "run", steps=2 * EVERY)
     assert (tmp_path / "run" / "ended").read_text() == (
         "failed: rank 0: what was to be saved does not count: "

@@ -125,7 +125,7 @@ def test_a_node_that_has_lost_its_snapshot_server_takes_the_snapshot_from_anothe
     assert same_bits(config, undisturbed, run)
 
 
-def test_slices_start_again_from_memory_also_where_parameters_came_late(text_corpus: Path, tmp_path: Path) -> None:
+def test_state_partitions_restart_from_memory_even_if_parameters_came_late(text_corpus: Path, tmp_path: Path) -> None:
     """Group 1 is lost before the update after which a snapshot is due: the others lack its parameters at first. In its
     next life it has to fetch its slices. Slice 0 is on groups 0 and 3 alone.
     """

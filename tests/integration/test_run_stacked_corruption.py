@@ -39,7 +39,7 @@ def entries(run: Run, kind: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("kind", ["param_flip", "moment_flip"])
-def test_wrong_state_of_an_owner_is_found_by_its_stand_ins_and_costs_its_group_alone(
+def test_wrong_state_of_an_owner_is_found_by_its_other_hosts_and_costs_its_group_alone(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     """Slice 0 is on groups 0, 3 and 4. Group 0 owns it, so that groups 1 and 2 get what it has."""
@@ -57,7 +57,9 @@ def test_wrong_state_of_an_owner_is_found_by_its_stand_ins_and_costs_its_group_a
     assert params_of(run)[STEPS] == params_of(expected)[STEPS]
 
 
-def test_two_hosts_of_a_slice_that_differ_end_the_run_which_names_them(text_corpus: Path, tmp_path: Path) -> None:
+def test_two_hosts_of_a_state_partition_that_differ_end_the_run_which_names_them(
+    text_corpus: Path, tmp_path: Path
+) -> None:
     """Slice 0 is on groups 0 and 4."""
     run = run_with(text_corpus, tmp_path, 2, flip(0))
     assert (run.summary.outcome, run.summary.verdict) == ("wipe_out", "valid"), run.summary

@@ -42,7 +42,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_slices_load_as_replicated_state_and_the_other_way_round(text_corpus: Path, tmp_path: Path, case: str) -> None:
+def test_state_partitions_load_as_replicated_state_and_the_other_way_round(
+    text_corpus: Path, tmp_path: Path, case: str
+) -> None:
     saved, loaded, model = CASES[case]
     curve = run_group(checkpoints.save_both_ways, config_of(text_corpus, saved, **model), tmp_path, BEFORE, AFTER)[0]
     (sliced, common), (whole, expected) = (

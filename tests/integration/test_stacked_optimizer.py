@@ -133,14 +133,14 @@ def test_bf16_parameters_after_20_steps_are_those_of_plain_data_parallelism_bit_
     assert all(np.array_equal(values[name], expected[name]) for name in expected)
 
 
-def test_a_group_without_state_takes_a_slice_over_by_the_piece(make_config: MakeConfig) -> None:
+def test_a_group_without_state_takes_a_partition_over_piece_by_piece(make_config: MakeConfig) -> None:
     for precision in ("fp32", "bf16"):
         config = make_config(model={"precision": precision, "num_layers": 2}, num_groups=3)
         assert run_group(groups.repair_a_group, config, 10_000)[0] > 3
 
 
 @pytest.mark.parametrize(("precision", "kinds"), [("fp32", 3), ("bf16", 4)])
-def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_slice(
+def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_partition(
     make_config: MakeConfig, precision: str, kinds: int
 ) -> None:
     """Of parameters, both moments, and main parameters where there are any."""
@@ -150,7 +150,7 @@ def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_slice(
 
 
 @pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", 8), ("bf16", 12)])
-def test_a_rank_holds_the_state_of_its_slices_and_no_more(
+def test_a_rank_holds_its_state_partitions_and_no_more(
     make_config: MakeConfig, precision: str, bytes_each: int
 ) -> None:
     """Moments, and main parameters where the model computes in bf16."""
@@ -167,7 +167,7 @@ def test_a_rank_holds_the_state_of_its_slices_and_no_more(
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 7, 40])
-def test_fragments_cover_every_parameter_once_in_the_order_of_the_slices(num_slices: int) -> None:
+def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num_slices: int) -> None:
     shapes = [(3, 5), (1,), (4, 2), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     chunks: Any = [

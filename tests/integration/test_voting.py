@@ -174,7 +174,7 @@ def test_who_left_its_vote_to_a_relay_that_is_lost_reads_the_votes_itself() -> N
     assert everybody[1].read_votes() == {0, 1}
 
 
-def test_after_a_loss_nobody_reads_votes_before_all_who_are_left_may_have_voted() -> None:
+def test_after_a_loss_no_leader_reads_votes_before_all_who_are_left_may_have_voted() -> None:
     """Of thousands of votes that are not cast yet each would be looked for."""
     everybody, _ = after_fences(3)
     assert everybody[0].read_votes(num_left=3) is None
@@ -194,7 +194,7 @@ def test_after_a_loss_who_has_cast_its_vote_itself_reads_the_votes() -> None:
     assert everybody[3].read_votes() == {0, 1, 3}
 
 
-def test_who_has_not_voted_in_time_is_put_out_and_not_who_waits_for_it() -> None:
+def test_a_group_that_has_not_voted_in_time_is_fenced_and_not_those_that_wait_for_it() -> None:
     """Everybody who waited was lost for one that hung."""
     everybody, data = leaders(SHORT_S)
     for number in (1, 3, 0):
@@ -211,7 +211,7 @@ def test_who_has_not_voted_in_time_is_put_out_and_not_who_waits_for_it() -> None
         everybody[0].voting.read_entry(1)  # group 2 is out, and nobody else is to blame
 
 
-def test_a_decision_that_does_not_come_although_all_have_voted_puts_nobody_else_out() -> None:
+def test_a_decision_that_is_missing_although_all_have_voted_fences_no_other_group() -> None:
     everybody, data = leaders()
     for number in (1, 3, 0, 2):
         everybody[number].vote(0)
@@ -238,7 +238,7 @@ def one_commit_later() -> tuple[list[Leader], dict[str, Any]]:
     return everybody, data
 
 
-def test_a_relay_that_is_told_of_a_loss_waits_for_its_block_which_finds_out_by_itself() -> None:
+def test_a_relay_that_learns_of_a_loss_waits_for_its_block_which_finds_out_by_itself() -> None:
     """Most of thousands of groups voted directly after a loss."""
     everybody, data = one_commit_later()
     data[keys.entry(1)] = encode_entry(Fence(group=GroupId(3), reason="killed"))

@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class _Probe(SilentProbe):
-    """Counts signs of life."""
+    """Counts progress signals."""
 
     def __init__(self) -> None:
         self.num_signs = 0

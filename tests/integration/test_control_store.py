@@ -220,7 +220,7 @@ def test_what_communicators_leave_in_the_embedded_store_does_not_add_up() -> Non
                 assert buffer.item() == 3.0
                 if group == 0:
                     num_keys.append(inspecting._client.num_keys())
-                assert communicator.reduce(torch.ones(1), lambda: False)  # nobody goes on before they are counted
+                assert communicator.reduce(torch.ones(1), lambda: False)  # no member goes on before they are counted
 
         at_once(rebuild_again_and_again, 3)
     grown = [later - num_keys[0] for later in num_keys]
@@ -274,7 +274,7 @@ def other_address() -> str:
 
 
 def listening_at(child: Child) -> list[tuple[str, int]]:
-    """Whether others would be let in is not tried: on another address somebody else may have the same port."""
+    """Whether others would be let in is not tried: on another address another process may have the same port."""
     connections = psutil.Process(child.process.pid).net_connections("tcp")
     return [(item.laddr.ip, item.laddr.port) for item in connections if item.status == psutil.CONN_LISTEN]
 

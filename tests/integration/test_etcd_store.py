@@ -50,7 +50,7 @@ def own_cluster(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 class LossyProxy:
-    """A proxy before one member that loses the answers it is told to lose, after the member has given them."""
+    """A proxy before one member that loses the answers it is asked to lose, after the member has given them."""
 
     def __init__(self, endpoint: str, loses: Callable[[], bool]) -> None:
         self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))

@@ -48,7 +48,7 @@ class Agreement:
         self.member = Member(MEMBERS[index])
         self.written: set[int] = set()
         self.broken: set[int] = set()
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.is_store_there = True
         self.num_questions = 0
 
@@ -65,7 +65,7 @@ class Agreement:
         return index in self.broken
 
     def report_broken(self, index: int) -> None:
-        self.told.append(index)
+        self.reported.append(index)
 
 
 class Communicator:
@@ -101,7 +101,7 @@ class Communicator:
     def wait(self, is_decided: Callable[[], bool]) -> bool:
         is_over = is_decided()
         if not self.others:
-            assert is_over or not self.waits_for_ever, "nobody ends the wait"
+            assert is_over or not self.waits_for_ever, "nothing ends the wait"
             return False
         self.in_flight.popleft()[self.other].copy_(self.others.popleft())
         self.num_complete += 1
@@ -172,7 +172,7 @@ def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
 def test_a_rank_that_sees_a_gather_break_reports_it() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
-    assert rank.agreement.told == [HEAD]
+    assert rank.agreement.reported == [HEAD]
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "connection: reset")
 
 
@@ -181,12 +181,12 @@ def test_a_waiting_rank_gives_up_as_soon_as_a_broken_gather_is_reported() -> Non
     rank.communicator.waits_for_ever = True
     rank.agreement.broken.add(HEAD)
     rank.run()
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "another group could not gather")
 
 
 def test_what_comes_without_the_store_is_taken_before_it_is_said_to_be_lost() -> None:
-    """The slices are updated, and whoever exits without the parameters that belong to them has nothing to save."""
+    """The partitions are updated, so a rank that exits without their parameters has nothing to save."""
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.agreement.is_store_there = False
     with pytest.raises(StoreLost):
@@ -201,7 +201,7 @@ def test_without_the_store_a_gather_may_break() -> None:
     with pytest.raises(StoreLost):
         rank.run()
     assert rank.progress.lacks_params
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
 
 
 def test_a_broken_gather_is_not_reported_once_the_log_has_the_next_entry() -> None:
@@ -209,12 +209,12 @@ def test_a_broken_gather_is_not_reported_once_the_log_has_the_next_entry() -> No
     rank.communicator.waits_for_ever = True
     rank.agreement.written.add(HEAD)
     rank.run()
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
     assert rank.progress.lacks_params
 
 
 def test_a_gather_that_completes_reports_nothing() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.run()
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (False, "")

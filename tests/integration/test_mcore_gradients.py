@@ -155,11 +155,11 @@ def test_a_bucket_that_is_reported_ready_has_its_last_bit(
 ) -> None:
     config = make_config(mode, model={"tie_embeddings": is_tied}, **layout)
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
-    for told, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], WORK[2:]):
+    for reported, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], WORK[2:]):
         assert is_final
-        assert told == sorted(told)
-        assert told[-1] == num_buckets
-        assert told[0] < num_buckets, "the first leave before the last are computed"
+        assert reported == sorted(reported)
+        assert reported[-1] == num_buckets
+        assert reported[0] < num_buckets, "the first leave before the last are computed"
 
 
 # ------------------------------------------------------------------------------------------------ reproducibility

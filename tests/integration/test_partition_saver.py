@@ -27,9 +27,9 @@ def alone(work: Callable[[], object]) -> list[object]:
     return [work()]
 
 
-def write(folder: Path, slices: Sequence[PartitionId]) -> dict[str, StoredFile]:
+def write(folder: Path, partitions: Sequence[PartitionId]) -> dict[str, StoredFile]:
     assert folder.is_dir()
-    file = StoredFile(num_bytes=len(slices), sha256="")
+    file = StoredFile(num_bytes=len(partitions), sha256="")
     return {"__0_0.distcp": file, METADATA_FNAME: file}
 
 

@@ -218,8 +218,8 @@ def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Pa
     run = complete_run(faulty(text_corpus, faults), tmp_path / "run")
     assert_masked(run)
     assert fenced_groups(run.journal) == set()
-    told = [type(event) for event in run.events if isinstance(event, StoreAway | StoreBack)]
-    assert told[:2] == [StoreAway, StoreBack], "a busy machine may make it seem away once more"
+    kinds = [type(event) for event in run.events if isinstance(event, StoreAway | StoreBack)]
+    assert kinds[:2] == [StoreAway, StoreBack], "a busy machine may make it seem away once more"
 
 
 @pytest.mark.parametrize(

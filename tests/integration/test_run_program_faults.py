@@ -1,4 +1,4 @@
-"""Faults of the program, of the data and at the very end: masked where that is right, told where it is not."""
+"""Faults of the program, of the data and at the very end: masked where that is right, reported where it is not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_rank_that_loses_the_control_store_alone_is_a_lost_group(text_corpus: 
 
 
 def test_a_group_is_lost_for_what_its_rank_raised_though_a_peer_ended_first(text_corpus: Path, tmp_path: Path) -> None:
-    """Whoever loses a peer may be reaped before the peer."""
+    """A rank that loses a peer may be reaped before the peer."""
     events: list[Any] = []
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3, pipeline_parallel=2))
     summary = start_run(config, tmp_path / "run", events.append, rank_main=outlived)

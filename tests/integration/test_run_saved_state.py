@@ -134,7 +134,7 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     """
     refuse, prepare = saver.refuse, saver.Saver._prepare
 
-    def tell(folder: Path, action: RefuseCheckpoint) -> None:
+    def on_refused(folder: Path, action: RefuseCheckpoint) -> None:
         refuse(folder, action)
         (spec.run_dir / f"refused-by-{spec.group}").touch()
 
@@ -146,7 +146,7 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
             time.sleep(0.01)
         prepare(*arguments)
 
-    saver.refuse = tell
+    saver.refuse = on_refused
     saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
     if spec.group == WRONG_GROUP:
         savers: list[saver.Saver] = []

@@ -1,4 +1,4 @@
-"""Runs that send gradients of slices to those alone who update them, as over NCCL: losses change no bit."""
+"""Runs that send gradients of partitions only to the groups that update them, as over NCCL: losses change no bit."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Optimizer state in slices on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
+"""Optimizer state in partitions on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_bf16_parameters_after_20_steps_are_those_of_zero_1_bit_for_bit_if_both_
     computed from it.
     """
     config = make_config(model={"precision": "bf16", "num_layers": 2}, num_groups=2, **LAYOUTS[layout])
-    theirs = run_ranks(config.parallel.num_ranks, plain_parity.train_plain_and_tell_norms, config, STEPS, True)
+    theirs = run_ranks(config.parallel.num_ranks, plain_parity.train_plain_with_norms, config, STEPS, True)
     norms = theirs[0][1]
     ours = run_group(plain_parity.train_stacked_with_norms, config, STEPS, norms)
     for rank, (values, own_norms) in enumerate(ours):
@@ -125,7 +125,7 @@ def test_bf16_parameters_after_20_steps_are_those_of_plain_data_parallelism_bit_
 ) -> None:
     """Megatron adds the squares in our order where its optimizer is not sharded."""
     config = make_config(model={"precision": "bf16", "num_layers": 2}, num_groups=2)
-    (expected, norms), _ = run_ranks(2, plain_parity.train_plain_and_tell_norms, config, STEPS, False)
+    (expected, norms), _ = run_ranks(2, plain_parity.train_plain_with_norms, config, STEPS, False)
     [(values, own_norms)] = run_group(plain_parity.train_stacked_with_norms, config, STEPS, None)
     assert own_norms == norms
     assert min(own_norms) > CLIP
@@ -166,8 +166,8 @@ def test_a_rank_holds_its_state_partitions_and_no_more(
 # ---------------------------------------------------------------------------------------------------------- cutting
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 3, 7, 40])
-def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num_slices: int) -> None:
+@pytest.mark.parametrize("num_partitions", [1, 2, 3, 7, 40])
+def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num_partitions: int) -> None:
     shapes = [(3, 5), (1,), (4, 2), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     chunks: Any = [
@@ -175,9 +175,9 @@ def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num
         SimpleNamespace(module=torch.nn.ParameterList(parameters[2:])),
     ]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    expected = flat.split(-(-flat.numel() // num_slices))
-    cut = StatePartitions(chunks, num_slices, piece_elements=4)
-    for index in range(num_slices):
+    expected = flat.split(-(-flat.numel() // num_partitions))
+    cut = StatePartitions(chunks, num_partitions, piece_elements=4)
+    for index in range(num_partitions):
         number = PartitionId(index)
         values = expected[index] if index < len(expected) else flat[:0]
         assert cut.length(number) == values.numel()

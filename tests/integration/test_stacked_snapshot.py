@@ -1,4 +1,4 @@
-"""Snapshots of optimizer state in slices: who begins with one goes on in the same bits."""
+"""Snapshots of optimizer state in partitions: a group that begins with one goes on in the same bits."""
 
 from pathlib import Path
 

@@ -65,7 +65,7 @@ def no_descriptors_left() -> Iterator[None]:
 
 
 def test_a_relay_without_descriptors_left_waits_no_longer_than_it_may(relay: VoteRelay) -> None:
-    """Whoever knocks cannot be let in, and goes on knocking."""
+    """A client cannot be accepted, and keeps connecting."""
     with socket.socket() as stranger, no_descriptors_left():
         with pytest.raises(OSError, match="Too many open files"):
             socket.socket()
@@ -202,7 +202,7 @@ def test_a_leader_that_learns_late_that_the_relay_does_not_vote_for_it_keeps_the
 
 
 def test_entries_come_only_to_those_whose_votes_the_relay_has_taken(relay: VoteRelay) -> None:
-    """Whoever hears one relies on it."""
+    """A leader that hears one relies on it."""
     second, third = link_to(relay, SECOND), link_to(relay, THIRD, SHORT_S)
     for link in (second, third):
         assert link.send(FIRST, 0, "vote", 0)

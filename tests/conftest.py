@@ -74,7 +74,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def warm_fork_server() -> None:
-    """For all tests that fork ranks, before anybody starts another: the first list of what to import is what counts."""
+    """For all tests that fork ranks, before any of them does: only the first list of modules to import counts."""
     from spare_megatron.process.processes import fork_server
 
     # The fork server does not look where pytest does.

@@ -67,7 +67,7 @@ def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: ControlStore)
     assert log.has(0)  # which may be late, but not after that
 
 
-def test_of_many_writers_of_one_entry_all_hear_the_same(spec: StoreSpec) -> None:
+def test_all_writers_of_one_entry_read_the_same_text(spec: StoreSpec) -> None:
     heard: list[str] = []
     start = threading.Barrier(8)
 
@@ -99,7 +99,7 @@ def test_a_waiter_misses_no_entry_however_soon_it_is_written(spec: StoreSpec) ->
     at_once(take_turns, 2)
 
 
-def test_who_polls_hears_of_an_entry_that_another_writes(spec: StoreSpec) -> None:
+def test_a_polling_reader_sees_an_entry_that_another_writes(spec: StoreSpec) -> None:
     polling, writing = DecisionLog(open_store(spec)), DecisionLog(open_store(spec))
     for index in range(10):
         assert not polling.has(index)

@@ -160,7 +160,7 @@ def test_all_parameters_come_through_three_staging_buffers_of_any_kind(dtype: to
     assert len(rank.stagings) == rank.communicator.most_in_flight == MAX_STAGED
 
 
-def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
+def test_buffers_in_use_when_a_gather_broke_are_not_used_again() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
     assert rank.progress.lacks_params
@@ -185,7 +185,7 @@ def test_a_waiting_rank_gives_up_as_soon_as_a_broken_gather_is_reported() -> Non
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "another group could not gather")
 
 
-def test_what_comes_without_the_store_is_taken_before_it_is_said_to_be_lost() -> None:
+def test_parameters_that_arrive_without_the_store_are_taken_before_the_store_counts_as_lost() -> None:
     """The partitions are updated, so a rank that exits without their parameters has nothing to save."""
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.agreement.is_store_there = False

@@ -96,7 +96,7 @@ def test_a_state_partition_that_loses_all_hosts_fails_the_save(tmp_path: Path) -
         saver_of(SAVER, store, tmp_path).run()
 
 
-def test_who_waits_for_a_group_that_says_nothing_gives_up_in_time(tmp_path: Path) -> None:
+def test_a_wait_for_a_silent_group_ends_in_time(tmp_path: Path) -> None:
     store = MemoryStore()
     board_of(store).announce_folder()
     with pytest.raises(SaveFailed, match=r"longer than checkpoint.timeout_s=0.5"):

@@ -258,7 +258,7 @@ def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> Non
     assert rank.sums.stagings == []
 
 
-def test_what_a_group_brings_is_journaled_before_its_ranks_let_each_other_go() -> None:
+def test_a_contribution_is_journaled_before_the_ranks_of_its_group_go_on() -> None:
     rank = Rank(num_sums=NUM_BUCKETS)
 
     def agree(value: int) -> int:

@@ -134,7 +134,7 @@ def test_a_vote_whose_relay_dies_with_it_is_cast_directly() -> None:
     assert all_leaders[0].read_votes() == {0, 1, 3}
 
 
-def test_who_votes_again_after_its_relay_has_died_decides_in_its_place() -> None:
+def test_a_leader_that_votes_again_after_its_relay_died_decides_in_its_place() -> None:
     all_leaders, data = leaders()
     for number in (1, 3, 0):
         assert all_leaders[number].vote(0) is None
@@ -167,7 +167,7 @@ def test_after_a_loss_the_relay_reads_the_votes_for_its_block() -> None:
     assert all_leaders[0].read_votes() == {0, 1}
 
 
-def test_who_left_its_vote_to_a_relay_that_is_lost_reads_the_votes_itself() -> None:
+def test_a_leader_that_left_its_vote_to_a_lost_relay_reads_the_votes_itself() -> None:
     """All who have cast votes may be lost: no other group would decide."""
     all_leaders, _ = after_fences(3, 0)
     assert all_leaders[1].store.num_casts == 0
@@ -195,7 +195,7 @@ def test_after_a_loss_who_has_cast_its_vote_itself_reads_the_votes() -> None:
 
 
 def test_a_group_that_has_not_voted_in_time_is_fenced_and_not_those_that_wait_for_it() -> None:
-    """Everybody who waited was lost for one that hung."""
+    """All groups that waited were lost for one that hung."""
     all_leaders, data = leaders(SHORT_S)
     for number in (1, 3, 0):
         assert all_leaders[number].vote(0) is None

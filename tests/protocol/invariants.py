@@ -314,8 +314,8 @@ class Invariants:
     def refused(self, process: str, step: int, member: Member) -> None:
         """What the member has saved after so many steps is not to be used."""
         self.counts["refused checkpoint"] += 1
-        is_anybodys = self.partitions.exist or self._is_halted or self._was_lost_uncompared(member, step)
-        self.saves.refused(process, step, member, None if is_anybodys else self._corrupted)
+        may_be_any_group = self.partitions.exist or self._is_halted or self._was_lost_uncompared(member, step)
+        self.saves.refused(process, step, member, None if may_be_any_group else self._corrupted)
 
     def _was_lost_uncompared(self, member: Member, step: int) -> bool:
         """Whether it was lost before a commit has compared what there is after so many steps."""

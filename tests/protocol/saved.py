@@ -66,14 +66,14 @@ class Saved:
             self.params.pop(step, None)
         self._num_dropped += len(steps)
 
-    def refused(self, process: str, step: int, member: Member, doubtful: Collection[str] | None) -> None:
+    def refused(self, process: str, step: int, member: Member, suspect: Collection[str] | None) -> None:
         """What the member has saved after so many steps is not to be used.
 
         Args:
             process: Who says so.
             step: The steps.
             member: The member.
-            doubtful: Processes that may have wrong parameters; None for all.
+            suspect: Processes that may have wrong parameters; None for all.
         """
         saved_by, content = self._visible.get(step, (None, None))
         if saved_by == member:
@@ -82,8 +82,8 @@ class Saved:
                 raise Violation(f"{process} refuses all that is left, and what was right before has been removed")
         else:
             content = self._aside.pop((step, member), None)
-        is_doubtful = doubtful is None or f"{member.group}.{member.incarnation}" in doubtful
-        if content is not None and not is_doubtful and not content.is_wrong:
+        is_suspect = suspect is None or f"{member.group}.{member.incarnation}" in suspect
+        if content is not None and not is_suspect and not content.is_wrong:
             raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
 
     def finished(self, content: Content) -> None:

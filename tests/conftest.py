@@ -74,7 +74,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def warm_fork_server() -> None:
-    """For all tests that fork ranks, before anybody starts another: the first list of what to import is what counts."""
+    """For all tests that fork ranks, before any of them does: only the first list of modules to import counts."""
     from spare_megatron.process.processes import fork_server
 
     # The fork server does not look where pytest does.
@@ -85,7 +85,9 @@ def warm_fork_server() -> None:
 @pytest.fixture(scope="session")
 def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path prefix of a corpus of some of Python's own sources, as bytes."""
-    from tests.integration.text_corpus import write_text_corpus  # imports Megatron, which whoever hands out tests lacks
+    from tests.integration.text_corpus import (
+        write_text_corpus,
+    )  # imports Megatron, which the process that hands out tests lacks
 
     prefix = tmp_path_factory.mktemp("text") / "python"
     write_text_corpus(prefix)

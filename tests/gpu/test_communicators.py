@@ -27,7 +27,7 @@ DECIDED_S = 0.5
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_member_that_never_comes_holds_nobody_up_and_leaves_nothing_behind(text_corpus: Path, device: str) -> None:
+def test_a_missing_member_delays_no_other_and_leaves_no_threads_behind(text_corpus: Path, device: str) -> None:
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
     waited_s, evidence, alone, left = run_on(device, wait_in_vain, config)
     assert DECIDED_S <= waited_s < PATIENCE_S

@@ -25,7 +25,7 @@ TWICE = {
 def on_gpus(
     corpus: Path, faults: Sequence[FaultConfig], *, rejoins: int = 0, sharding: str = "replicated"
 ) -> RunConfig:
-    # Of three hosts of a slice two may be lost in one step.
+    # Of three hosts of a state partition two may be lost in one step.
     optimizer = OptimizerConfig(sharding=sharding, redundancy=3)
     return alert_config(
         corpus,

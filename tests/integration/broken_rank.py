@@ -30,7 +30,7 @@ class _Forgetful(Pipeline):
 
 
 class _Unreadable(Corpus):
-    """Has one microbatch that nobody can read."""
+    """Has one microbatch that no group can read."""
 
     def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, Any]:
         if (step, microbatch) == (1, Microbatch(shard=BROKEN_GROUP, index=0)):

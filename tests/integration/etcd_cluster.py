@@ -78,7 +78,7 @@ class EtcdCluster:
         assert process.wait(_START_S) == -signal.SIGKILL
 
     def stop(self, number: int) -> None:
-        """SIGTERM, as whoever looks after a cluster stops a member; reaps it when it has ended by itself."""
+        """SIGTERM, as an operator stops a member; reaps it when it has ended by itself."""
         process = self.members.pop(number)
         process.terminate()
         assert process.wait(_START_S) in (0, -signal.SIGTERM)
@@ -156,8 +156,8 @@ def _die_with_parent() -> None:
 
 @contextlib.contextmanager
 def _kept_ports(number: int) -> Iterator[list[int]]:
-    """Ports that the system gives to nobody else: etcd's members must know each other's before they start, and find
-    theirs again. Whoever may use an address again, as a server of Go does, can listen where a socket is only bound.
+    """Ports that the system gives to no other process: etcd's members must know each other's before they start, and
+    find theirs again. A process that may reuse an address, as a server in Go does, can listen where a socket is bound.
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]

@@ -45,7 +45,7 @@ class Forks:
         """There is nothing to be given back."""
 
 
-def supervise(stand_in_pid: int, run_dir: Path, node: int) -> None:
-    die_with(stand_in_pid)
+def supervise(remote_supervisor_pid: int, run_dir: Path, node: int) -> None:
+    die_with(remote_supervisor_pid)
     look_after_node(run_dir, node, START_S)
     os._exit(0)  # a thread may be waiting for the store

@@ -186,23 +186,23 @@ def kept_sums(
 
 
 def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[int], int, bool]:
-    """What the trainer tells of ready buckets during the last of some calls, how many there are, and whether each had
-    its last bit when it was told to be ready."""
+    """Ready buckets that the trainer reports during the last of some calls, how many there are, and whether each
+    had its last bit when it was reported ready."""
     trainer = GroupTrainer(config, CPU)
     sums = trainer.gradients
-    told: list[int] = []
+    reported: list[int] = []
     parts: list[torch.Tensor] = []
 
-    def tell(num_ready: int) -> None:
-        told.append(num_ready)
+    def report(num_ready: int) -> None:
+        reported.append(num_ready)
         parts.extend(sums.stage(bucket, sums.new_staging()).clone() for bucket in range(len(parts), num_ready))
 
     trainer.begin_step(0)
     for work in calls[:-1]:
         trainer.compute(work)
-    trainer.compute(calls[-1], tell)
+    trainer.compute(calls[-1], report)
     final = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
-    return told, len(final), all(map(torch.equal, parts, final))
+    return reported, len(final), all(map(torch.equal, parts, final))
 
 
 def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:

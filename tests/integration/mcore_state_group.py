@@ -78,7 +78,7 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
 def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:
     """What optimizers of an fp32 model believe to have done that take over the state after some updates.
 
-    The first three are torch's: with its own state, as a checkpoint of slices has it, and with that of a fused Adam,
+    The first three are torch's: with its own state, as a checkpoint of partitions has it, and that of a fused Adam,
     which counts updates in its parameter groups alone. The last two are fused ones, with the first two states.
     """
     trainer = GroupTrainer(config, CPU)
@@ -89,14 +89,14 @@ def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:
     of_fused["megatron"] = copy.deepcopy(of_fused["megatron"])
     for of_parameter in of_fused["megatron"]["state"].values():
         del of_parameter["step"]
-    of_slices = copy.deepcopy(of_fused)
-    of_slices["megatron"]["state"]["common_step"] = torch.tensor(float(num_updates))
+    of_partitions = copy.deepcopy(of_fused)
+    of_partitions["megatron"]["state"]["common_step"] = torch.tensor(float(num_updates))
     found = []
-    for state in (own, of_slices, of_fused):
+    for state in (own, of_partitions, of_fused):
         second.load_state_dict(copy.deepcopy(state))
         found.append({float(each["step"]) for each in second.megatron.optimizer.state.values()})
     optimizer.USING_PYTORCH_OPTIMIZER = False
-    for state in (own, of_slices):
+    for state in (own, of_partitions):
         second.megatron = fused = _FusedAdam()
         second.load_state_dict(copy.deepcopy(state))
         found.append({group["step"] for group in fused.param_groups})

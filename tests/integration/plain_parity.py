@@ -22,7 +22,7 @@ from tests.integration.stacked_groups import (
 )
 
 
-def train_plain_and_tell_norms(config: RunConfig, num_steps: int, is_sharded: bool) -> tuple[Arrays, list[float]]:
+def train_plain_with_norms(config: RunConfig, num_steps: int, is_sharded: bool) -> tuple[Arrays, list[float]]:
     """Parameters of this rank after some steps of plain Megatron, and the norm of each step.
 
     Args:

@@ -1,4 +1,4 @@
-"""A probe for tests of when it is told something."""
+"""A probe that records its calls, for tests of their order."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -27,10 +27,10 @@ PIECES_A_STEP = 5
 
 
 def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: float) -> dict[str, int]:
-    """A group that came back copies all slices of another, over the wire, while all groups make one step after another.
+    """A group that came back copies all state partitions of another over the wire, while all groups go on training.
 
     Returns:
-        How many slices and pieces it took over, and how many steps were made meanwhile.
+        How many partitions and pieces it took over, and how many steps were made meanwhile.
     """
     trainer_module.StatePartitions = partial(StatePartitions, piece_elements=piece_elements)
     trainers, hosts = build_groups(config), first_hosts(config).hosts
@@ -56,8 +56,8 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     whom = Member(GroupId(1))
     repairs.run_in_background()
     asked = tuple(Repair(number, whom, me) for number in wanted)
-    everybody = tuple(tuple(Member(GroupId(group)) for group in row) for row in hosts)
-    repairs.assign(StartRepairs(repairs=asked, hosts=everybody))
+    all_hosts = tuple(tuple(Member(GroupId(group)) for group in row) for row in hosts)
+    repairs.assign(StartRepairs(repairs=asked, hosts=all_hosts))
     step, end_s = 1, time.monotonic() + TIMEOUT_S
     while not all(repairs.whole().values()):
         assert time.monotonic() < end_s, repairs.whole()
@@ -66,20 +66,20 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
         step += 1
     _advance([*trainers, newcomer], hosts, config, step, source)
     partitions = stacked(donor).partitions
-    _assert_same_slices(donor, newcomer, wanted)
+    _assert_same_partitions(donor, newcomer, wanted)
 
     # The log names it a host of the first, and wants no more of the others.
-    as_host = tuple((*row, me) if number == wanted[0] else row for number, row in enumerate(everybody))
+    as_host = tuple((*row, me) if number == wanted[0] else row for number, row in enumerate(all_hosts))
     repairs.assign(StartRepairs(repairs=(), hosts=as_host))
     assert {number for number in stacked(newcomer).hosted if partitions.length(number)} == {wanted[0]}
     _advance([*trainers, newcomer], hosts, config, step + 1, source)
     server.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "pieces"]
     num_pieces = sum(partitions.num_pieces(number) for number in wanted)
-    return {"slices": len(wanted), "pieces": num_pieces, "steps": step - 1}
+    return {"partitions": len(wanted), "pieces": num_pieces, "steps": step - 1}
 
 
-def _assert_same_slices(donor: GroupTrainer, newcomer: GroupTrainer, numbers: Sequence[PartitionId]) -> None:
+def _assert_same_partitions(donor: GroupTrainer, newcomer: GroupTrainer, numbers: Sequence[PartitionId]) -> None:
     for number in numbers:
         for piece in range(stacked(donor).partitions.num_pieces(number)):
             assert stacked(donor).read_piece(number, piece) == stacked(newcomer).read_piece(number, piece)

@@ -15,7 +15,7 @@ from tests.integration.stacked_groups import stacked
 def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
     """The norm of one step's gradients by the squares of parts, that of all of them, and how many parts there are."""
     trainer = GroupTrainer(config, CPU)
-    assert_every_element_is_in_the_part_of_its_slice(trainer)
+    assert_every_element_is_in_the_part_of_its_partition(trainer)
     trainer.begin_step(0)
     trainer.compute(all_work(config)[:2])
     sums, squares, parts = trainer.gradients, 0.0, trainer.gradient_parts()
@@ -32,26 +32,26 @@ def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
     return of_parts, optimizer.step()[0], sum(map(len, parts))
 
 
-def assert_every_element_is_in_the_part_of_its_slice(trainer: GroupTrainer) -> None:
-    nobody, everybody = -1, -2
+def assert_every_element_is_in_the_part_of_its_partition(trainer: GroupTrainer) -> None:
+    no_group, all_groups = -1, -2
     flat = list(flat_parameters(trainer.chunks))
     everywhere = needed_everywhere(trainer.chunks, trainer.process_groups)
-    expected = np.full(trainer.gradients.buckets[-1].stop, nobody)
+    expected = np.full(trainer.gradients.buckets[-1].stop, no_group)
     partitions = stacked(trainer).partitions
     starts = {item.parameter: item.start for item in flat}
     for number in map(PartitionId, range(partitions.num_partitions)):
         for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
             start = starts[fragment.parameter]
-            owner = everybody if fragment.parameter in everywhere else number
+            owner = all_groups if fragment.parameter in everywhere else number
             expected[start + fragment.start : start + fragment.stop] = owner
-    found = np.full_like(expected, nobody)
+    found = np.full_like(expected, no_group)
     for bucket, parts in zip(trainer.gradients.buckets, trainer.gradient_parts(), strict=True):
         for part in parts:
             place = found[bucket.start : bucket.stop][part.place]
-            assert (place == nobody).all()
+            assert (place == no_group).all()
             assert part.place.stop - part.place.start == len(place) > 0
-            place[:] = everybody if part.number is None else part.number
+            place[:] = all_groups if part.number is None else part.number
             assert all(part.place.start <= one.start < one.stop <= part.place.stop for one in part.counted)
     assert np.array_equal(found, expected)
     assert torch.distributed.get_world_size() > 1
-    assert (found == everybody).any(), "tied embeddings, or what tensor-parallel ranks share"
+    assert (found == all_groups).any(), "tied embeddings, or what tensor-parallel ranks share"

@@ -1,4 +1,4 @@
-"""What a rank is asked to do with snapshots of slices: it holds a trainer of every group, on one node."""
+"""What a rank is asked to do with snapshots of state partitions: it holds a trainer of every group, on one node."""
 
 import contextlib
 import hashlib
@@ -51,10 +51,10 @@ class KeptHere:
     def list_intact(self, host: str) -> HeldSnapshots:
         digests = {number: hashlib.sha256(memory).hexdigest() for number, memory in self.kept.items()}
         rest = digests.pop(None)
-        slices = tuple(
+        partitions = tuple(
             HeldPartition(ATTEMPT, number, sha256) for number, sha256 in digests.items() if number is not None
         )
-        return HeldSnapshots(held=(Held(ATTEMPT, 0, rest),), partitions=slices, damaged=(), server="nowhere")
+        return HeldSnapshots(held=(Held(ATTEMPT, 0, rest),), partitions=partitions, damaged=(), server="nowhere")
 
 
 def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[Any], list[SnapshotRecord]]:
@@ -102,7 +102,7 @@ def take_late(
 ) -> list[SnapshotRecord]:
     """A step after which a snapshot is taken, of which groups hear before they have all parameters.
 
-    The first group keeps all but slices; each slice is kept by its owner.
+    The first group keeps all but partitions; each partition is kept by its owner.
     """
     update(trainers, config, step)
     snapshotters = [
@@ -140,7 +140,7 @@ def loader_of(snapshot_server: KeptHere, trainer: GroupTrainer, group: GroupId) 
         position=0,
         trainer=trainer,
         snapshot_server=cast(SnapshotClient, snapshot_server),
-        agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda told: [told])),
+        agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda brought: [brought])),
         store=cast(ControlStore, SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)),
         groups=[],
         timeout_s=10.0,

@@ -1,4 +1,4 @@
-"""What ranks are asked to do with checkpoints of slices: each holds a trainer for its position in every group."""
+"""Tasks of ranks with checkpoints of state partitions: each rank holds a trainer for its position in every group."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.integration import stacked_groups as groups
 from tests.integration.checkpoint_group import Curve
 from tests.integration.mcore_group import CPU
 
-SLICED, WHOLE = "sliced", "whole"
+PARTITIONED, WHOLE = "partitioned", "whole"
 
 
 def save_both_ways(config: RunConfig, folder: Path, before: int, after: int) -> Curve:
@@ -28,22 +28,22 @@ def save_both_ways(config: RunConfig, folder: Path, before: int, after: int) -> 
     """
     trainers, hosts = groups.build_groups(config), groups.first_hosts(config).hosts
     whole_state = GroupTrainer(groups.replicated(config), CPU)
-    everybody = [*trainers, whole_state]
-    train(everybody, hosts, config, range(before))
+    all_trainers = [*trainers, whole_state]
+    train(all_trainers, hosts, config, range(before))
     ranks = dist.new_group(backend="gloo")
     owners = [row[-1] for row in hosts]
-    write_slices(trainers, owners, folder / SLICED, ranks)
+    write_partitions(trainers, owners, folder / PARTITIONED, ranks)
     _make(folder / WHOLE, ranks)
     state = whole_state.checkpoint_state()
     state.copy()
     state.write(folder / WHOLE, ranks, lambda: None)
-    return train(everybody, hosts, config, range(before, before + after))
+    return train(all_trainers, hosts, config, range(before, before + after))
 
 
-def write_slices(
+def write_partitions(
     trainers: Sequence[GroupTrainer], owners: Sequence[int], folder: Path, ranks: dist.ProcessGroup
 ) -> None:
-    """Every group writes the slices that it owns, and one of them twice; the first all else."""
+    """Every group writes the partitions that it owns, and one of them twice; the first all else."""
     for group, trainer in enumerate(trainers):
         mine = [PartitionId(number) for number, owner in enumerate(owners) if owner == group]
         state = trainer.checkpoint_state(sorted(groups.stacked(trainer).hosted), has_rest=group == 0)
@@ -62,14 +62,14 @@ def write_slices(
 
 
 def load_and_train_both_ways(config: RunConfig, folder: Path, before: int, after: int) -> list[tuple[Curve, str]]:
-    """Goes on from a checkpoint of slices, and from one of all state, with stacked and with whole state each.
+    """Goes on from a checkpoint of partitions, and from one of all state, with stacked and with whole state each.
 
     Returns:
         The curve and the digest of the parameters of the four.
     """
     hosts = groups.first_hosts(config).hosts
     answers = []
-    for name in (SLICED, WHOLE):
+    for name in (PARTITIONED, WHOLE):
         trainers = groups.build_groups(config)
         for group, trainer in enumerate(trainers):
             stack = groups.first_hosts(config).stack(GroupId(group))

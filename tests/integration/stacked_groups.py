@@ -27,7 +27,7 @@ from tests.integration.mcore_state_group import hand_over
 
 
 def first_hosts(config: RunConfig) -> Placement:
-    """Slice -> its hosts at the start of a run."""
+    """Partition -> its hosts at the start of a run."""
     return make_placement("golomb", config.layout.num_groups, config.optimizer.redundancy)
 
 
@@ -43,7 +43,7 @@ def stacked(trainer: GroupTrainer) -> StackedOptimizer:
 
 
 def gather(trainers: Sequence[GroupTrainer], owners: Sequence[int]) -> None:
-    """Hands every slice's parameters from its owner to all others."""
+    """Hands every partition's parameters from its owner to all others."""
     for number, owner in enumerate(owners):
         values = values_of(trainers[owner], PartitionId(number))
         for group, trainer in enumerate(trainers):
@@ -81,7 +81,7 @@ def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, Upd
 
     Returns:
         After every step this rank's parameters and what the update said. They were the same bits in all groups, as
-        was the state of every slice on its hosts.
+        was the state of every partition on its hosts.
     """
     trainers, hosts = build_groups(config), first_hosts(config).hosts
     whole_state = GroupTrainer(replicated(config), CPU)
@@ -99,7 +99,7 @@ def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, Upd
 
 
 def digests_of_changed_state(config: RunConfig) -> list[str]:
-    """Of a slice as it is, and after a flipped bit in each kind of number that it consists of, one after the other."""
+    """Of a partition as it is, and after a flipped bit in each kind of number in it, one after the other."""
     trainers, hosts = build_groups(config), first_hosts(config).hosts
     advance(trainers, hosts, config, 0)
     optimizer, number = stacked(trainers[hosts[1][0]]), PartitionId(1)
@@ -140,7 +140,7 @@ def values_by_name(trainer: GroupTrainer) -> Arrays:
 
 
 def repair_a_group(config: RunConfig, piece_elements: int) -> int:
-    """A group takes over the parameters after two steps, then the state of a slice, one piece between two steps.
+    """A group takes over the parameters after two steps, then the state of a partition, one piece between two steps.
 
     Returns:
         The pieces.

@@ -60,8 +60,8 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
     settings = [*SMALL, f"data.corpus={text_corpus}"]
     out = tmp_path / "figures.json"
     words = words_of(settings)
-    code, shown, told = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--json", "--out", str(out))
-    assert code == 0, told
+    code, shown, errors = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--json", "--out", str(out))
+    assert code == 0, errors
     found = json.loads(shown)
     assert found == json.loads(out.read_text())
     config = load_run_config(FOR_GPUS, settings).config
@@ -85,7 +85,7 @@ def test_a_preset_that_ends_by_time_is_measured_to_the_last_step() -> None:
 
 
 def test_what_is_left_out_keeps_nothing_from_being_measured(text_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preset's faults were refused for steps that `--steps` leaves out, or a folder that nobody writes to."""
+    """The preset's faults were refused for steps that `--steps` leaves out, or a folder that no process writes to."""
     measured: list[RunConfig] = []
 
     def stop(config: RunConfig, *_: object, **__: object) -> None:
@@ -96,8 +96,8 @@ def test_what_is_left_out_keeps_nothing_from_being_measured(text_corpus: Path, m
     absent = ["checkpoint.interval_steps=0", "snapshot.every_steps=1", "train.max_minutes=-1"]
     for preset in ("wipeout_cpu", "campaign_cpu"):
         words = words_of([f"data.corpus={text_corpus}", *absent])
-        code, _, told = run(PRESETS / f"{preset}.toml", *words, "--steps", "12")
-        assert (code, "far enough" in told) == (1, True), told
+        code, _, errors = run(PRESETS / f"{preset}.toml", *words, "--steps", "12")
+        assert (code, "far enough" in errors) == (1, True), errors
     run(DEMO, *words_of([f"data.corpus={text_corpus}", "train.steps=13", "optimizer.warmup_steps=3"]))
     assert [config.train.steps for config in measured] == [12, 12, 13]
     assert [config.optimizer.warmup_steps for config in measured] == [0, 0, 3]
@@ -120,16 +120,16 @@ def test_a_run_that_has_lost_a_group_is_no_figure(text_corpus: Path, monkeypatch
 
     monkeypatch.setattr(bench_throughput, "start_run", with_a_loss)
     words = words_of([*SMALL, f"data.corpus={text_corpus}"])
-    code, shown, told = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--alone")
+    code, shown, errors = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--alone")
     assert [(summary.verdict, summary.groups_lost) for summary in summaries] == [("valid", 1)]
     assert code == 1
-    assert "groups were lost 1 times" in told
-    assert "group 1: rank 0: SIGKILL" in told
+    assert "groups were lost 1 times" in errors
+    assert "group 1: rank 0: SIGKILL" in errors
     assert "tokens/s" not in shown
 
 
 def test_sigterm_leaves_no_process_of_plain_megatron(text_corpus: Path, tmp_path: Path) -> None:
-    """They trained to their end, for nobody, when the command was killed while it waited for them."""
+    """They trained to their end, for no reader, when the command was killed while it waited for them."""
     words = words_of([*SMALL, f"data.corpus={text_corpus}"])
     command = [sys.executable, "-m", "spare_megatron.cli.main", "bench", "throughput", "--config", str(FOR_GPUS)]
     with (tmp_path / "output").open("w+") as output:
@@ -167,6 +167,6 @@ def test_sigterm_leaves_no_process_of_plain_megatron(text_corpus: Path, tmp_path
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
     text_corpus: Path, words: list[str], message: str
 ) -> None:
-    code, _, told = run(DEMO, "--set", f"data.corpus={text_corpus}", *words)
+    code, _, errors = run(DEMO, "--set", f"data.corpus={text_corpus}", *words)
     assert code == 2
-    assert message in told
+    assert message in errors

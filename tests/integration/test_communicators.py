@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class _Probe(SilentProbe):
-    """Counts signs of life."""
+    """Counts progress signals."""
 
     def __init__(self) -> None:
         self.num_signs = 0
@@ -71,14 +71,14 @@ def connected(pool: ThreadPoolExecutor, *ask_intervals_s: float, ends_at: int = 
     return ranks
 
 
-def test_nobody_asks_whose_sum_comes_in_time(pool: ThreadPoolExecutor) -> None:
+def test_a_member_whose_sum_arrives_in_time_does_not_query_the_store(pool: ThreadPoolExecutor) -> None:
     ranks = connected(pool, PATIENCE_S, PATIENCE_S)
     for _ in range(3):
         assert all(pool.map(_Rank.reduce, ranks, timeout=PATIENCE_S))
     assert [rank.num_asked for rank in ranks] == [0, 0]
 
 
-def test_whoever_waits_asks_as_often_as_it_may_and_sleeps_in_between(pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_member_queries_the_store_at_its_interval_and_sleeps_in_between(pool: ThreadPoolExecutor) -> None:
     """It looked 2000 times a second, on processors that others needed to compute what it waited for."""
     interval_s, num_asks = 0.02, 5
     _, early = connected(pool, PATIENCE_S, interval_s, ends_at=num_asks)

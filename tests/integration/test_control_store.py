@@ -67,7 +67,7 @@ def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: ControlStore)
     assert log.has(0)  # which may be late, but not after that
 
 
-def test_of_many_writers_of_one_entry_all_hear_the_same(spec: StoreSpec) -> None:
+def test_all_writers_of_one_entry_read_the_same_text(spec: StoreSpec) -> None:
     heard: list[str] = []
     start = threading.Barrier(8)
 
@@ -99,7 +99,7 @@ def test_a_waiter_misses_no_entry_however_soon_it_is_written(spec: StoreSpec) ->
     at_once(take_turns, 2)
 
 
-def test_who_polls_hears_of_an_entry_that_another_writes(spec: StoreSpec) -> None:
+def test_a_polling_reader_sees_an_entry_that_another_writes(spec: StoreSpec) -> None:
     polling, writing = DecisionLog(open_store(spec)), DecisionLog(open_store(spec))
     for index in range(10):
         assert not polling.has(index)
@@ -220,7 +220,7 @@ def test_what_communicators_leave_in_the_embedded_store_does_not_add_up() -> Non
                 assert buffer.item() == 3.0
                 if group == 0:
                     num_keys.append(inspecting._client.num_keys())
-                assert communicator.reduce(torch.ones(1), lambda: False)  # nobody goes on before they are counted
+                assert communicator.reduce(torch.ones(1), lambda: False)  # no member goes on before they are counted
 
         at_once(rebuild_again_and_again, 3)
     grown = [later - num_keys[0] for later in num_keys]
@@ -274,7 +274,7 @@ def other_address() -> str:
 
 
 def listening_at(child: Child) -> list[tuple[str, int]]:
-    """Whether others would be let in is not tried: on another address somebody else may have the same port."""
+    """Whether others would be let in is not tried: on another address another process may have the same port."""
     connections = psutil.Process(child.process.pid).net_connections("tcp")
     return [(item.laddr.ip, item.laddr.port) for item in connections if item.status == psutil.CONN_LISTEN]
 

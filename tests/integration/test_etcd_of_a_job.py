@@ -1,4 +1,4 @@
-"""The etcd that a job brings up: its own processes use it, and nobody else."""
+"""The etcd that a job brings up: its own processes use it, and no others."""
 
 import dataclasses
 import os
@@ -45,7 +45,7 @@ def test_its_own_processes_read_and_write_through_every_member(of_the_job: tuple
         assert store.get([f"log/{i}"]) == ["entry"]
 
 
-@pytest.mark.parametrize("who", ["nobody", "stranger", "in the clear"])
+@pytest.mark.parametrize("who", ["no user", "stranger", "in the clear"])
 def test_a_stranger_can_neither_read_nor_write(
     of_the_job: tuple[EtcdStoreSpec, Path], tmp_path: Path, who: str
 ) -> None:
@@ -62,12 +62,12 @@ def _means_of(who: str, endpoints: Sequence[str], folder: Path) -> dict[str, obj
     if who == "stranger":
         write_certificate(trustme.CA().issue_cert("trainer.test"), folder, "stranger")
         return {"cert_file": str(folder / "stranger.pem"), "key_file": str(folder / "stranger.key")}
-    if who == "nobody":
+    if who == "no user":
         return {"cert_file": "", "key_file": ""}
     return {"endpoints": tuple(endpoint.replace("https", "http") for endpoint in endpoints)}
 
 
-def test_only_the_owner_can_read_the_keys_and_nobody_can_sign_more(of_the_job: tuple[EtcdStoreSpec, Path]) -> None:
+def test_only_the_owner_can_read_the_keys_and_no_one_can_sign_more(of_the_job: tuple[EtcdStoreSpec, Path]) -> None:
     _, folder = of_the_job
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     keys = sorted(path for path in folder.iterdir() if b"PRIVATE KEY" in path.read_bytes())

@@ -139,7 +139,7 @@ def test_a_stranger_can_neither_read_nor_write(secure: SecureCluster, change: di
     assert EtcdControlStore(secure.spec).get(["secret", "log/7"]) == ["value", None]
 
 
-def test_without_tls_nobody_is_answered(secure: SecureCluster) -> None:
+def test_without_tls_no_client_is_answered(secure: SecureCluster) -> None:
     plain = tuple(endpoint.replace("https", "http") for endpoint in secure.cluster.endpoints)
     spec = dataclasses.replace(secure.spec, endpoints=plain, credentials=None, timeout_s=1.0)
     with pytest.raises(StoreLost, match="did not answer"):

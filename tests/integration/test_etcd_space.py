@@ -30,7 +30,7 @@ QUOTA_BYTES, FILLING_BYTES = 4 << 20, 1 << 19
 NUM_STEPS = 60
 """Of a run whose store is full long before its last: when ten are done, and each takes writes of its own."""
 SOON_S = 30.0
-"""Far less than any timeout of the runs here: who is told does not wait for one."""
+"""Far less than any timeout of the runs here: a caller that gets the error does not wait for one."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def spec_of(cluster: EtcdCluster, prefix: str = "/spare/test") -> EtcdStoreSpec:
 
 
 def fill(cluster: EtcdCluster) -> None:
-    """As somebody else might, until etcd takes nothing any more."""
+    """As another user might, until etcd takes nothing any more."""
     with closing(EtcdControlStore(spec_of(cluster, "/other"))) as store:
         for number in range(QUOTA_BYTES // FILLING_BYTES + 1):
             try:
@@ -55,7 +55,7 @@ def fill(cluster: EtcdCluster) -> None:
 
 
 def relieve(cluster: EtcdCluster) -> None:
-    """What whoever looks after etcd does, as the error says: what filled it goes, and the alarm with it."""
+    """What the operator of etcd does, as the error says: what filled it goes, and the alarm with it."""
     (only, *others) = cluster.endpoints
     gone = ask(only, "/v3/kv/deleterange", {"key": encoded("/other/"), "range_end": encoded("/other0")})
     ask(only, "/v3/kv/compaction", {"revision": gone["header"]["revision"], "physical": True})
@@ -97,7 +97,7 @@ def test_writes_are_refused_at_once_with_the_size_and_what_to_do_and_reads_go_on
         assert store.get(["before"]) == [None]
 
 
-def test_who_waits_for_what_cannot_be_written_is_told(small_cluster: EtcdCluster) -> None:
+def test_a_wait_for_a_key_that_cannot_be_written_raises_the_reason(small_cluster: EtcdCluster) -> None:
     """Reads go on, so that it would wait for its timeout, and longer than a supervisor lets ranks save their state."""
     with closing(EtcdControlStore(spec_of(small_cluster))) as waiting, ThreadPoolExecutor(1) as pool:
         assert not waiting.exists("log/0")

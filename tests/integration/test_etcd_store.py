@@ -50,7 +50,7 @@ def own_cluster(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 class LossyProxy:
-    """A proxy before one member that loses the answers it is told to lose, after the member has given them."""
+    """A proxy before one member that loses the answers it is asked to lose, after the member has given them."""
 
     def __init__(self, endpoint: str, loses: Callable[[], bool]) -> None:
         self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
@@ -170,7 +170,7 @@ def test_writes_go_on_after_the_leader_is_killed(own_cluster: EtcdCluster) -> No
     assert own_cluster.leader() != leader
 
 
-def test_nobody_takes_the_store_for_lost_while_its_leader_is_stopped_in_good_order(own_cluster: EtcdCluster) -> None:
+def test_the_store_is_not_taken_for_lost_while_its_leader_is_stopped_in_good_order(own_cluster: EtcdCluster) -> None:
     """A member that ends answers what it will not serve any more, with codes of its own."""
     spec, leader = spec_of(*own_cluster.endpoints), own_cluster.leader()
     beating, writing, waiting = (EtcdControlStore(spec) for _ in range(3))
@@ -203,7 +203,7 @@ def test_nobody_takes_the_store_for_lost_while_its_leader_is_stopped_in_good_ord
 
 
 @pytest.mark.parametrize("breaks", [EtcdCluster.kill, EtcdCluster.pause], ids=["killed", "paused"])
-def test_whoever_waits_hears_of_a_write_though_the_member_of_its_watch_breaks(
+def test_a_waiter_sees_a_write_although_the_member_of_its_watch_breaks(
     own_cluster: EtcdCluster, breaks: Callable[[EtcdCluster, int], None]
 ) -> None:
     spec = spec_of(*own_cluster.endpoints)
@@ -234,7 +234,7 @@ def test_without_a_quorum_nothing_is_written_and_the_store_is_lost_in_time(own_c
     assert time.monotonic() - began_s < FAILOVER_S
 
 
-def test_a_waiter_outlives_the_compaction_of_what_it_would_have_been_told(etcd_cluster: EtcdCluster) -> None:
+def test_a_waiter_outlives_the_compaction_of_the_event_it_waits_for(etcd_cluster: EtcdCluster) -> None:
     spec = spec_of(*etcd_cluster.endpoints)
     waiting, writing, gateway = EtcdControlStore(spec), EtcdControlStore(spec), EtcdGateway(spec)
     assert not waiting.exists("log/0")

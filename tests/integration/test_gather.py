@@ -48,7 +48,7 @@ class Agreement:
         self.member = Member(MEMBERS[index])
         self.written: set[int] = set()
         self.broken: set[int] = set()
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.is_store_there = True
         self.num_questions = 0
 
@@ -65,7 +65,7 @@ class Agreement:
         return index in self.broken
 
     def report_broken(self, index: int) -> None:
-        self.told.append(index)
+        self.reported.append(index)
 
 
 class Communicator:
@@ -101,7 +101,7 @@ class Communicator:
     def wait(self, is_decided: Callable[[], bool]) -> bool:
         is_over = is_decided()
         if not self.others:
-            assert is_over or not self.waits_for_ever, "nobody ends the wait"
+            assert is_over or not self.waits_for_ever, "nothing ends the wait"
             return False
         self.in_flight.popleft()[self.other].copy_(self.others.popleft())
         self.num_complete += 1
@@ -160,7 +160,7 @@ def test_all_parameters_come_through_three_staging_buffers_of_any_kind(dtype: to
     assert len(rank.stagings) == rank.communicator.most_in_flight == MAX_STAGED
 
 
-def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
+def test_buffers_in_use_when_a_gather_broke_are_not_used_again() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
     assert rank.progress.lacks_params
@@ -169,24 +169,24 @@ def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
     assert under_way.isdisjoint(rank.staging.acquire().data_ptr() for _ in range(MAX_STAGED))
 
 
-def test_whoever_sees_a_gather_break_says_so() -> None:
+def test_a_rank_that_sees_a_gather_break_reports_it() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
-    assert rank.agreement.told == [HEAD]
+    assert rank.agreement.reported == [HEAD]
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "connection: reset")
 
 
-def test_who_waits_gives_up_as_soon_as_somebody_has_said_so() -> None:
+def test_a_waiting_rank_gives_up_as_soon_as_a_broken_gather_is_reported() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.communicator.waits_for_ever = True
     rank.agreement.broken.add(HEAD)
     rank.run()
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "another group could not gather")
 
 
-def test_what_comes_without_the_store_is_taken_before_it_is_said_to_be_lost() -> None:
-    """The slices are updated, and whoever exits without the parameters that belong to them has nothing to save."""
+def test_parameters_that_arrive_without_the_store_are_taken_before_the_store_counts_as_lost() -> None:
+    """The partitions are updated, so a rank that exits without their parameters has nothing to save."""
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.agreement.is_store_there = False
     with pytest.raises(StoreLost):
@@ -201,20 +201,20 @@ def test_without_the_store_a_gather_may_break() -> None:
     with pytest.raises(StoreLost):
         rank.run()
     assert rank.progress.lacks_params
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
 
 
-def test_nobody_is_told_where_the_log_says_more() -> None:
+def test_a_broken_gather_is_not_reported_once_the_log_has_the_next_entry() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.communicator.waits_for_ever = True
     rank.agreement.written.add(HEAD)
     rank.run()
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
     assert rank.progress.lacks_params
 
 
-def test_a_gather_that_comes_to_its_end_says_nothing() -> None:
+def test_a_gather_that_completes_reports_nothing() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.run()
-    assert rank.agreement.told == []
+    assert rank.agreement.reported == []
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (False, "")

@@ -198,7 +198,7 @@ def test_fused_gradient_accumulation_hides_what_fixed_point_must_see() -> None:
         transformer_config(config, CPU)
 
 
-def test_gpus_initialize_on_the_gpu_and_are_told_to_be_deterministic() -> None:
+def test_gpus_initialize_on_the_gpu_and_are_set_to_be_deterministic() -> None:
     reproducible = RunConfig(reduce=ReduceConfig(mode="reproducible"), model=ModelConfig(precision="bf16"))
     gpu = transformer_config(reproducible, torch.device("cuda"))
     assert (gpu.use_cpu_initialization, gpu.deterministic_mode) == (False, True)

@@ -27,7 +27,7 @@ def test_one_bit_of_one_element_is_inverted(dtype: torch.dtype) -> None:
             assert sizes[changed] == sizes.max()
 
 
-def test_the_bit_that_nobody_names_makes_a_number_huge() -> None:
+def test_the_default_bit_makes_a_number_huge() -> None:
     values = torch.tensor([0.0, 0.5, -0.25])
     flip_bit([values], None)
     assert values.tolist() == [0.0, 0.5 * 2.0**128, -0.25]

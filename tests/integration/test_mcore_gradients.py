@@ -150,16 +150,16 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
     ],
     ids=["one rank", "2x2", "vpp"],
 )
-def test_a_bucket_that_is_told_to_be_ready_has_its_last_bit(
+def test_a_bucket_that_is_reported_ready_has_its_last_bit(
     make_config: MakeConfig, mode: str, layout: dict[str, int], is_tied: bool
 ) -> None:
     config = make_config(mode, model={"tie_embeddings": is_tied}, **layout)
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
-    for told, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], WORK[2:]):
+    for reported, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], WORK[2:]):
         assert is_final
-        assert told == sorted(told)
-        assert told[-1] == num_buckets
-        assert told[0] < num_buckets, "the first leave before the last are computed"
+        assert reported == sorted(reported)
+        assert reported[-1] == num_buckets
+        assert reported[0] < num_buckets, "the first leave before the last are computed"
 
 
 # ------------------------------------------------------------------------------------------------ reproducibility

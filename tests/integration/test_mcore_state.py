@@ -33,8 +33,8 @@ def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str) 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_digest_tells_of_what_the_state_has_beside_parameters(text_corpus: Path, precision: str) -> None:
-    """It is that of whoever has taken the state over, too, and of whoever has come to the same by itself."""
+def test_a_digest_covers_what_the_state_has_beside_parameters(text_corpus: Path, precision: str) -> None:
+    """A trainer that has taken the state over, and one that has computed the same, has the same digest."""
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2, pipeline_parallel=2), steps=8, precision=precision)
     prepare_index(config)
     for rests, params in run_group(group.rests, config, 2):

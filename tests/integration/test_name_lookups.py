@@ -1,4 +1,4 @@
-"""Whom connections to the embedded store ask for host names: a stand-in for the name server counts."""
+"""Whom connections to the embedded store ask for host names: a fake name server counts."""
 
 import ctypes
 import multiprocessing
@@ -25,8 +25,8 @@ class _Resolver(ctypes.Structure):
     )
 
 
-def _ask_stand_in(port: int) -> _Resolver:
-    """Has this thread ask there for a second, and nobody else."""
+def _ask_fake_server(port: int) -> _Resolver:
+    """Has this thread ask only there, for a second."""
     libc = ctypes.CDLL(None)
     libc.__res_init()
     libc.__res_state.restype = ctypes.POINTER(_Resolver)
@@ -40,7 +40,7 @@ def _connect_as_torch_does(port: int) -> None:
     import torch.distributed as dist
 
     listener = socket.create_server(("127.0.0.1", 0))
-    _ask_stand_in(port)
+    _ask_fake_server(port)
     dist.TCPStore(
         "127.0.0.1",
         listener.getsockname()[1],
@@ -57,7 +57,7 @@ def _serve(port: int) -> None:
 
     from spare_megatron.store.tcp_store import listen
 
-    state = _ask_stand_in(port)
+    state = _ask_fake_server(port)
     store = listen("127.0.0.1", TIMEOUT)
     dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
     assert (state.retry, socket.ntohs(state.port)) == (1, port), "as it was"
@@ -72,7 +72,7 @@ def _meet(port: int) -> None:
     server = context.Process(target=serve, args=("127.0.0.1", theirs), daemon=True)
     server.start()
     client = TcpControlStore("127.0.0.1", ours.recv())
-    state = _ask_stand_in(port)
+    state = _ask_fake_server(port)
     for index in range(3):
         client.rendezvous(f"communicator/{index}", 0, TIMEOUT.total_seconds())
     assert (state.retry, socket.ntohs(state.port)) == (1, port), "as it was"

@@ -27,9 +27,9 @@ def alone(work: Callable[[], object]) -> list[object]:
     return [work()]
 
 
-def write(folder: Path, slices: Sequence[PartitionId]) -> dict[str, StoredFile]:
+def write(folder: Path, partitions: Sequence[PartitionId]) -> dict[str, StoredFile]:
     assert folder.is_dir()
-    file = StoredFile(num_bytes=len(slices), sha256="")
+    file = StoredFile(num_bytes=len(partitions), sha256="")
     return {"__0_0.distcp": file, METADATA_FNAME: file}
 
 
@@ -58,7 +58,7 @@ def fence(store: MemoryStore, index: int, member: Member) -> None:
     store.put(keys.entry(HEAD + index), encode_entry(Fence(group=member.group)))
 
 
-def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> None:
+def test_every_state_partition_is_written_and_reported_to_the_saver(tmp_path: Path) -> None:
     store = MemoryStore()
     board_of(store).announce_folder()
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters]
@@ -71,7 +71,7 @@ def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> No
     assert [other.result(TIMEOUT_S) for other in others] == [False] * 3
 
 
-def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folder(tmp_path: Path) -> None:
+def test_another_host_writes_for_a_lost_group_and_none_before_there_is_a_folder(tmp_path: Path) -> None:
     store, lost = MemoryStore(), OTHERS[1]
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters if member != lost]
     futures = run_all(savers)
@@ -88,7 +88,7 @@ def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folde
             other.result(TIMEOUT_S)
 
 
-def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> None:
+def test_a_state_partition_that_loses_all_hosts_fails_the_save(tmp_path: Path) -> None:
     store = MemoryStore()
     for index, host in enumerate(SAVE.hosts[2]):
         fence(store, index, host)
@@ -96,7 +96,7 @@ def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> Non
         saver_of(SAVER, store, tmp_path).run()
 
 
-def test_who_waits_for_a_group_that_says_nothing_gives_up_in_time(tmp_path: Path) -> None:
+def test_a_wait_for_a_silent_group_ends_in_time(tmp_path: Path) -> None:
     store = MemoryStore()
     board_of(store).announce_folder()
     with pytest.raises(SaveFailed, match=r"longer than checkpoint.timeout_s=0.5"):

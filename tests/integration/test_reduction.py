@@ -186,11 +186,11 @@ class Rank:
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:
-        """What is told of ready buckets before the attempt."""
+        """Reports ready buckets before the attempt."""
         self.reduction.start_attempt(action(number, *kept))
-        tell = self.reduction.send_early(action(number, *kept), COMPUTED)
-        assert tell is not None
-        return tell
+        report = self.reduction.send_early(action(number, *kept), COMPUTED)
+        assert report is not None
+        return report
 
     @property
     def num_posted(self) -> int:
@@ -258,7 +258,7 @@ def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> Non
     assert rank.sums.stagings == []
 
 
-def test_what_a_group_brings_is_journaled_before_its_ranks_let_each_other_go() -> None:
+def test_a_contribution_is_journaled_before_the_ranks_of_its_group_go_on() -> None:
     rank = Rank(num_sums=NUM_BUCKETS)
 
     def agree(value: int) -> int:
@@ -281,7 +281,7 @@ def test_a_group_that_brings_nothing_for_its_gradients_are_unsound_journals_noth
     assert rank.records == []
 
 
-def test_nobody_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
+def test_no_rank_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
     rank.agreement.broken.add(0)
     vote = rank.attempt(0)
@@ -295,11 +295,11 @@ def test_nobody_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_g
 
 def test_buckets_leave_while_others_are_computed_as_soon_as_they_are_ready() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
-    tell = rank.compute(0)
+    report = rank.compute(0)
     assert [type(record).__name__ for record in rank.records] == ["ContributionRecord"], "before anything leaves"
     counts = []
     for num_ready in (1, 2, NUM_BUCKETS):
-        tell(num_ready)
+        report(num_ready)
         counts.append(rank.num_posted)
         rank.communicator.wait(lambda: False)  # the first in flight is complete
     assert counts == [1, 2, MAX_STAGED], "no more are ready, or may be staged"
@@ -331,10 +331,10 @@ def test_a_second_attempt_sends_early_what_is_not_kept() -> None:
     assert rank.attempt(0).num_complete == (5,)
     rank.communicator.num_left = NUM_BUCKETS
     posted = rank.num_posted
-    tell = rank.compute(1, 4)
-    tell(4)
+    report = rank.compute(1, 4)
+    report(4)
     assert rank.num_posted == posted, "all that is ready is kept"
-    tell(5)
+    report(5)
     assert rank.num_posted == posted + 1
     assert rank.attempt(1, 4).is_complete
     rank.reduction.commit()
@@ -344,9 +344,9 @@ def test_a_second_attempt_sends_early_what_is_not_kept() -> None:
 def test_a_rank_that_finds_a_bucket_unsound_sends_nothing_from_there_on_and_raises_with_its_group() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
     rank.sums.of(3)[0] = math.nan
-    tell = rank.compute(0)
+    report = rank.compute(0)
     for num_ready in range(1, NUM_BUCKETS + 1):
-        tell(num_ready)
+        report(num_ready)
         rank.communicator.wait(lambda: False)
     assert rank.num_posted == 3
     with pytest.raises(UnsoundGradient, match="is not finite"):

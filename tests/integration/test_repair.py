@@ -1,4 +1,4 @@
-"""Copies of slices, made in the background over the wire while training goes on."""
+"""Copies of state partitions, made in the background over the wire while training goes on."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,6 @@ def stacked_config(corpus: Path, **settings: str) -> RunConfig:
 def test_copies_made_while_training_are_those_of_the_donor(text_corpus: Path, precision: str) -> None:
     config = stacked_config(text_corpus, precision=precision)
     (figures,) = run_group(repair_while_training, config, 500, 1e9)
-    assert figures["slices"] == 2
+    assert figures["partitions"] == 2
     assert figures["pieces"] > 10
     assert figures["steps"] >= 1

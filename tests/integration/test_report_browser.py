@@ -46,11 +46,11 @@ def find_chromium(cache: Path) -> tuple[Path, dict[str, str]]:
     if found is None:
         fetch_with_dependencies(cache, binary, "chromium")
     environment = dict(os.environ) if found else with_libraries(cache)
-    told = subprocess.run(
+    result = subprocess.run(
         [binary, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
     )
-    if told.returncode:
-        pytest.skip(f"needs chromium: {binary} does not start: {told.stderr.strip()[-300:]}")
+    if result.returncode:
+        pytest.skip(f"needs chromium: {binary} does not start: {result.stderr.strip()[-300:]}")
     return binary, environment
 
 
@@ -81,7 +81,7 @@ def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def opened(browser: Browser, url: str, screen: ViewportSize = SCREEN) -> Iterator[Page]:
-    """The page when it is ready. It may ask nobody for anything but where it comes from, and nothing may go wrong."""
+    """The page when it is ready. It may ask no server but its own for anything, and nothing may go wrong."""
     page = browser.new_page(viewport=screen)
     page.set_default_timeout(TIMEOUT_S * 1e3)
     wrong: list[str] = []
@@ -189,10 +189,10 @@ def test_on_paper_every_plot_is_there_and_no_wider_than_the_page_and_nothing_to_
     room_px = (210 - 2 * 12) / 25.4 * 96  # of A4, the narrower one, without margins
     with opened(browser, reported(tmp_path, "".join(lines))) as page:
         paper = page.pdf(format="A4", tagged=True, outline=True)
-        told = [title.decode() for title in re.findall(rb"/Title \(([^)]*)\)", paper)]
+        titles = [title.decode() for title in re.findall(rb"/Title \(([^)]*)\)", paper)]
         headings = page.locator("h2").all_inner_texts()
         assert len(headings) > 6
-        assert [title for title in told if title in headings] == headings
+        assert [title for title in titles if title in headings] == headings
         page.wait_for_function(f"Math.min(...({WIDTHS})()) > {room_px}")
         page.emulate_media(media="print")
         page.evaluate("dispatchEvent(new Event('beforeprint'))")

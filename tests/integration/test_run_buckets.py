@@ -90,7 +90,7 @@ def assert_kept(run: Run) -> None:
     middle = num_buckets // 2
     assert middle > MAX_STAGED
     # It dies when it has posted the middle one. Then at most that and MAX_STAGED - 1 before it are not complete on all,
-    # and nobody ever completes what comes after.
+    # and no rank ever completes what comes after.
     assert middle - MAX_STAGED < first[0][1] <= middle + 1
     assert len(second) == 2, "the first loss, and the one in its patch"
     assert 0 < second[0][0] <= second[1][0]

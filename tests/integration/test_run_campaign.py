@@ -55,7 +55,7 @@ def test_random_faults_of_all_kinds_are_masked_and_nothing_is_left_behind(text_c
 
 
 def test_random_faults_with_stacked_state_are_masked(text_corpus: Path, tmp_path: Path) -> None:
-    """Wrong state of a host, then losses that every slice survives, whether lost copies were made anew or not."""
+    """Wrong state of a host, then losses that every state partition survives, with lost copies made anew or not."""
     optimizer = OptimizerConfig(sharding="stacked", redundancy=3)
     config = tiny_config(text_corpus, LayoutConfig(num_groups=5), steps=60, optimizer=optimizer)
     kinds: tuple[FaultKind, ...] = ("kill", "raise", "param_flip", "slow")

@@ -52,7 +52,7 @@ def config_of(
 
 
 def saves_of(journal: Journal) -> list[tuple[int, int, str]]:
-    """Group, steps and outcome of every save that somebody lived to tell of."""
+    """Group, steps and outcome of every save that a group survived to report."""
     return sorted((record.step, record.group, record.outcome) for record in journal.of(CheckpointRecord))
 
 
@@ -114,7 +114,7 @@ def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_co
 def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Nobody trains after the last step, so that no sum would show it: the vote that ends the run does."""
+    """No group trains after the last step, so that no sum would show it: the vote that ends the run does."""
     flip = FaultConfig(phase=FaultPoint.AFTER_COMMIT, step=1, group=0, rank=0, kind="param_flip", bit=10)
     run = complete_run(config_of(text_corpus, steps=2, interval_steps=9, faults=[flip]), tmp_path / "run")
     assert_proven(run)
@@ -163,11 +163,11 @@ def test_killing_the_saving_group_leaves_nothing_torn(
     [fault] = run.journal.of(FaultRecord)
     assert (fault.group, fault.phase) == (0, phase)
     folder = tmp_path / "run" / "checkpoints"
-    told = {step for step, _, outcome in saves_of(run.journal) if outcome == "saved"}
+    reported = {step for step, _, outcome in saves_of(run.journal) if outcome == "saved"}
     # With threads that write beside the training the group may be lost as late as at the end.
-    assert told <= {4, 6} if asynchronous else told == {4, 6}
-    # Killed after it made the checkpoint visible, it did not live to tell of it.
-    assert set(visible_steps(folder)) == told | ({2} if phase == "save_drop" else set())
+    assert reported <= {4, 6} if asynchronous else reported == {4, 6}
+    # Killed after it made the checkpoint visible, it did not survive to report it.
+    assert set(visible_steps(folder)) == reported | ({2} if phase == "save_drop" else set())
     for step in visible_steps(folder):
         verify(checkpoint_path(folder, step))
     if not asynchronous:  # else the others may have begun their last save before the group was lost
@@ -207,22 +207,22 @@ def test_a_save_that_cannot_begin_leaves_the_checkpoints_before_it(text_corpus: 
 def test_only_the_newest_and_one_of_each_stretch_are_kept(text_corpus: Path, tmp_path: Path) -> None:
     config = config_of(text_corpus, steps=9, interval_steps=1, keep_last=2, keep_every_steps=4)
     assert_proven(complete_run(config, tmp_path / "run"))
-    # When the last was begun nobody had compared those after 8 and 9 steps in two further ones.
+    # When the last was begun no group had compared those after 8 and 9 steps in two further ones.
     assert visible_steps(tmp_path / "run" / "checkpoints") == [9, 8, 7, 6, 4, 1]
 
 
-def test_a_second_job_on_the_directory_is_told_who_has_it(text_corpus: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_second_job_on_the_directory_is_refused_and_names_the_first(text_corpus: Path, tmp_path: Path) -> None:
+    errors: list[str] = []
     config = config_of(text_corpus, steps=2)
 
     def try_again(event: RunEvent) -> None:
-        if isinstance(event, RanksReady) and not told:
+        if isinstance(event, RanksReady) and not errors:
             with pytest.raises(Locked) as error:
                 start_run(config, tmp_path / "run", lambda event: None)
-            told.append(str(error.value))
+            errors.append(str(error.value))
 
     assert_proven(complete_run(config, tmp_path / "run", on_event=try_again))
-    assert f"{tmp_path / 'run'} is in use by process {os.getpid()} on host" in told[0]
+    assert f"{tmp_path / 'run'} is in use by process {os.getpid()} on host" in errors[0]
 
 
 def finished_with(config: RunConfig, run_dir: Path, main: RankMain) -> Run:

@@ -98,7 +98,7 @@ start_run(load_run_config(Path(sys.argv[1])).config, Path(sys.argv[2]), print)
 """
 
 
-def test_a_script_without_a_main_guard_is_told_that_it_needs_one(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_gets_an_error_that_asks_for_one(text_corpus: Path, tmp_path: Path) -> None:
     """Each process imports the script, and would start a run of its own; memory was blamed for how the first ended."""
     preset, script = tmp_path / "preset.toml", tmp_path / "script.py"
     preset.write_text(dump_run_config(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=2)))

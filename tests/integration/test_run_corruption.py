@@ -61,7 +61,7 @@ def fences_of(run: Run) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
 @pytest.mark.parametrize("phase", [FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE])
-def test_a_gradient_that_is_not_a_number_costs_its_group_and_nobody_else(
+def test_a_gradient_that_is_not_a_number_costs_its_group_and_no_other(
     text_corpus: Path, tmp_path: Path, phase: FaultPoint, layout: LayoutConfig
 ) -> None:
     fault = wrong("nan", phase, 1, 2, layout.pipeline_parallel - 1)

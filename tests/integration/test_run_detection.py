@@ -136,7 +136,9 @@ def slow_rank(spec: RankSpec, reports: Connection) -> None:
     run_rank(spec, reports)
 
 
-def test_a_rank_that_computes_slowly_is_told_from_those_that_wait_for_it(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_it(
+    text_corpus: Path, tmp_path: Path
+) -> None:
     config = alert_config(text_corpus, LAYOUT, steps=3)
     summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
     assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)
@@ -216,8 +218,8 @@ def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Pa
     run = complete_run(faulty(text_corpus, faults), tmp_path / "run")
     assert_masked(run)
     assert fenced_groups(run.journal) == set()
-    told = [type(event) for event in run.events if isinstance(event, StoreAway | StoreBack)]
-    assert told[:2] == [StoreAway, StoreBack], "a busy machine may make it seem away once more"
+    kinds = [type(event) for event in run.events if isinstance(event, StoreAway | StoreBack)]
+    assert kinds[:2] == [StoreAway, StoreBack], "a busy machine may make it seem away once more"
 
 
 @pytest.mark.parametrize(

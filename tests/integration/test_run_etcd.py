@@ -94,7 +94,7 @@ def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
     assert "valid" in answer.output
 
 
-def test_training_pauses_while_etcd_has_no_quorum_and_nobody_is_lost(
+def test_training_pauses_while_etcd_has_no_quorum_and_no_group_is_lost(
     own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
 ) -> None:
     """Two of three members stand still, from the first step that the driver hears of, until the run has noticed."""

@@ -1,4 +1,4 @@
-"""Metrics of real runs: what Weights & Biases is told is in its file, and one that hangs keeps nobody waiting."""
+"""Metrics of real runs: what Weights & Biases receives is in its file, and one that hangs delays no step."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 STEPS = 4
 
 
-def told_to_wandb(corpus: Path) -> RunConfig:
+def with_wandb(corpus: Path) -> RunConfig:
     metrics = MetricsConfig(wandb_project="tests", run_id="abcd1234")
     return replace(alert_config(corpus, LayoutConfig(num_groups=2), steps=STEPS), metrics=metrics)
 
@@ -52,22 +52,22 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_what_wandb_is_told_offline_is_in_its_file(
+def test_what_wandb_receives_offline_is_in_its_file(
     text_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no key of whoever runs the tests
-    run = complete_run(told_to_wandb(text_corpus), tmp_path / "run")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no key of the user who runs the tests
+    run = complete_run(with_wandb(text_corpus), tmp_path / "run")
     assert_masked(run)
     assert not [event for event in run.events if isinstance(event, MetricsLost)]
     (file,) = (run.run_dir / "wandb").glob("offline-run-*-abcd1234/run-abcd1234.wandb")
     history = [record.history for record in records_in(file) if record.HasField("history")]
-    told = [
+    received = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row.item} for row in history
     ]
-    assert [row["step"] for row in told] == list(range(STEPS))
-    for ours, theirs in zip(steps_of(run.run_dir), told, strict=True):
+    assert [row["step"] for row in received] == list(range(STEPS))
+    for ours, theirs in zip(steps_of(run.run_dir), received, strict=True):
         assert {name: theirs[name] for name in ours} == pytest.approx(ours)
 
 
@@ -83,7 +83,7 @@ def test_a_wandb_that_hangs_keeps_no_step_waiting_and_does_not_end_the_run(
 
     monkeypatch.setattr(telemetry, "WandbSink", hang)
     monkeypatch.setattr(telemetry, "DetachedSink", partial(DetachedSink, close_timeout_s=0.01))
-    run = complete_run(told_to_wandb(text_corpus), tmp_path / "run")
+    run = complete_run(with_wandb(text_corpus), tmp_path / "run")
     # All of it happened while it hung.
     assert is_asked.is_set()
     assert not goes_on.is_set()

@@ -24,7 +24,7 @@ SHORT_S = 15.0
 
 @dataclass(frozen=True)
 class AllButOne(Forks):
-    """Nobody starts the supervisor of one node, or it ends at once; until the run has gone on without it, if ever."""
+    """The supervisor of one node is not started, or it ends at once; until the run has gone on without it, if ever."""
 
     missing: int = 0
     ends: bool = False

@@ -45,7 +45,7 @@ LAYOUT = LayoutConfig(num_groups=3, pipeline_parallel=2)
 
 
 class Killer:
-    """Kills a process of the run when a step has been committed, and keeps what the driver tells.
+    """Kills a process of the run when a step has been committed, and keeps the events of the driver.
 
     Args:
         victim: Group and rank, or the name of a process that the driver started.
@@ -101,9 +101,9 @@ def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(outlived: Run)
     assert_exact(run, [0, 30, 59])
     parts = read_spans_of(run.run_dir)
     assert_timeline(parts, lost=1, num_microbatches=run.config.spare.microbatches_per_shard)
-    told = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert_spans_add_up(parts, told)
-    assert_recovery(told, run.journal.of(RecoveryRecord))
+    metrics = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert_spans_add_up(parts, metrics)
+    assert_recovery(metrics, run.journal.of(RecoveryRecord))
 
 
 SPENT = """
@@ -118,8 +118,8 @@ group by process, thread, slice.name, step
 def test_perfetto_finds_the_recovery_of_a_run_and_what_its_journal_says_of_times(
     browser: Browser, outlived: Run, tmp_path: Path
 ) -> None:
-    told = CliRunner().invoke(app, ["timeline", str(outlived.run_dir), "--out", str(tmp_path / "trace.json")])
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(app, ["timeline", str(outlived.run_dir), "--out", str(tmp_path / "trace.json")])
+    assert result.exit_code == 0, result.output
     with loaded_in_perfetto(browser, tmp_path / "trace.json") as query:
         rows = query(SPENT, "process", "thread", "name", "step", "spent_s")
         marks = query("select name, dur from slice where name glob 'group * lost: *'", "name", "dur")
@@ -160,13 +160,13 @@ def assert_stages(spent_s: Spent, records: Sequence[RecoveryRecord]) -> None:
 
 
 def assert_passes(spent_s: Spent, records: Sequence[UpdateRecord]) -> None:
-    """What ranks told the journal of their passes is in the trace, in the median over ranks and steps within 2%."""
+    """What ranks recorded of their passes is in the trace, in the median over ranks and steps within 2%."""
     apart = []
     for record in records:
-        for rank, told_s in enumerate(record.compute_s):
+        for rank, recorded_s in enumerate(record.compute_s):
             place = f"group {record.group}", f"rank {rank}, stage {rank}"
             found_s = sum(spent_s.get((*place, name, record.step), 0.0) for name in (FORWARD, BACKWARD))
-            apart += [abs(found_s - told_s) / told_s] if found_s else []
+            apart += [abs(found_s - recorded_s) / recorded_s] if found_s else []
     assert len(apart) >= 3 * 2 * 2, "steps, groups, ranks"
     assert median(apart) < 0.02
 
@@ -202,19 +202,19 @@ def around(inside: Span, spans: Sequence[Span]) -> Span | None:
     return min(outer, key=lambda span: span.ended_s - span.began_s, default=None)
 
 
-def assert_recovery(told: Sequence[Mapping[str, Any]], records: Sequence[RecoveryRecord]) -> None:
+def assert_recovery(metrics: Sequence[Mapping[str, Any]], records: Sequence[RecoveryRecord]) -> None:
     """The metrics have the recovery as one of the groups wrote it down, and what all groups computed for it."""
-    assert sum(values["spare/microbatches_recomputed"] for values in told) == sum(r.num_patched for r in records)
-    [values] = [values for values in told if "fault/recovery_agree_s" in values]
+    assert sum(values["spare/microbatches_recomputed"] for values in metrics) == sum(r.num_patched for r in records)
+    [values] = [values for values in metrics if "fault/recovery_agree_s" in values]
     parts = ("agree_s", "patch_s", "rebuild_s", "reduce_s")
     split = [values[f"fault/recovery_{part}"] for part in parts]
     assert split in [[pytest.approx(getattr(record, part), abs=1e-6) for part in parts] for record in records]
-    assert (told[0]["spare/epoch"], told[-1]["spare/epoch"]) == (0, 1)
-    assert told[-1]["perf/lost_recovery_s"] > 0
+    assert (metrics[0]["spare/epoch"], metrics[-1]["spare/epoch"]) == (0, 1)
+    assert metrics[-1]["perf/lost_recovery_s"] > 0
 
 
 def assert_spans_add_up(parts: list[RankSpans], metrics: Sequence[Mapping[str, Any]]) -> None:
-    """The spans of the leader that told of a step are what it told, in the median over steps within 2% of the step."""
+    """Spans of the leader that reported a step are what it reported, in the median over steps within 2% of the step."""
     sums: dict[tuple[int, int], dict[Operation, float]] = defaultdict(lambda: defaultdict(float))
     for part in parts:
         for span in part.spans if part.rank == 0 else ():
@@ -223,13 +223,13 @@ def assert_spans_add_up(parts: list[RankSpans], metrics: Sequence[Mapping[str, A
                 if span.name == Operation.STORAGE and (outer := around(span, part.spans)):
                     sums[span.step, part.group][Operation(outer.name)] -= span.ended_s - span.began_s
     apart = []
-    for told in metrics:
-        found = [split_of_step(by_name) for (step, _), by_name in sums.items() if step == told["step"]]
+    for values in metrics:
+        found = [split_of_step(by_name) for (step, _), by_name in sums.items() if step == values["step"]]
         off_s = [
-            sum(abs(split[name] - told[f"perf/{name}_s"]) for name in ("transfer", "reduce", "vote", "optimizer"))
+            sum(abs(split[name] - values[f"perf/{name}_s"]) for name in ("transfer", "reduce", "vote", "optimizer"))
             for split in found
         ]
-        apart += [min(off_s) / told["perf/step_s"]] if off_s else []
+        apart += [min(off_s) / values["perf/step_s"]] if off_s else []
     assert len(apart) >= 3
     assert median(apart) < 0.02
 

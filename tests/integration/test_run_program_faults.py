@@ -1,4 +1,4 @@
-"""Faults of the program, of the data and at the very end: masked where that is right, told where it is not."""
+"""Faults of the program, of the data and at the very end: masked where that is right, reported where it is not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_group_whose_schedule_leaves_out_a_microbatch_is_lost_and_nothing_is_m
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=4, pipeline_parallel=2)], ids=["one", "stages"])
-def test_a_microbatch_that_nobody_can_read_stops_the_run_before_it_costs_every_group(
+def test_an_unreadable_microbatch_stops_the_run_before_it_costs_every_group(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
     """The stage that does not raise loses its peer, and must not be heard first: it knows of no reason."""
@@ -56,7 +56,7 @@ def test_a_rank_that_loses_the_control_store_alone_is_a_lost_group(text_corpus: 
 
 
 def test_a_group_is_lost_for_what_its_rank_raised_though_a_peer_ended_first(text_corpus: Path, tmp_path: Path) -> None:
-    """Whoever loses a peer may be reaped before the peer."""
+    """A rank that loses a peer may be reaped before the peer."""
     events: list[Any] = []
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3, pipeline_parallel=2))
     summary = start_run(config, tmp_path / "run", events.append, rank_main=outlived)
@@ -66,9 +66,7 @@ def test_a_group_is_lost_for_what_its_rank_raised_though_a_peer_ended_first(text
     assert lost.traceback.startswith("Traceback")
 
 
-def test_two_groups_with_different_parameters_cannot_tell_who_is_right_and_halt(
-    text_corpus: Path, tmp_path: Path
-) -> None:
+def test_two_groups_with_different_parameters_have_no_majority_and_halt(text_corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
     summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=diverging)
     assert (summary.outcome, summary.steps_committed) == ("halted", 2)
@@ -97,7 +95,7 @@ def test_training_that_diverges_halts_and_says_so_instead_of_losing_group_after_
 
 
 @pytest.mark.parametrize("num_groups", [4, 12])
-def test_a_group_whose_parameters_have_changed_is_put_out_before_it_is_counted(
+def test_a_group_whose_parameters_have_changed_is_fenced_before_it_is_counted(
     text_corpus: Path, tmp_path: Path, num_groups: int
 ) -> None:
     config = tiny_config(text_corpus, LayoutConfig(num_groups=num_groups), mode="reproducible")

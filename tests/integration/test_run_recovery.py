@@ -66,7 +66,7 @@ def test_a_second_loss_while_recovering_repeats_the_recovery(
     for step, lost, phase in scenarios:
         # A group that dies after its vote may be missed only when the step is committed already.
         assert_recovered_at_once(run, step, lost, until_step=step + (phase is FaultPoint.AFTER_VOTE))
-        # Once the second group's part is in everybody's sum, losing it costs no further attempt.
+        # Once the second group's part is in every group's sum, losing it costs no further attempt.
         is_counted = phase in (FaultPoint.REBUILD, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
         assert retries_of(run.journal)[step] >= (1 if is_counted else 2)
 
@@ -108,7 +108,7 @@ def test_a_loss_in_the_first_step_is_masked_though_other_groups_are_not_known_to
 
 
 def assert_recovered_at_once(run: Run, step: int, lost: set[int], *, until_step: int | None = None) -> None:
-    """Every group that lives to the end tells of recoveries of just these groups, in the step or up to another."""
+    """Every group that survives to the end reports recoveries of just these groups, in the step or up to another."""
     steps = range(step, (step if until_step is None else until_step) + 1)
     records = [record for record in run.journal.of(RecoveryRecord) if record.step in steps]
     survivors = set(range(run.config.layout.num_groups)) - fenced_groups(run.journal)
@@ -130,7 +130,7 @@ def assert_recovered_at_once(run: Run, step: int, lost: set[int], *, until_step:
         FaultPoint.AFTER_VOTE,
     ],
 )
-def test_a_group_whose_rank_raises_is_lost_and_its_traceback_told(
+def test_a_group_whose_rank_raises_is_lost_and_its_traceback_reported(
     text_corpus: Path, tmp_path: Path, phase: FaultPoint
 ) -> None:
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)

@@ -46,11 +46,11 @@ def test_a_lost_group_comes_back_and_takes_its_load_again(
     admissions = [entry for entry in entries_of(run.journal) if entry.get("admit")]
     assert [(entry["step"] + 1, entry["admit"]) for entry in admissions] == [(step, [[1, 1]])]
     first = min(record.step for record in run.journal.of(ContributionRecord) if record.incarnation == 1)
-    told = [event.text for event in read_run_state(run.run_dir).events(9) if "rejoined" in event.text]
-    assert told == [f"group 1 rejoined, and takes part from step {first} on"]
+    texts = [event.text for event in read_run_state(run.run_dir).events(9) if "rejoined" in event.text]
+    assert texts == [f"group 1 rejoined, and takes part from step {first} on"]
     updates = run.journal.of(UpdateRecord)
     assert {update.group for update in updates if update.step == STEPS - 1} == {0, 1, 2}
-    assert {update.makespan for update in updates if update.step == STEPS - 1} == {2}, "everybody has one shard again"
+    assert {update.makespan for update in updates if update.step == STEPS - 1} == {2}, "every group has one shard again"
     assert {update.makespan for update in updates if update.step == 3} == {3}
     ends = [record.sha256 for record in run.journal.of(ParamsRecord) if record.step == STEPS]
     assert len(ends) == 3
@@ -90,8 +90,8 @@ def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(text_corpus: Pa
         text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, spares=1, mode="reproducible", hidden_dropout=0.1
     )
     whole = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "whole")
-    lives = {(AWAITED, Member(GroupId(1), 1)), (STEPS - 2, Member(GroupId(2), 1))}
-    watch = Watch(awaited=frozenset(lives), whole_spares=frozenset({2, AWAITED + 2}))
+    awaited = {(AWAITED, Member(GroupId(1), 1)), (STEPS - 2, Member(GroupId(2), 1))}
+    watch = Watch(awaited=frozenset(awaited), whole_spares=frozenset({2, AWAITED + 2}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
     assert rejoined(run) == [(1, 1, AWAITED + 1), (2, 1, STEPS - 1)]

@@ -37,14 +37,14 @@ AWAY_S = 10 * HEARTBEAT_S
 
 def awaiting(*awaited: tuple[int, int, int]) -> Watch:
     """Step, group and incarnation of those that are waited for."""
-    return Watch(awaited=frozenset((step, Member(GroupId(group), life)) for step, group, life in awaited))
+    return Watch(awaited=frozenset((step, Member(GroupId(group), incarnation)) for step, group, incarnation in awaited))
 
 
 def strike(kind: FaultKind, phase: FaultPoint, step: int, group: int, rank: int = 0) -> FaultConfig:
     return replace(kill(phase, step, group, rank), kind=kind)
 
 
-def lives(run: Run) -> list[tuple[int, int, int]]:
+def rejoined_incarnations(run: Run) -> list[tuple[int, int, int]]:
     """Group, incarnation and first step of those that came back."""
     return [(e.member.group, e.member.incarnation, e.step) for e in run.events if isinstance(e, GroupRejoined)]
 
@@ -61,12 +61,12 @@ def groups_at_the_end(run: Run) -> set[int]:
 def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
-    """Its next life is taken in, and does not meet the fault again."""
+    """Its next incarnation is taken in, and does not meet the fault again."""
     faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 1)]
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
-    assert lives(run) == [(1, 2, AWAITED + 3)]
+    assert rejoined_incarnations(run) == [(1, 2, AWAITED + 3)]
     assert run.summary.groups_rejoined == 1
     assert groups_at_the_end(run) == {0, 1, 2}
 
@@ -75,13 +75,13 @@ def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
 def test_a_newcomer_goes_on_with_another_group_where_its_donor_is_lost_during_the_transfer(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
-    """It was lost with its donor, and its next life was taken in with the donor's."""
+    """It was lost with its donor, and its next incarnation was taken in with the donor's."""
     faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 0)]
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1)))
     assert_masked(run)
-    assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 1, AWAITED + 1)]
+    assert sorted(rejoined_incarnations(run)) == [(0, 1, AWAITED + 3), (1, 1, AWAITED + 1)]
     assert {record.group for record in run.journal.of(FaultRecord)} == {0, 1}
     assert groups_at_the_end(run) == {0, 1, 2, 3}
     assert run.summary.params_sha256 == whole.summary.params_sha256
@@ -93,7 +93,7 @@ def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp
     config = alert_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
-    assert lives(run) == [(1, 2, AWAITED + 3)]
+    assert rejoined_incarnations(run) == [(1, 2, AWAITED + 3)]
 
 
 @pytest.mark.parametrize("phase", [FaultPoint.AFTER_COMMIT, FaultPoint.FORWARD, FaultPoint.IN_REDUCE])
@@ -106,7 +106,7 @@ def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Pa
     watch = replace(awaiting((AWAITED, 1, 1), (AWAITED + 2, 2, 1)), dump_steps=frozenset({AWAITED, AWAITED + 1}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
-    assert sorted(lives(run)) == [(1, 1, AWAITED + 1), (2, 1, AWAITED + 3)]
+    assert sorted(rejoined_incarnations(run)) == [(1, 1, AWAITED + 1), (2, 1, AWAITED + 3)]
     assert groups_at_the_end(run) == {0, 1, 2}
     assert_exact(run, [AWAITED, AWAITED + 1])
 
@@ -116,8 +116,8 @@ def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, 
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
-    assert lives(run) == [(1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
-    assert run.summary.groups_rejoined == 1, "its second life never voted"
+    assert rejoined_incarnations(run) == [(1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
+    assert run.summary.groups_rejoined == 1, "its second incarnation never voted"
 
 
 def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Pat
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1), (5, 1, 2)))
     assert_masked(run)
-    assert lives(run) == [(1, 1, 4), (1, 2, 6)]
+    assert rejoined_incarnations(run) == [(1, 1, 4), (1, 2, 6)]
     losses = sorted((record.incarnation, record.is_given_up) for record in run.journal.of(LossRecord))
     assert losses == [(0, False), (1, False), (2, True)]
     assert [event.is_given_up for event in run.events if isinstance(event, GroupLost)] == [False, False, True]
@@ -141,7 +141,7 @@ def test_groups_lost_in_one_step_come_back_in_one_commit(
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting(*((AWAITED, group, 1) for group in lost)))
     assert_masked(run)
-    assert sorted(lives(run)) == [(group, 1, AWAITED + 1) for group in lost]
+    assert sorted(rejoined_incarnations(run)) == [(group, 1, AWAITED + 1) for group in lost]
     assert [len(entry["admit"]) for entry in entries_of(run.journal) if entry.get("admit")] == [len(lost)]
     assert groups_at_the_end(run) == {0, 1, 2, 3}
     assert run.summary.params_sha256 == whole.summary.params_sha256
@@ -153,7 +153,7 @@ def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Pa
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1)))
     assert_masked(run)
-    assert lives(run) == [(1, 1, 4)]
+    assert rejoined_incarnations(run) == [(1, 1, 4)]
     assert run.summary.params_sha256 == whole.summary.params_sha256
 
 
@@ -168,11 +168,11 @@ def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Pa
     fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
     assert {(fence["group"], fence["incarnation"]) for fence in fences} == {(0, 0), (1, 0), (1, 1)}
     assert [fence["group"] for fence in fences if fence["discard"]] == [0]
-    assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 2, AWAITED + 3)]
+    assert sorted(rejoined_incarnations(run)) == [(0, 1, AWAITED + 3), (1, 2, AWAITED + 3)]
     assert groups_at_the_end(run) == {0, 1, 2, 3}
 
 
-def test_a_donor_that_its_gradients_give_away_costs_its_newcomer_one_life_at_most(
+def test_a_donor_revealed_by_its_gradients_costs_its_newcomer_at_most_one_incarnation(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """It is lost before it has given its parameters, and another group gives them; or after that, and they are refused.
@@ -188,15 +188,15 @@ def test_a_donor_that_its_gradients_give_away_costs_its_newcomer_one_life_at_mos
     fenced = {(fence["group"], fence["incarnation"]) for fence in fences}
     assert fenced - {(1, 1)} == {(1, 0), (0, 0)}
     assert not any(fence["discard"] for fence in fences)
-    assert (0, 1, AWAITED + 3) in lives(run)
-    assert ((1, 1) in fenced) != ((1, 1, AWAITED + 1) in lives(run))
+    assert (0, 1, AWAITED + 3) in rejoined_incarnations(run)
+    assert ((1, 1) in fenced) != ((1, 1, AWAITED + 1) in rejoined_incarnations(run))
     assert groups_at_the_end(run) >= {0, 2, 3}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, tmp_path: Path, precision: str) -> None:
+def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(text_corpus: Path, tmp_path: Path, precision: str) -> None:
     """The donor's parameters are right, and so are those of its newcomer until the next update: then two of four groups
-    would hold the same wrong ones, and nobody would know who is right.
+    would hold the same wrong ones, and no group would know who is right.
     """
     faults = [LOSS, replace(strike("moment_flip", FaultPoint.JOIN, 2, 0), bit=25)]
     config = alert_config(
@@ -212,7 +212,7 @@ def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, 
     assert {fence["reason"] for fence in fences} == {
         f"its state before step {AWAITED + 1} differs from that of 2 groups"
     }
-    assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
+    assert sorted(rejoined_incarnations(run)) == [(0, 1, AWAITED + 3), (1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
     assert groups_at_the_end(run) == {0, 1, 2, 3}
     assert losses_of(run.journal) == losses_of(whole.journal)
     assert run.summary.params_sha256 == whole.summary.params_sha256
@@ -224,7 +224,7 @@ def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
     assert_masked(run)
-    assert lives(run) == [(1, 1, AWAITED + 1)]
+    assert rejoined_incarnations(run) == [(1, 1, AWAITED + 1)]
     assert groups_at_the_end(run) == {0, 1, 2, 3}
 
 
@@ -234,7 +234,7 @@ def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path
     )
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
-    assert lives(run) == []
+    assert rejoined_incarnations(run) == []
     ends = [line.at_s for line in run.journal.lines]
     last_update = max(line.at_s for line in run.journal.lines if isinstance(line.record, UpdateRecord))
     assert ends[-1] - last_update < 20.0
@@ -257,5 +257,5 @@ def test_a_node_that_was_cut_off_comes_back(text_corpus: Path, tmp_path: Path) -
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
     assert_masked(run)
-    assert lives(run) == [(1, 1, AWAITED + 1)]
+    assert rejoined_incarnations(run) == [(1, 1, AWAITED + 1)]
     assert groups_at_the_end(run) == {0, 1, 2, 3}

@@ -27,7 +27,7 @@ HEARTBEAT_S = 2.0
 """Relays have a fraction of it for their part, also on a slow machine."""
 
 
-class _TellingLog(DecisionLog):
+class _RecordingLog(DecisionLog):
     """Writes down on which attempt it casts how many votes."""
 
     def __init__(self, file: Path, store: ControlStore) -> None:
@@ -40,8 +40,8 @@ class _TellingLog(DecisionLog):
         return super().cast(attempt, writer, votes, forget)
 
 
-def telling_rank(spec: RankSpec, reports: Connection) -> None:
-    rank.DecisionLog = partial(_TellingLog, spec.run_dir / f"casts-{spec.group}")
+def recording_rank(spec: RankSpec, reports: Connection) -> None:
+    rank.DecisionLog = partial(_RecordingLog, spec.run_dir / f"casts-{spec.group}")
     rank.run_rank(spec, reports)
 
 
@@ -57,13 +57,13 @@ def test_a_relay_that_is_killed_and_one_that_is_stopped_cost_their_own_groups_al
     control = replace(config.control, vote_fan_in=2, heartbeat_interval_s=HEARTBEAT_S)
     config = replace(config, control=control)
     run_dir, events = tmp_path / "run", list[RunEvent]()
-    start_run(config, run_dir, events.append, rank_main=telling_rank)
+    start_run(config, run_dir, events.append, rank_main=recording_rank)
     run = read_run(config, run_dir, events)
     assert_masked(run)
     assert {loss.group for loss in run.journal.of(LossRecord)} == {0, 2}
     casts = {group: (run_dir / f"casts-{group}").read_text().split() for group in range(4)}
     assert any(cast.endswith(":2") for cast in casts[0] + casts[2])
     assert all(cast.endswith(":1") for cast in casts[1] + casts[3])
-    # Nobody casts for these once their relays are gone.
+    # No relay casts for these once their relays are gone.
     assert len(casts[1]) >= STEPS - 3
     assert len(casts[3]) >= STEPS - 1

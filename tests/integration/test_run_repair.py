@@ -61,13 +61,13 @@ def run_without_faults(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Ru
 
 
 def assert_bitwise(run: Run, whole: Run) -> None:
-    """Every element is updated in the same way, whoever does it."""
+    """Every element is updated in the same way by every group."""
     assert whole.summary.params_sha256 == run.summary.params_sha256
     assert whole.summary.final_loss == run.summary.final_loss
 
 
 def restored_before(run: Run, step: int) -> set[tuple[int, int]]:
-    """Slice and group of the copies that commits up to this step have made hosts of."""
+    """Partition and group of the copies that commits up to this step have made hosts of."""
     commits = [entry for entry in entries_of(run.journal) if entry["entry"] == "commit" and entry["step"] < step]
     return {(number, member[0]) for entry in commits for number, member in entry["restored"]}
 
@@ -77,7 +77,7 @@ def last_groups(run: Run) -> set[int]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_second_host_of_a_slice_is_lost_after_the_repair(
+def test_a_second_host_of_a_state_partition_is_lost_after_the_repair(
     text_corpus: Path, tmp_path: Path, stages: int, run_without_faults: Callable[[Run], Run]
 ) -> None:
     """Without the repair that would be a state wipe-out: the two were all the hosts it had."""
@@ -101,7 +101,7 @@ def test_a_second_host_of_a_slice_is_lost_after_the_repair(
 def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
-    """Nobody gives anything before it is lost. The copy that begins anew then goes on alone when all hosts are lost."""
+    """No donor gives anything before it is lost. The new copy then goes on alone when all hosts are lost."""
     first = Member(GroupId(1))
     ownership = ownership_of(4, 3)
     left = ownership.for_members([member for member in ownership.members if member != first])
@@ -123,7 +123,7 @@ def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
     assert_bitwise(run, run_without_faults(run))
 
 
-def test_a_group_that_came_back_gets_copies_of_all_slices(
+def test_a_group_that_came_back_gets_copies_of_all_state_partitions(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
     """All others are lost then."""
@@ -144,12 +144,12 @@ def test_a_group_that_came_back_gets_copies_of_all_slices(
     assert_bitwise(run, run_without_faults(run))
 
 
-def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are_lost(
+def test_a_group_that_came_back_takes_its_state_partitions_over_and_both_that_had_them_are_lost(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
-    """Without the moves that would be a state wipe-out. State is compared after losses and before hosts let go."""
+    """Without the moves that would be a state wipe-out. State is compared after losses and before a release."""
     first, back, repaired_at, admitted, moved_at = Member(GroupId(1)), Member(GroupId(1), 1), 2, 3, 5
-    lost_at = STEPS - 1  # so that nobody else comes back
+    lost_at = STEPS - 1  # so that no other group comes back
     left = ownership_of(4, 2).for_members([Member(GroupId(group)) for group in (0, 2, 3)])
     repaired = left.with_copies([PartitionCopy(repair.partition, repair.receiver) for repair in left.repairs])
     moves = repaired.for_members([*repaired.members, back]).moves
@@ -167,13 +167,13 @@ def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are
     commits = {entry["step"]: entry for entry in entries_of(run.journal) if entry["entry"] == "commit"}
     by_step = {step: named(commit["restored"]) for step, commit in commits.items() if admitted < step < lost_at}
     assert set().union(*by_step.values()) == {(move.partition, back.group, back.incarnation) for move in moves}
-    let_go = {
+    released_at = {
         (number, group): step for step, commit in commits.items() for number, group, _ in named(commit["released"])
     }
-    assert set(let_go) == {(move.partition, move.donor.group) for move in moves}
+    assert set(released_at) == {(move.partition, move.donor.group) for move in moves}
     for step, made in by_step.items():
         donors = {(move.partition, move.donor.group) for move in moves if (move.partition, *back) in made}
-        assert {let_go[donor] for donor in donors} <= {step + 1}
+        assert {released_at[donor] for donor in donors} <= {step + 1}
         compared = {record.group for record in run.journal.of(ParamsRecord) if record.step == step + 1}
         assert compared == ({0, 1, 2, 3} if made else set())
     last = {record.group: record.num_hosted for record in run.journal.of(RedundancyRecord) if record.step <= lost_at}
@@ -184,5 +184,5 @@ def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are
 
 
 def named(copies: list[tuple[int, tuple[int, int]]]) -> set[tuple[int, int, int]]:
-    """Slice, group and incarnation of copies in a log entry."""
+    """Partition, group and incarnation of copies in a log entry."""
     return {(number, group, incarnation) for number, (group, incarnation) in copies}

@@ -1,4 +1,4 @@
-"""Runs of one seed end with the same bits, whoever is lost when."""
+"""Runs of one seed end with the same bits, whichever groups are lost."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -48,7 +48,7 @@ def same_bits(config: RunConfig, whole: Run, run: Run) -> bool:
 def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_without_faults(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Shard 1 is hosted by groups 1 and 0 alone; the group that is left hands over to its next life."""
+    """Shard 1 is hosted by groups 1 and 0 alone; the group that is left hands over to its next incarnation."""
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.BACKWARD, 3, 1)]
     common = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
@@ -72,7 +72,7 @@ def damaging_rank(spec: RankSpec, reports: Connection) -> None:
     def held_up(*arguments: Any) -> None:
         end_s = time.monotonic() + 150.0
         while not (spec.run_dir / "all_up").exists():
-            assert time.monotonic() < end_s, "whoever reads keeps its group from coming up"
+            assert time.monotonic() < end_s, "a rank that reads keeps its group from coming up"
             time.sleep(0.01)
         verify(*arguments)
 
@@ -97,18 +97,18 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_cor
     common = {"steps": STEPS + 1, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
     config = tiny_config(text_corpus, ONE_RANK, **common, faults=faults, max_restarts=1)
     saving = replace(config.checkpoint, interval_steps=2, asynchronous=False, keep_last=9, restart_wait_s=150.0)
-    # Nobody falls silent here, whatever the machine is busy with.
+    # No process falls silent here, whatever the machine is busy with.
     patient = replace(config.control, heartbeat_interval_s=5.0, startup_timeout_s=150.0, decision_timeout_s=150.0)
     config = replace(config, checkpoint=saving, control=patient)
     events: list[RunEvent] = []
 
-    def tell(event: RunEvent) -> None:
+    def on_event(event: RunEvent) -> None:
         events.append(event)
         ready = Counter(event.group for event in events if isinstance(event, RanksReady))
         if len(ready) == 3 and min(ready.values()) > 1:
             (tmp_path / "run" / "all_up").touch()
 
-    start_run(config, tmp_path / "run", tell, rank_main=damaging_rank)
+    start_run(config, tmp_path / "run", on_event, rank_main=damaging_rank)
     run = read_run(config, tmp_path / "run", events)
     assert_restarted(run, 1)
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
@@ -140,14 +140,14 @@ def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_h
     fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
     assert (fences[0]["group"], fences[0]["discard"]) == (1, True)
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
-    told = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
-    assert told == {f"step-00000004 is refused: group 1: {fences[0]['reason']}"}
+    rejected = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
+    assert rejected == {f"step-00000004 is refused: group 1: {fences[0]['reason']}"}
     assert same_bits(config, whole, run)
 
 
 @pytest.mark.parametrize("rejoins", [0, 2])
 def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Path, rejoins: int) -> None:
-    """With nobody left to read the log, the supervisor does."""
+    """With no rank left to read the log, the supervisor does."""
     faults = [kill(FaultPoint.FORWARD, 1, 0), kill(FaultPoint.FORWARD, 1, 1)]
     faults += [kill(FaultPoint.BACKWARD, 4, group) for group in range(3)]
     config = tiny_config(
@@ -179,7 +179,7 @@ def test_the_restarts_of_a_run_are_limited(text_corpus: Path, tmp_path: Path) ->
 
 
 def test_groups_of_several_nodes_start_again(text_corpus: Path, tmp_path: Path) -> None:
-    """The nodes of groups 0 and 1 have no rank left that could tell them."""
+    """The nodes of groups 0 and 1 have no rank left that could inform them."""
     cluster = ClusterConfig(device="cpu", num_nodes=3)
     faults = [kill(FaultPoint.FORWARD, 2, 0), kill(FaultPoint.FORWARD, 2, 1)]
     config = tiny_config(

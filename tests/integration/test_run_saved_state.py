@@ -134,7 +134,7 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     """
     refuse, prepare = saver.refuse, saver.Saver._prepare
 
-    def tell(folder: Path, action: RefuseCheckpoint) -> None:
+    def on_refused(folder: Path, action: RefuseCheckpoint) -> None:
         refuse(folder, action)
         (spec.run_dir / f"refused-by-{spec.group}").touch()
 
@@ -146,7 +146,7 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
             time.sleep(0.01)
         prepare(*arguments)
 
-    saver.refuse = tell
+    saver.refuse = on_refused
     saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
     if spec.group == WRONG_GROUP:
         savers: list[saver.Saver] = []
@@ -160,9 +160,7 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     rank.run_rank(spec, reports)
 
 
-def test_a_group_that_was_put_out_does_not_publish_what_it_begins_to_write_after_that(
-    text_corpus: Path, tmp_path: Path
-) -> None:
+def test_a_fenced_group_does_not_publish_what_it_begins_to_write_afterwards(text_corpus: Path, tmp_path: Path) -> None:
     finished_with(save_late, text_corpus, tmp_path / "run", steps=2 * EVERY)
     assert (tmp_path / "run" / "ended").read_text() == (
         "failed: rank 0: what was to be saved does not count: "

@@ -1,4 +1,4 @@
-"""Runs that send gradients of slices to those alone who update them, as over NCCL: losses change no bit."""
+"""Runs that send gradients of partitions only to the groups that update them, as over NCCL: losses change no bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
 
 @pytest.mark.parametrize("layout", [STAGES, LayoutConfig(num_groups=3, tensor_parallel=2)], ids=["PP", "TP"])
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])
-def test_the_squares_of_slices_make_up_the_norm_that_megatron_takes_of_all_gradients(
+def test_the_squares_of_state_partitions_make_up_the_norm_that_megatron_takes_of_all_gradients(
     text_corpus: Path, layout: LayoutConfig, mode: str
 ) -> None:
     optimizer = OptimizerConfig(sharding="stacked", redundancy=2)

@@ -67,7 +67,7 @@ def assert_interrupted(process: subprocess.Popen[str], descendants: Sequence[psu
 
 @pytest.mark.parametrize("stopped", ["nothing", "supervisor", "ranks", "all"])
 def test_nothing_outlives_a_driver_that_is_killed(text_corpus: Path, tmp_path: Path, stopped: str) -> None:
-    """Whoever is stopped for good cannot see that the driver is gone."""
+    """A process that is stopped for good cannot see that the driver is gone."""
     with training(text_corpus, tmp_path) as (process, descendants):
         for victim in chosen(process.pid, stopped):
             victim.suspend()

@@ -125,9 +125,9 @@ def test_a_node_that_has_lost_its_snapshot_server_takes_the_snapshot_from_anothe
     assert same_bits(config, undisturbed, run)
 
 
-def test_slices_start_again_from_memory_also_where_parameters_came_late(text_corpus: Path, tmp_path: Path) -> None:
+def test_state_partitions_restart_from_memory_even_if_parameters_came_late(text_corpus: Path, tmp_path: Path) -> None:
     """Group 1 is lost before the update after which a snapshot is due: the others lack its parameters at first. In its
-    next life it has to fetch its slices. Slice 0 is on groups 0 and 3 alone.
+    next incarnation it has to fetch its partitions. Partition 0 is on groups 0 and 3 alone.
     """
     common = {
         "steps": STEPS,
@@ -151,13 +151,13 @@ def test_slices_start_again_from_memory_also_where_parameters_came_late(text_cor
     assert any(
         entry["entry"] == "retry" and entry["step"] == 4 and entry["gather"] for entry in entries_of(run.journal)
     )
-    slices = {
+    partitions = {
         (r.group, number)
         for r in run.journal.of(SnapshotRecord)
         if (r.step, r.is_kept) == (2, True)
         for number in r.slices
     }
-    assert slices == {(group, number) for number in range(4) for group in (number, (number - 1) % 4)}
+    assert partitions == {(group, number) for number in range(4) for group in (number, (number - 1) % 4)}
     assert same_bits(config, whole, run)
 
 
@@ -168,6 +168,6 @@ def test_snapshots_that_have_changed_are_refused_and_the_checkpoint_helps(
     run = run_with(with_damage, config, tmp_path / "run")
     assert_restarted(run, 1)
     assert restarts_of(run) == {(3, 2, "storage")}
-    told = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
-    assert any("the snapshot of attempt" in text and "SHA-256" in text for text in told)
+    rejected = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
+    assert any("the snapshot of attempt" in text and "SHA-256" in text for text in rejected)
     assert same_bits(config, undisturbed, run)

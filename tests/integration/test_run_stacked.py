@@ -1,4 +1,4 @@
-"""Runs whose optimizer state is stacked: bitwise those with all of it in every group, whoever is lost when."""
+"""Runs whose optimizer state is stacked: bitwise those with all of it in every group, whichever groups are lost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,8 +69,8 @@ def test_bf16_without_failures_keeps_all_groups_alike(text_corpus: Path, tmp_pat
     assert losses_of(run.journal) == losses_of(expected.journal)
 
 
-def test_losing_all_hosts_of_a_slice_is_a_wipe_out_that_names_it(text_corpus: Path, tmp_path: Path) -> None:
-    """Slice 0 of four is on groups 0 and 3. Every group hosts every shard, so that no shard is lost."""
+def test_losing_all_hosts_of_a_state_partition_is_a_wipe_out_that_names_it(text_corpus: Path, tmp_path: Path) -> None:
+    """Partition 0 of four is on groups 0 and 3. Every group hosts every shard, so that no shard is lost."""
     faults = [kill("before_gather", 2, 0), kill("before_gather", 2, 3)]
     config = tiny_config(text_corpus, LayoutConfig(num_groups=4), faults=faults, optimizer=stacked(2))
     run = complete_run(config, tmp_path)
@@ -81,7 +81,7 @@ def test_losing_all_hosts_of_a_slice_is_a_wipe_out_that_names_it(text_corpus: Pa
     assert run.summary.steps_committed == 3
 
 
-def test_without_a_store_groups_save_the_slices_that_they_have(text_corpus: Path, tmp_path: Path) -> None:
+def test_without_a_store_groups_save_the_state_partitions_that_they_have(text_corpus: Path, tmp_path: Path) -> None:
     """All that hold the parameters of the last step: on a busy machine, the store may die while others gather them."""
     fault = FaultConfig(phase=FaultPoint.BEFORE_REDUCE, step=2, group=1, rank=0, kind="kill_store")
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[fault], optimizer=stacked(2))
@@ -94,9 +94,9 @@ def test_without_a_store_groups_save_the_slices_that_they_have(text_corpus: Path
     assert "group-0001-rank-0" in files
     assert (str(path) if len(files) > 1 else "no group has saved partitions [0]") in run.summary.outcome_reason
     for name, file in files.items():
-        slices = torch.load(file, weights_only=True)["slices"]
-        assert sorted(slices) == hosted[name]
-        assert all(moments.any(dim=1).all() for moments in slices.values())
+        partitions = torch.load(file, weights_only=True)["slices"]
+        assert sorted(partitions) == hosted[name]
+        assert all(moments.any(dim=1).all() for moments in partitions.values())
 
 
 def reproducible(

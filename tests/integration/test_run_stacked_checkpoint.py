@@ -1,4 +1,4 @@
-"""Checkpoints of runs whose optimizer state is cut into slices: written by several groups, whole or not at all."""
+"""Checkpoints of runs whose optimizer state is partitioned: written by several groups, whole or not at all."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,14 +51,14 @@ def assert_proven(run: Run, num_faults: int) -> None:
 
 
 def saved(run: Run) -> list[tuple[int, int]]:
-    """Steps and group of every save of which its group lived to tell that it is visible."""
+    """Steps and group of every save that its group survived to report as visible."""
     return sorted((r.step, r.group) for r in run.journal.of(CheckpointRecord) if r.outcome == "saved")
 
 
 def test_a_state_wipe_out_goes_back_to_a_checkpoint_which_half_the_groups_load_too(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Slice 0 is on groups 0 and 3, both of which die before the update after which the second checkpoint is due."""
+    """Partition 0 is on groups 0 and 3, which both die before the update after which the second checkpoint is due."""
     whole = complete_run(config_of(text_corpus, steps=4, asynchronous=True), tmp_path / "whole")
     assert_proven(whole, 0)
     assert saved(whole) == [(2, 0), (4, 1)]
@@ -82,7 +82,7 @@ def test_a_state_wipe_out_goes_back_to_a_checkpoint_which_half_the_groups_load_t
 
 
 def test_losing_writers_leaves_nothing_torn(text_corpus: Path, tmp_path: Path) -> None:
-    """Another host writes the slice of group 2. What group 1 was about to make visible is not, and is cleared away."""
+    """Another host writes the partition of group 2. What group 1 was about to publish is removed."""
     faults = [kill(FaultPoint.SAVE_WRITE, EVERY - 1, 2), kill(FaultPoint.SAVE_MANIFEST, 2 * EVERY - 1, 1)]
     run = complete_run(config_of(text_corpus, steps=6, redundancy=3, faults=faults), tmp_path / "run")
     assert_proven(run, 2)

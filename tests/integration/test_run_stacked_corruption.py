@@ -1,4 +1,4 @@
-"""State of slices that goes wrong on one of its hosts, in runs with stacked optimizer state."""
+"""State partitions that go wrong on one of their hosts, in runs with stacked optimizer state."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def run_with(corpus: Path, run_dir: Path, redundancy: int, *faults: FaultConfig)
 
 
 def flip(group: int, kind: FaultKind = "param_flip") -> FaultConfig:
-    """Before the update of step 1, in the first slice that the group hosts."""
+    """Before the update of step 1, in the first partition that the group hosts."""
     return FaultConfig(phase=FaultPoint.AFTER_COMMIT, step=1, group=group, rank=0, kind=kind, bit=10)
 
 
@@ -39,10 +39,10 @@ def entries(run: Run, kind: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("kind", ["param_flip", "moment_flip"])
-def test_wrong_state_of_an_owner_is_found_by_its_stand_ins_and_costs_its_group_alone(
+def test_wrong_state_of_an_owner_is_found_by_its_other_hosts_and_costs_its_group_alone(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
-    """Slice 0 is on groups 0, 3 and 4. Group 0 owns it, so that groups 1 and 2 get what it has."""
+    """Partition 0 is on groups 0, 3 and 4. Group 0 owns it, so that groups 1 and 2 get what it has."""
     expected = run_with(text_corpus, tmp_path / "none", 3)
     assert (expected.summary.outcome, expected.summary.verdict) == ("finished", "valid"), expected.summary
     run = run_with(text_corpus, tmp_path / "run", 3, flip(0, kind))
@@ -57,8 +57,10 @@ def test_wrong_state_of_an_owner_is_found_by_its_stand_ins_and_costs_its_group_a
     assert params_of(run)[STEPS] == params_of(expected)[STEPS]
 
 
-def test_two_hosts_of_a_slice_that_differ_end_the_run_which_names_them(text_corpus: Path, tmp_path: Path) -> None:
-    """Slice 0 is on groups 0 and 4."""
+def test_two_hosts_of_a_state_partition_that_differ_end_the_run_which_names_them(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Partition 0 is on groups 0 and 4."""
     run = run_with(text_corpus, tmp_path, 2, flip(0))
     assert (run.summary.outcome, run.summary.verdict) == ("wipe_out", "valid"), run.summary
     assert [entry["group"] for entry in entries(run, "fence")] == [0, 4]

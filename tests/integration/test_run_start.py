@@ -77,7 +77,7 @@ def test_a_healthy_run_leaves_all_logs_empty(text_corpus: Path, tmp_path: Path) 
     assert not any(logs.values()), logs
 
 
-def lives(run: Run) -> Counter[int]:
+def num_losses(run: Run) -> Counter[int]:
     """Group -> how often it was lost."""
     return Counter(loss.group for loss in run.journal.of(LossRecord))
 
@@ -85,14 +85,14 @@ def lives(run: Run) -> Counter[int]:
 def test_what_all_ranks_raise_at_the_start_ends_the_run_at_once_and_is_its_reason(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Each group used up its restarts, and the run was told to be wiped out."""
+    """Each group used up its restarts, and the run was reported as wiped out."""
     # A group waits for a heartbeat until it is started for the third time.
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3), rejoins=3, max_restarts=3)
     run = started(config, tmp_path / "run", partial(unimportable, frozenset(range(3))))
     assert (run.summary.outcome, run.summary.steps_committed) == ("failed", 0)
     assert "raised the same before training began" in run.summary.outcome_reason
     assert run.summary.outcome_reason.endswith(ERROR)
-    assert max(lives(run).values()) <= 2, "the first to raise may have started again before the next one raised"
+    assert max(num_losses(run).values()) <= 2, "the first to raise may have started again before the next one raised"
     lost = [event for event in run.events if isinstance(event, GroupLost)]
     assert {event.group for event in lost} > {lost[0].group}
     assert all(ERROR in event.traceback for event in lost)
@@ -119,7 +119,7 @@ def test_a_machine_that_is_broken_from_the_start_is_masked(
     run = started(config, tmp_path / "run", partial(unimportable, frozenset(broken)))
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert run.summary.steps_committed == STEPS
-    assert fenced_groups(run.journal) == set(lives(run)) == broken
+    assert fenced_groups(run.journal) == set(num_losses(run)) == broken
     assert {loss.cause for loss in run.journal.of(LossRecord)} == {ERROR}
 
 
@@ -132,7 +132,7 @@ def test_ranks_of_a_group_may_start_far_apart(text_corpus: Path, tmp_path: Path)
     config = patient(alert_config(text_corpus, LayoutConfig(num_groups=1, pipeline_parallel=2), steps=STEPS))
     run = started(config, tmp_path / "run", late)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
-    assert lives(run) == {}
+    assert num_losses(run) == {}
 
 
 def test_ranks_of_a_group_may_take_a_checkpoint_over_far_apart(text_corpus: Path, tmp_path: Path) -> None:
@@ -144,4 +144,4 @@ def test_ranks_of_a_group_may_take_a_checkpoint_over_far_apart(text_corpus: Path
     run = started(config, tmp_path / "run", loads_late)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert [path.name for path in run.run_dir.glob("late-*")] == ["late-0"]
-    assert lives(run) == {}
+    assert num_losses(run) == {}

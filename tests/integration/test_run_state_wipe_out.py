@@ -1,4 +1,4 @@
-"""Runs that lose the optimizer state of a slice with all its hosts, and start again by themselves."""
+"""Runs that lose the state of an optimizer partition with all its hosts, and start again by themselves."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def losses_by_step(run: Run) -> dict[int, float]:
 
 
 def test_a_state_wipe_out_ends_bitwise_like_the_run_without_faults(text_corpus: Path, tmp_path: Path) -> None:
-    """Slice 0 of four is on groups 0 and 3, both of which die in an update; every shard still has two hosts."""
+    """Partition 0 of four is on groups 0 and 3, both of which die in an update; every shard still has two hosts."""
     layout, common = LayoutConfig(num_groups=4), {"steps": 4, "mode": "reproducible", "hidden_dropout": 0.1}
     whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
     faults = [kill(FaultPoint.AFTER_COMMIT, 1, 0), kill(FaultPoint.AFTER_COMMIT, 1, 3)]

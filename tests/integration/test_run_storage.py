@@ -125,12 +125,12 @@ def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_co
     config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS))
     events: list[RunEvent] = []
 
-    def tell(event: RunEvent) -> None:
-        if not any(isinstance(told, StepCommitted) for told in events) and isinstance(event, StepCommitted):
+    def on_event(event: RunEvent) -> None:
+        if not any(isinstance(earlier, StepCommitted) for earlier in events) and isinstance(event, StepCommitted):
             fill_disk(descriptor_of(run_dir / "metrics.jsonl"), None)
         events.append(event)
 
-    summary = start_run(config, run_dir, tell)
+    summary = start_run(config, run_dir, on_event)
     assert (summary.outcome, summary.verdict) == ("finished", "unknown"), summary.reasons
     assert (summary.steps_committed, summary.steps_left) == (STEPS, 0)
     assert check(JournalIndex(run_dir)).verdict == "unknown"
@@ -151,7 +151,7 @@ def descriptor_of(path: Path) -> int:
 
 
 def test_a_folder_that_is_lost_for_a_while_costs_the_saves_of_that_while(text_corpus: Path, tmp_path: Path) -> None:
-    """Group 1 finds it moved away when it saves, group 2 closed to everybody, group 3 has it back.
+    """Group 1 finds it moved away when it saves, group 2 closed to all users, group 3 has it back.
 
     Nothing is written where the folder was.
     """

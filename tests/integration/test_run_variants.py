@@ -31,7 +31,7 @@ def test_the_interleaved_schedule_stays_exact_through_losses(text_corpus: Path, 
     assert all(patched_in(run.journal)[step] > 0 for step in (1, 2, 3))
 
 
-def test_a_whole_domain_may_be_lost_where_the_hosts_of_a_shard_stand_in_different_ones(
+def test_a_whole_domain_may_be_lost_if_the_hosts_of_a_shard_are_in_different_ones(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     faults = [kill("forward", 2, 2), kill("backward", 2, 3)]
@@ -74,7 +74,7 @@ def test_nothing_that_a_rank_holds_grows_with_the_steps_or_the_losses(text_corpu
         for count in ("num_threads", "num_files"):
             counts = {step: getattr(census, count) for step, census in held.items()}
             assert counts[early] == counts[before], count
-            # What a loss broke is let go of when its transfers have ended, some steps later at most.
+            # What a loss broke is released when its transfers have ended, some steps later at most.
             assert counts[last] <= counts[after] <= counts[early] + 4, count
         # Allocators fill up in the first hundreds of steps, by some 4 MB. Keeping the 140 kB buffer of each step
         # would come to 18 MB.

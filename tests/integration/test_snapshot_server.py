@@ -63,8 +63,8 @@ def snapshot_server(tmp_path: Path) -> Iterator[NodeSnapshotServer]:
 
 
 def await_server(snapshot_server: NodeSnapshotServer) -> None:
-    """Its first life, or the next, has come up. Looked after again and again, as by a supervisor: threads of the last
-    one may not have ended yet.
+    """Its first incarnation, or the next, has come up. Polled as by a supervisor: threads of the
+    last one may not have ended yet.
     """
     end_s = time.monotonic() + START_S
     while True:

@@ -1,4 +1,4 @@
-"""Checkpoints of optimizer state in slices: the same bits as those of replicated state, and each loads as the other."""
+"""Checkpoints of optimizer state in partitions: the same bits as of replicated state, and each loads as the other."""
 
 import itertools
 import math
@@ -42,14 +42,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_slices_load_as_replicated_state_and_the_other_way_round(text_corpus: Path, tmp_path: Path, case: str) -> None:
+def test_state_partitions_load_as_replicated_state_and_the_other_way_round(
+    text_corpus: Path, tmp_path: Path, case: str
+) -> None:
     saved, loaded, model = CASES[case]
     curve = run_group(checkpoints.save_both_ways, config_of(text_corpus, saved, **model), tmp_path, BEFORE, AFTER)[0]
-    (sliced, common), (whole, expected) = (
-        checkpoints.contents(tmp_path / name) for name in (checkpoints.SLICED, checkpoints.WHOLE)
+    (partitioned, common), (whole, expected) = (
+        checkpoints.contents(tmp_path / name) for name in (checkpoints.PARTITIONED, checkpoints.WHOLE)
     )
-    assert sliced.keys() == whole.keys()
-    assert all(torch.equal(sliced[key], whole[key]) for key in whole)
+    assert partitioned.keys() == whole.keys()
+    assert all(torch.equal(partitioned[key], whole[key]) for key in whole)
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in whole)
     assert common == expected
     there = config_of(text_corpus, loaded, **model)

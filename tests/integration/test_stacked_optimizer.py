@@ -1,4 +1,4 @@
-"""Optimizer state in slices on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
+"""Optimizer state in partitions on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_bf16_parameters_after_20_steps_are_those_of_zero_1_bit_for_bit_if_both_
     computed from it.
     """
     config = make_config(model={"precision": "bf16", "num_layers": 2}, num_groups=2, **LAYOUTS[layout])
-    theirs = run_ranks(config.parallel.num_ranks, plain_parity.train_plain_and_tell_norms, config, STEPS, True)
+    theirs = run_ranks(config.parallel.num_ranks, plain_parity.train_plain_with_norms, config, STEPS, True)
     norms = theirs[0][1]
     ours = run_group(plain_parity.train_stacked_with_norms, config, STEPS, norms)
     for rank, (values, own_norms) in enumerate(ours):
@@ -125,7 +125,7 @@ def test_bf16_parameters_after_20_steps_are_those_of_plain_data_parallelism_bit_
 ) -> None:
     """Megatron adds the squares in our order where its optimizer is not sharded."""
     config = make_config(model={"precision": "bf16", "num_layers": 2}, num_groups=2)
-    (expected, norms), _ = run_ranks(2, plain_parity.train_plain_and_tell_norms, config, STEPS, False)
+    (expected, norms), _ = run_ranks(2, plain_parity.train_plain_with_norms, config, STEPS, False)
     [(values, own_norms)] = run_group(plain_parity.train_stacked_with_norms, config, STEPS, None)
     assert own_norms == norms
     assert min(own_norms) > CLIP
@@ -133,14 +133,14 @@ def test_bf16_parameters_after_20_steps_are_those_of_plain_data_parallelism_bit_
     assert all(np.array_equal(values[name], expected[name]) for name in expected)
 
 
-def test_a_group_without_state_takes_a_slice_over_by_the_piece(make_config: MakeConfig) -> None:
+def test_a_group_without_state_takes_a_partition_over_piece_by_piece(make_config: MakeConfig) -> None:
     for precision in ("fp32", "bf16"):
         config = make_config(model={"precision": precision, "num_layers": 2}, num_groups=3)
         assert run_group(groups.repair_a_group, config, 10_000)[0] > 3
 
 
 @pytest.mark.parametrize(("precision", "kinds"), [("fp32", 3), ("bf16", 4)])
-def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_slice(
+def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_partition(
     make_config: MakeConfig, precision: str, kinds: int
 ) -> None:
     """Of parameters, both moments, and main parameters where there are any."""
@@ -150,7 +150,7 @@ def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_slice(
 
 
 @pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", 8), ("bf16", 12)])
-def test_a_rank_holds_the_state_of_its_slices_and_no_more(
+def test_a_rank_holds_its_state_partitions_and_no_more(
     make_config: MakeConfig, precision: str, bytes_each: int
 ) -> None:
     """Moments, and main parameters where the model computes in bf16."""
@@ -166,8 +166,8 @@ def test_a_rank_holds_the_state_of_its_slices_and_no_more(
 # ---------------------------------------------------------------------------------------------------------- cutting
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 3, 7, 40])
-def test_fragments_cover_every_parameter_once_in_the_order_of_the_slices(num_slices: int) -> None:
+@pytest.mark.parametrize("num_partitions", [1, 2, 3, 7, 40])
+def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num_partitions: int) -> None:
     shapes = [(3, 5), (1,), (4, 2), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     chunks: Any = [
@@ -175,9 +175,9 @@ def test_fragments_cover_every_parameter_once_in_the_order_of_the_slices(num_sli
         SimpleNamespace(module=torch.nn.ParameterList(parameters[2:])),
     ]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    expected = flat.split(-(-flat.numel() // num_slices))
-    cut = StatePartitions(chunks, num_slices, piece_elements=4)
-    for index in range(num_slices):
+    expected = flat.split(-(-flat.numel() // num_partitions))
+    cut = StatePartitions(chunks, num_partitions, piece_elements=4)
+    for index in range(num_partitions):
         number = PartitionId(index)
         values = expected[index] if index < len(expected) else flat[:0]
         assert cut.length(number) == values.numel()

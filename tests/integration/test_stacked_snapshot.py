@@ -1,4 +1,4 @@
-"""Snapshots of optimizer state in slices: who begins with one goes on in the same bits."""
+"""Snapshots of optimizer state in partitions: a group that begins with one goes on in the same bits."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_snapshot_that_is_told_of_before_the_parameters_are_there_has_them(text_corpus: Path, precision: str) -> None:
+def test_a_snapshot_requested_before_the_parameters_are_there_has_them(text_corpus: Path, precision: str) -> None:
     config = config_of(text_corpus, LayoutConfig(num_groups=3), precision=precision)
     ((answers, records),) = run_group(snapshots.go_on_from_memory, config, 2, 3)
     assert answers[0] == answers[1]

@@ -65,7 +65,7 @@ def no_descriptors_left() -> Iterator[None]:
 
 
 def test_a_relay_without_descriptors_left_waits_no_longer_than_it_may(relay: VoteRelay) -> None:
-    """Whoever knocks cannot be let in, and goes on knocking."""
+    """A client cannot be accepted, and keeps connecting."""
     with socket.socket() as stranger, no_descriptors_left():
         with pytest.raises(OSError, match="Too many open files"):
             socket.socket()
@@ -94,7 +94,7 @@ def test_a_relay_that_looks_when_its_time_is_over_has_the_votes_that_have_come(r
     assert collected(relay, 0, 0.0) == set(BLOCK)
 
 
-def test_who_looks_when_its_time_is_over_hears_of_an_entry_that_has_come(relay: VoteRelay) -> None:
+def test_a_leader_that_polls_after_its_timeout_gets_an_entry_that_has_come(relay: VoteRelay) -> None:
     link = link_to(relay, SECOND, SHORT_S)
     assert link.send(FIRST, 0, "vote", 0)
     assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
@@ -130,7 +130,7 @@ def test_a_relay_waits_once_for_who_is_missing_and_never_for_who_has_left(relay:
     assert collected(relay, 4) == {FIRST}
 
 
-def test_who_comes_too_late_is_told_to_vote_directly(relay: VoteRelay) -> None:
+def test_a_leader_that_comes_too_late_is_asked_to_vote_directly(relay: VoteRelay) -> None:
     second, third = link_to(relay, SECOND), link_to(relay, THIRD)
     for link in (second, third):
         assert link.send(FIRST, 0, "vote", 0)
@@ -145,7 +145,7 @@ def test_who_comes_too_late_is_told_to_vote_directly(relay: VoteRelay) -> None:
     assert collected(relay, 3) == {FIRST, SECOND, THIRD}
 
 
-def test_who_waits_is_told_that_the_relay_passes_nothing_on(relay: VoteRelay) -> None:
+def test_a_waiting_leader_learns_that_the_relay_passes_nothing_on(relay: VoteRelay) -> None:
     link = link_to(relay, SECOND)
     assert link.send(FIRST, 0, "vote", 0)
     assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
@@ -160,7 +160,7 @@ def test_a_relay_does_not_wait_once_the_log_says_something(relay: VoteRelay) -> 
     assert set(votes.votes) == {FIRST}
 
 
-def test_nobody_waits_for_a_relay_that_is_gone(relay: VoteRelay) -> None:
+def test_no_leader_waits_for_a_relay_that_is_gone(relay: VoteRelay) -> None:
     link = link_to(relay, SECOND)
     assert link.send(FIRST, 0, "vote", 0)
     relay.close()
@@ -168,7 +168,7 @@ def test_nobody_waits_for_a_relay_that_is_gone(relay: VoteRelay) -> None:
     assert not link.send(FIRST, 1, "vote", 0)
 
 
-def test_nobody_waits_for_a_relay_that_has_not_said_where_it_is() -> None:
+def test_no_leader_waits_for_a_relay_that_has_not_published_its_address() -> None:
     assert not RelayLink(SECOND, lambda _: None, LONG_S).send(FIRST, 0, "vote", 0)
 
 
@@ -190,7 +190,7 @@ def test_a_relay_that_was_late_is_not_given_up(relay: VoteRelay) -> None:
     assert collected(relay, 1) == {FIRST, SECOND}
 
 
-def test_who_waited_in_vain_and_is_told_late_that_the_relay_does_not_vote_for_it_goes_on_with_it(
+def test_a_leader_that_learns_late_that_the_relay_does_not_vote_for_it_keeps_the_relay(
     relay: VoteRelay,
 ) -> None:
     link = link_to(relay, SECOND, SHORT_S)
@@ -202,7 +202,7 @@ def test_who_waited_in_vain_and_is_told_late_that_the_relay_does_not_vote_for_it
 
 
 def test_entries_come_only_to_those_whose_votes_the_relay_has_taken(relay: VoteRelay) -> None:
-    """Whoever hears one relies on it."""
+    """A leader that hears one relies on it."""
     second, third = link_to(relay, SECOND), link_to(relay, THIRD, SHORT_S)
     for link in (second, third):
         assert link.send(FIRST, 0, "vote", 0)

@@ -67,13 +67,13 @@ class Watch:
             to it only when the log has moved on.
         awaited: Steps at whose end members are taken in: before, these do not ask for it, and all who take part
             enter the reduction only when they have.
-        late_groups: Groups that begin to train, and tell that they are ready, only when the first entry is written.
+        late_groups: Groups that begin to train, and report that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
         whole_spares: Steps in which a rank enters the reduction only when all ranks and spares of its node are there.
-        whole_copies: Steps in which a rank enters the reduction only when its copies of slices are whole.
+        whole_copies: Steps in which a rank enters the reduction only when its copies of state partitions are whole.
         windows: Steps in which a rank enters the reduction only when this node has written some of its timeline.
-        no_pieces_before: Committed steps up to which nobody gives anything of a slice.
-        scatters: Whether gradients of slices go to those alone who update them, as they do over NCCL.
+        no_pieces_before: Committed steps up to which no donor gives anything of a state partition.
+        scatters: Whether gradients of partitions go only to the groups that update them, as they do over NCCL.
     """
 
     dump_steps: frozenset[int] = frozenset()
@@ -237,12 +237,12 @@ def _wait_for_copies(repairs: GroupRepairs | None) -> None:
     end_s = time.monotonic() + _TIMEOUT_S
     while not all(repairs._repairs.whole().values()):
         if time.monotonic() > end_s:
-            raise TimeoutError(f"copies of slices are not whole: {repairs._repairs.whole()}")
+            raise TimeoutError(f"copies of state partitions are not whole: {repairs._repairs.whole()}")
         time.sleep(_POLL_S)
 
 
 class _LateContent(PartitionContent):
-    """A slice of which nothing is given before so many updates."""
+    """A partition of which nothing is given before so many updates."""
 
     first_update = 0
 

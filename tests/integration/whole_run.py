@@ -43,7 +43,7 @@ from tests.integration.watched_rank import Watch, watched_rank
 from tests.unit.journal_in_memory import summarize
 
 HEARTBEAT_S, CALM_HEARTBEAT_S = 0.5, 3.0
-"""Where a test is about somebody who falls silent; and where nobody does, whatever the machine is busy with."""
+"""Where a test is about a process that falls silent; and where none does, whatever the machine is busy with."""
 CPU = ClusterConfig(device="cpu")
 REPLICATED = OptimizerConfig()
 
@@ -108,7 +108,7 @@ def tiny_config(
 
 
 alert_config = partial(tiny_config, heartbeat_s=HEARTBEAT_S)
-"""The same, of a run that finds whoever stops within two heartbeats of half a second."""
+"""The same, of a run that finds a stopped process within two heartbeats of half a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +140,11 @@ def complete_run(
     inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is FaultPoint.IN_REDUCE)
     watch = replace(watch or Watch(), unfinished_reduces=inside if holds_back else frozenset())
 
-    def tell(event: RunEvent) -> None:
+    def record_event(event: RunEvent) -> None:
         events.append(event)
         on_event(event)
 
-    start_run(config, run_dir, tell, rank_main=partial(watched_rank, watch), launcher=launcher)
+    start_run(config, run_dir, record_event, rank_main=partial(watched_rank, watch), launcher=launcher)
     assert multiprocessing.active_children() == []
     return read_run(config, run_dir, events)
 
@@ -203,7 +203,7 @@ def losses_of(journal: Journal) -> dict[int, set[tuple[float, float]]]:
 
 
 def params_of(run: Run) -> dict[int, set[str]]:
-    """Committed steps -> digests of the parameters after them, over all groups that lived to tell."""
+    """Committed steps -> digests of the parameters after them, over all groups that survived to report them."""
     digests: dict[int, set[str]] = {}
     for record in run.journal.of(ParamsRecord):
         digests.setdefault(record.step, set()).add(record.sha256)

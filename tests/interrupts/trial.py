@@ -123,11 +123,11 @@ def _group_of(leader_pid: int) -> list[psutil.Process]:
 
 
 def _problem_of(code: int | None, said: str, left: list[psutil.Process]) -> str:
-    told = said.splitlines()
+    lines = said.splitlines()
     if code is None:
         return f"it did not end within {END_TIMEOUT_S:g} s: {said}"
     if code != 130:
         return f"exit code {code}: {said}"
-    if len(told) != 1 or not told[0].startswith(("spare: interrupted", "spare train: interrupted")):
+    if len(lines) != 1 or not lines[0].startswith(("spare: interrupted", "spare train: interrupted")):
         return f"not one clean line: {said}"
     return f"left behind: {left}" if left else ""

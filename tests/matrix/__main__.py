@@ -102,7 +102,7 @@ def _print_summary(outcomes: dict[Cell, Outcome | str], wall_s: float) -> int:
     num_skipped = sum(isinstance(outcome, str) and outcome.startswith("(") for outcome in outcomes.values())
     num_masked = sum(map(len, by_kind.values()))
     num_failed = len(outcomes) - num_masked - num_skipped
-    print(f"{len(outcomes)} of {len(CELLS)} cells in {wall_s:.0f} s; nobody waits for a copy that hangs")
+    print(f"{len(outcomes)} of {len(CELLS)} cells in {wall_s:.0f} s; no one waits for a copy that hangs")
     print(f"{num_masked} masked, {num_failed} failed, {num_skipped} cannot be run on this machine")
     return num_failed
 

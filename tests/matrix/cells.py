@@ -14,8 +14,8 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, first_owner
 NUM_GROUPS = 4
 NUM_STAGES = 2
 NUM_STEPS = 5
-SLICE_REDUNDANCY = 3
-"""Hosts of each slice, where there are any: one more than groups are lost."""
+PARTITION_REDUNDANCY = 3
+"""Hosts of each state partition, where there are any: one more than groups are lost."""
 STEP = 2
 """The step that is hit: operations have been done before, so that their usual duration is known."""
 
@@ -34,8 +34,8 @@ class Moment:
     Attributes:
         phase: Moment of the step.
         in_recovery: Whether another group has been killed in a forward pass of this step, so that the moment belongs to
-            the recovery from that: its patch, its rebuild, the second attempt to reduce the step, or a copy of a slice
-            that the other group held.
+            the recovery from that: its patch, its rebuild, the second attempt to reduce the step, or a copy of a
+            partition that the other group held.
     """
 
     phase: FaultPoint
@@ -48,7 +48,7 @@ class Moment:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the optimizer state is cut into slices."""
+        """Whether the optimizer state is cut into partitions."""
         return self.phase in PHASES_WITH_SLICES
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Cell:
 
 
 def exists(cell: Cell) -> bool:
-    """Whether anybody notices: a copy is made in a thread for which nobody waits."""
+    """Whether the fault is noticed: a copy is made in a thread that no one waits for."""
     return (cell.kind, cell.moment.phase) != ("hang", FaultPoint.REPAIR)
 
 
@@ -104,10 +104,10 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
 
 
 def _receivers(lost: int) -> list[int]:
-    """The groups that copy slices of one that is lost."""
-    everybody = [Member(GroupId(group)) for group in range(NUM_GROUPS)]
-    slicing = PartitionSetup(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
-    left = first_ownership(slicing, everybody).for_members([member for member in everybody if member.group != lost])
+    """The groups that copy partitions of one that is lost."""
+    all_members = [Member(GroupId(group)) for group in range(NUM_GROUPS)]
+    setup = PartitionSetup(num_groups=NUM_GROUPS, redundancy=PARTITION_REDUNDANCY)
+    left = first_ownership(setup, all_members).for_members([member for member in all_members if member.group != lost])
     return sorted({int(repair.receiver.group) for repair in left.repairs})
 
 

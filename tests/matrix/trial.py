@@ -26,7 +26,7 @@ from tests.integration.whole_run import (
     params_of,
     retries_of,
 )
-from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, SLICE_REDUNDANCY, STEP, Cell, draw_faults
+from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, PARTITION_REDUNDANCY, STEP, Cell, draw_faults
 
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
 SLACK_S = 10.0
@@ -115,7 +115,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
 
 
 def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
-    stacked = OptimizerConfig(sharding="stacked", redundancy=SLICE_REDUNDANCY)
+    stacked = OptimizerConfig(sharding="stacked", redundancy=PARTITION_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
     return alert_config(
         corpus,

@@ -1,6 +1,6 @@
 """Monte Carlo checks of the closed forms: random losses on real placements, and event-by-event simulation.
 
-Functions take a generator and return samples, so that callers can tell error from noise.
+Functions take a generator and return samples, so that callers can distinguish error from noise.
 """
 
 from collections.abc import Callable

@@ -134,7 +134,7 @@ class Model:
         self.run.end_s = self.engine.clock
 
     def step(self, step: int, order: Order) -> bool:
-        """Whether the step was committed; if not, nobody has some shard."""
+        """Whether the step was committed; if not, some shard has no host."""
         done = [order.work]
         self.compute(order.work, self.factors[step])
         costs, built_at_s, retry_s = self.scenario.costs, 0.0, 0.0

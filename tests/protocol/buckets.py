@@ -13,7 +13,7 @@ from tests.protocol.communicators import Sums
 from tests.protocol.violation import Violation
 
 Recipients = Sequence[Collection[int]]
-"""For each slice, the groups that get the sums of its gradients; nothing where there are no slices."""
+"""For each state partition, the groups that get the sums of its gradients; empty without partitions."""
 
 
 def recipients_of(action: AttemptReduce) -> Recipients:
@@ -92,7 +92,7 @@ class Buckets:
             self._put(bucket)
 
     def lacks(self, group: int, index: int) -> bool:
-        """Whether some sums of a slice's gradients have not come to this group, whatever it has of those of others."""
+        """Whether some sums of a partition's gradients have not come to this group, whatever else it has."""
         return any(group not in self._came_to[bucket][index] for bucket in range(self.num_buckets))
 
     def sums(self) -> list[Sums] | None:

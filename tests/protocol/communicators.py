@@ -1,6 +1,6 @@
 """Simulated cross-group communicators: they connect when all members have come, and break in the middle of anything.
 
-A reduction sums what all members posted. Its result is delivered to each member by itself: once somebody has gone or
+A reduction sums what all members posted. Its result is delivered to each member by itself: once some member has gone or
 given up, some members may have the whole sum while others never get it.
 """
 
@@ -37,7 +37,7 @@ class Communicator:
         members: The groups it connects.
         processes: Those that have come, one of each group.
         dead: Those that have ended.
-        gone: Those, and all that have let go of it.
+        gone: Those, and all that have released it.
     """
 
     key: int
@@ -54,7 +54,7 @@ class Communicator:
         return len(self.processes) == len(self.members)
 
     def join(self, group: int, process: str) -> None:
-        """A process comes to the rendezvous, at any time after it began to build, even after it has let go.
+        """A process comes to the rendezvous, at any time after it began to build, even after it has released it.
 
         Raises:
             Violation: Its group has come before.
@@ -92,7 +92,7 @@ class Communicator:
 
     @property
     def is_broken(self) -> bool:
-        """Somebody has closed its end of the connections."""
+        """A member has closed its end of the connections."""
         return bool(self.gone)
 
 

@@ -1,4 +1,4 @@
-"""What votes confirm of the state that one of them tells of."""
+"""What votes confirm of the state that one of them reports."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -6,24 +6,24 @@ from typing import TypeVar
 
 from spare_megatron.core.votes import PartitionDigest, Vote
 
-Life = TypeVar("Life")
+Voter = TypeVar("Voter")
 
 
-def has_majority(digests: Mapping[Life, str], members: Collection[Life]) -> bool:
-    """Whether most agree, for whoever has seen what all members say, and of those that were lost at most these."""
+def has_majority(digests: Mapping[Voter, str], members: Collection[Voter]) -> bool:
+    """Whether most agree, given what all members say and, of the lost ones, at most these."""
     [(digest, num_agreeing)] = Counter(digests.values()).most_common(1) or [("", 0)]
-    num_seen = sum(life in members for life, other in digests.items() if other == digest)
+    num_seen = sum(voter in members for voter, other in digests.items() if other == digest)
     return num_seen > len(digests) - num_agreeing
 
 
 def is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
-    """Whether these votes leave open if the state that one of them tells of is right."""
-    told: dict[int, list[PartitionDigest]] = {}
+    """Whether these votes leave open if the state that one of them reports is right."""
+    reported: dict[int, list[PartitionDigest]] = {}
     for digest in (digest for vote in votes for digest in vote.slice_digests):
-        told.setdefault(digest.partition, []).append(digest)
+        reported.setdefault(digest.partition, []).append(digest)
     for digest in own.slice_digests:
-        of_slice = told[digest.partition]
-        num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_slice)
-        if len({one.sha256 for one in of_slice}) > 1 and 2 * num_right <= min(len(of_slice), most_hosts):
+        of_partition = reported[digest.partition]
+        num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_partition)
+        if len({one.sha256 for one in of_partition}) > 1 and 2 * num_right <= min(len(of_partition), most_hosts):
             return True
-    return min(map(len, told.values()), default=2) == 1 and len({vote.params_digest for vote in votes} - {""}) > 1
+    return min(map(len, reported.values()), default=2) == 1 and len({vote.params_digest for vote in votes} - {""}) > 1

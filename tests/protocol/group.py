@@ -46,9 +46,9 @@ from tests.protocol.partitions import NUM_PIECES, WRONG, PartitionStates, marked
 from tests.protocol.relaying import Relaying
 from tests.protocol.saved import AT_FIRST, Content
 from tests.protocol.saving import Saving
+from tests.protocol.state_reports import StateReports, majority
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
-from tests.protocol.telling import Telling, majority
 from tests.protocol.violation import Violation
 
 MOVES_OF_STATE = 6
@@ -78,7 +78,7 @@ class Group:
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
         self._lacks_params = False
-        self._telling = Telling()
+        self._state_reports = StateReports()
         self._saving = Saving(member, world)
         self._links = Links(member, self.name, controller, world)
         self._relaying = Relaying(member, self._links, world)
@@ -109,7 +109,7 @@ class Group:
             yield from self._saving.go_on_for_a_while()
 
     def corrupt(self, random: Random) -> None:
-        """Its parameters, or its state of a slice, change behind its back, to others than anybody has."""
+        """Its parameters, or one of its state partitions, change unnoticed, to values that no group has."""
         if self.held is not None and self.held.corrupt(random, len(self._world.groups), self.name):
             return
         if self.held is None and random.random() < 0.5:
@@ -122,7 +122,7 @@ class Group:
         return Content(self._params, self._spoiled)
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
-        self._telling.is_wanted |= isinstance(event, EntryRead) and isinstance(event.entry, Fence)
+        self._state_reports.is_wanted |= isinstance(event, EntryRead) and isinstance(event.entry, Fence)
         try:
             return self._controller.handle(event, now_s=self._world.now_s(self.name))
         except ValueError as error:
@@ -137,7 +137,7 @@ class Group:
                     self._buckets.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
-                self._links.let_go()
+                self._links.release()
                 communicator = self._links.communicator = self._world.communicators.named(key, members)
                 self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
             case AttemptReduce() | AttemptFinish():
@@ -157,21 +157,21 @@ class Group:
                 yield None
                 yield from self._gather(action)
             case StartRepairs():
-                assert self.held is not None, "only slices are repaired"
-                self._telling.is_wanted |= action.is_compared
+                assert self.held is not None, "only state partitions are repaired"
+                self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
                 for _ in range(MOVES_OF_STATE):
                     yield None
                 given = Content("", "") if self._lacks_params else self._content
-                self._telling.is_due |= not self._lacks_params
-                self._telling.is_whole |= self.held is None
+                self._state_reports.is_due |= not self._lacks_params
+                self._state_reports.is_whole |= self.held is None
                 self._world.states.setdefault((self._generation, step), {})[self.member] = given
             case SaveCheckpoint(step=step, member=member):
                 yield None
-                self._telling.save(step, lacks_params=self._lacks_params)
-                self._telling.is_whole |= action.is_last and self.held is None
+                self._state_reports.save(step, lacks_params=self._lacks_params)
+                self._state_reports.is_whole |= action.is_last and self.held is None
                 if not self._lacks_params:
                     self._has_params(step)
                     if member == self.member:
@@ -187,9 +187,9 @@ class Group:
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
         self._params, self._spoiled = self._world.invariants.saves.params[step], ""
-        self._telling.is_due = True
+        self._state_reports.is_due = True
         if self.held is not None:
-            self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
+            self.held.load(step, self._world.invariants.partitions.saved(self._generation, step, hosted))
         self._lacks_params = False
         self._has_params(step)
 
@@ -208,18 +208,20 @@ class Group:
     def _update(self, action: UpdateModel) -> None:
         step, attempt = action.step, action.attempt
         change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
-        self._telling.changed()
+        self._state_reports.changed()
         if self.held is None:
             self._params = marked([self._params, self._spoiled], f"{self._params}|{change}{self._spoiled}")
             self._has_params(step + 1)
-            self._telling.hold(step + 1)
+            self._state_reports.hold(step + 1)
         else:
             for index in self.held.held:
                 if self._buckets.lacks(self.group, index):
-                    raise Violation(f"{self.name} updates slice {index}, whose sums have not come to it")
+                    raise Violation(f"{self.name} updates partition {index}, whose sums have not come to it")
             self.held.update(change)
             self.held.proven(action.proven)
-            self._world.invariants.slices.updated(self.name, self.member, self._generation, attempt, self.held, change)
+            self._world.invariants.partitions.updated(
+                self.name, self.member, self._generation, attempt, self.held, change
+            )
             self._lacks_params = True
 
     def _has_params(self, step: int) -> None:
@@ -227,32 +229,32 @@ class Group:
             raise Violation(f"{self.name} goes on without all parameters of step {step}")
         self._world.invariants.has_params(self.name, self._generation, step, self._params)
 
-    # ------------------------------------------------------------------------------------------------------- slices
+    # ------------------------------------------------------------------------------------------------- state partitions
 
     def _gather(self, action: GatherParams) -> Steps:
-        assert self.held is not None, "only slices are gathered"
+        assert self.held is not None, "only state partitions are gathered"
         if action.is_anew:
             self._lacks_params, self._computed = True, []
-            self._telling.is_wanted = True
+            self._state_reports.is_wanted = True
             self._world.invariants.counts["gather anew"] += 1
         sent = {index: self.held.whole(index) for index, owner in enumerate(action.owners) if owner == self.member}
         posted = yield from self._links.gather(f"gather {action.step}", sent)
         if posted is None:
             # What comes next on this communicator is something else for those who got everything.
-            self._links.let_go()
+            self._links.release()
             self._world.invariants.counts["broken gather"] += 1
         elif self._lacks_params:
-            gathered = self._world.invariants.slices.gathered
+            gathered = self._world.invariants.partitions.gathered
             params = gathered(self.name, self._generation, action.owners, posted, self.held)
             self._params = params if action.step or params.startswith(WRONG) else AT_FIRST
             self._lacks_params = False
             self._has_params(action.step)
-            self._telling.hold(action.step)
+            self._state_reports.hold(action.step)
 
     def _copy(self, repair: Repair) -> Steps:
         """Piece by piece, each while donor and receiver are at the same step."""
         held, world = self.held, self._world
-        assert held is not None, "only slices are copied"
+        assert held is not None, "only state partitions are copied"
 
         def is_void() -> bool:
             return repair not in held.repairs or None in (
@@ -273,7 +275,7 @@ class Group:
                 donor = world.partitions_of(repair.donor)
                 step, state = donor.num_updates, donor.whole(repair.partition)
                 if state is None:
-                    raise Violation(f"{repair.donor} is to give slice {repair.partition}, and has it not")
+                    raise Violation(f"{repair.donor} is to give partition {repair.partition}, and has it not")
                 for _ in range(MOVES_OF_STATE):
                     yield None
                 if repair not in held.repairs:
@@ -286,7 +288,7 @@ class Group:
     def _come_back(self) -> Steps:
         """Waits to be admitted. Returns the actions of the step that it is admitted to, none if the run ends before."""
         log_type, before = self._world.log_type, Member(self.group, self.member.incarnation - 1)
-        # Two lives of a group would wait for each other: only this fence makes room for the admission.
+        # Two incarnations of a group would wait for each other: only this fence makes room for the admission.
         if self._is_replacing:
             yield from conversation(lambda store: fence(log_type(store), before, "replaced", 0))
         while True:
@@ -350,8 +352,8 @@ class Group:
             self._world.observe(self.member)
             return False
         self._params, self._spoiled = given[donor]
-        self._telling.is_due = True
-        self._telling.is_whole, self._telling.copied_from = self.held is None, donor.group
+        self._state_reports.is_due = True
+        self._state_reports.is_whole, self._state_reports.copied_from = self.held is None, donor.group
         if self.held is not None:
             self.held.num_updates = admission.step
         self._world.invariants.took_state(self.name, donor)
@@ -364,12 +366,12 @@ class Group:
         yield None
         num_complete: tuple[int, ...] = ()
         if self._lacks_params:
-            self._links.let_go()  # an admission may have brought a new one, on which the others wait for this group
+            self._links.release()  # an admission may have brought a new one, on which the others wait for this group
         elif isinstance(action, AttemptReduce):
             yield from self._reduce(action)
             num_complete = (self._buckets.window.num_complete,)
         is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
-        is_compared = not self._lacks_params and self._telling.is_due
+        is_compared = not self._lacks_params and self._state_reports.is_due
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,
@@ -377,19 +379,19 @@ class Group:
             num_complete=num_complete,
             lacks_params=self._lacks_params,
             restored=() if self.held is None else self.held.restored(),
-            slice_digests=() if self.held is None else self.held.tell(is_compared=is_compared),
-            state_digest=(self._spoiled or "right") if self._telling.is_whole else "",
-            copied_from=self._telling.copied_from,
+            slice_digests=() if self.held is None else self.held.digests(is_compared=is_compared),
+            state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
+            copied_from=self._state_reports.copied_from,
         )
         if self.held is not None:
-            self._world.invariants.slices.voted(self.name, self._generation, vote.restored, self.held)
+            self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
         last_votes = yield from self._relaying.vote(action, vote)
         return [] if last_votes is None else [(yield from self._links.with_waiting(last_votes))]
 
     def _reduce(self, action: AttemptReduce) -> Steps:
-        """All buckets that are not kept, or as many as can be had before nobody needs them."""
+        """All buckets that are not kept, or as many as can be had before they are no longer needed."""
         buckets = self._buckets
         buckets.begin(action.attempt, action.kept, recipients_of(action))
         if not (yield from self._links.connect()):

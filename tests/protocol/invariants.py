@@ -1,18 +1,18 @@
 """What must hold in every history, checked by an observer who sees everything and shares no code with the controller.
 
 1. Exactly once: the sums a group applies hold each microbatch of the batch once, in every bucket.
-2. Agreement: a step is committed once, on one attempt; whoever applies it goes to the same parameters.
+2. Agreement: a step is committed once, on one attempt; all that apply it get the same parameters.
 3. A decision is written by a member, needs the vote of every member of that moment, and follows from their votes
    alone. So nothing that a fenced group does later can change one. A fenced group may still apply the commits that
    stand before its fence in the log, never one behind it. The same holds for a group that came back and its earlier
-   incarnations. A fence ends the life that it names and those before it, none after.
+   incarnations. A fence ends the incarnation that it names and those before it, none after.
 4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
-5. Where members that voted on an attempt have compared parameters, or hosts of a slice its state, and differ, it is
-   never committed; whoever is put out for it does have wrong ones; the run halts only if there is no majority. With
-   slices, hosts go that are right where not more than half of them are known to be, by copies compared before.
-6. After a wipe-out training starts again only in lives that have not taken part, from what was saved, and with a host
-   for every shard; or a group says why not.
-7. No run ends with a checkpoint that is wrong, if it is the last, or by who was put out for wrong state (`saved`). When
+5. Where members that voted on an attempt have compared parameters, or hosts of a partition its state, and differ, it is
+   never committed; a group fenced for it does have wrong ones; the run halts only if there is no majority. With state
+   partitions, hosts go that are right where not more than half of them are known to be, by copies compared before.
+6. After a wipe-out training starts again only in incarnations that have not taken part, from what was saved, and with
+   a host for every shard; or a group says why not.
+7. No run ends with a checkpoint that is wrong, if it is the last, or by a group fenced for wrong state (`saved`). When
    one is refused, another is left, if there ever was one.
 8. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
@@ -34,7 +34,7 @@ from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
 from tests.protocol.violation import Violation
 
-Life = tuple[int, int]
+Incarnation = tuple[int, int]
 """A group and its incarnation."""
 
 
@@ -43,7 +43,7 @@ class Opening:
     """The state in which an attempt begins."""
 
     step: int
-    members: frozenset[Life]
+    members: frozenset[Incarnation]
     epoch: int
 
 
@@ -51,33 +51,33 @@ class Invariants:
     """Sees all entries, votes, reductions, updates and ends of one history."""
 
     def __init__(
-        self, placement: Placement, microbatches_per_shard: int, num_steps: int, slices: PartitionObserver
+        self, placement: Placement, microbatches_per_shard: int, num_steps: int, partitions: PartitionObserver
     ) -> None:
-        self.slices = slices
+        self.partitions = partitions
         self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}
         self._batch = Counter(
             Microbatch(shard, k) for shard in range(placement.num_groups) for k in range(microbatches_per_shard)
         )
         self._num_steps = num_steps
         self.entries: list[Entry] = []
-        self.members: frozenset[Life] = frozenset((group, 0) for group in range(placement.num_groups))
-        self._fenced: set[Life] = set()
-        self._admitted: set[Life] = set(self.members)
+        self.members: frozenset[Incarnation] = frozenset((group, 0) for group in range(placement.num_groups))
+        self._fenced: set[Incarnation] = set()
+        self._admitted: set[Incarnation] = set(self.members)
         self.epoch = 0
         self.step = 0
         self.attempt = 0
         self._opened = {0: Opening(0, self.members, 0)}
-        self._commits: dict[int, tuple[int, frozenset[Life]]] = {}  # by attempt: step, members
+        self._commits: dict[int, tuple[int, frozenset[Incarnation]]] = {}  # by attempt: step, members
         self._generation = 0  # restarts
         self.saves = Saved()
         self._was_wiped_out = self._is_given_up = False
-        self._votes: dict[tuple[Life, int], Vote] = {}
+        self._votes: dict[tuple[Incarnation, int], Vote] = {}
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
         self._is_anew = False  # it follows one of which nothing may stay
         self._is_halted = False
-        self._is_finished = not slices.exist  # the log has said that the run can end
+        self._is_finished = not partitions.exist  # the log has said that the run can end
         self.counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------------------- the log
@@ -109,9 +109,9 @@ class Invariants:
             raise Violation(f"{writer} writes {entry}, and every shard has a host")
         named = {tuple(member) for member in entry.members}
         if named & self._admitted:
-            raise Violation(f"{writer} writes {entry}, with lives that took part before")
+            raise Violation(f"{writer} writes {entry}, with incarnations that took part before")
         if entry.step not in self.saves.params:
-            raise Violation(f"{writer} writes {entry}, which nobody has saved")
+            raise Violation(f"{writer} writes {entry}, which no group has saved")
         if any(not (hosts & {group for group, _ in named}) for hosts in self._hosts.values()):
             raise Violation(f"{writer} writes {entry}, which leaves shards without a host")
         self._fenced |= self.members  # who is not named is over
@@ -123,7 +123,7 @@ class Invariants:
         self._is_discarded = False
         self._generation += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
-        self.slices.restarted(self.step, self.members)
+        self.partitions.restarted(self.step, self.members)
 
     def _given_up(self, reason: str, writer: str) -> None:
         if not self._is_wiped_out():
@@ -131,46 +131,46 @@ class Invariants:
         self._is_given_up = True
 
     def _discarded(self, process: str, writer: str) -> None:
-        if process not in self._corrupted and not self._is_unconfirmed(life_of(process)):
+        if process not in self._corrupted and not self._is_unconfirmed(incarnation_of(process)):
             raise Violation(f"{writer} puts out {process}, whose parameters are right")
         self._is_discarded = True
         self.counts["discard"] += 1
 
-    def _is_unconfirmed(self, life: Life) -> bool:
+    def _is_unconfirmed(self, incarnation: Incarnation) -> bool:
         """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
-        own = self._votes[life, self.attempt]
-        told = [own.params_digest, own.state_digest, *(digest.sha256 for digest in own.slice_digests)]
+        own = self._votes[incarnation, self.attempt]
+        reported = [own.params_digest, own.state_digest, *(digest.sha256 for digest in own.slice_digests)]
         votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
-        of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == life]
-        of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != life]
-        # Whoever decides may have seen the votes of some lost groups, and not those of others.
+        of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == incarnation]
+        of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != incarnation]
+        # The group that decides may have seen the votes of some lost groups, and not those of others.
         some_of_others = (some for number in range(len(of_others) + 1) for some in combinations(of_others, number))
-        return any(one.startswith(WRONG) for one in told) or any(
-            is_unconfirmed(own, [*of_members, *some], self.slices.redundancy) for some in some_of_others
+        return any(one.startswith(WRONG) for one in reported) or any(
+            is_unconfirmed(own, [*of_members, *some], self.partitions.redundancy) for some in some_of_others
         )
 
     def _halted(self, reason: str, writer: str) -> None:
-        votes = {life: vote for (life, attempt), vote in self._votes.items() if attempt == self.attempt}
-        params = {life: vote.params_digest for life, vote in votes.items() if vote.params_digest}
-        states: dict[Life, str] = {}
+        votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
+        params = {incarnation: vote.params_digest for incarnation, vote in votes.items() if vote.params_digest}
+        states: dict[Incarnation, str] = {}
         words: set[tuple[int, str]] = set()
-        for life, vote in sorted(votes.items(), key=lambda item: item[0] not in self.members):
-            # What was copied tells of nothing but its donor's.
-            word = (life[0] if vote.copied_from is None else vote.copied_from, vote.state_digest)
+        for incarnation, vote in sorted(votes.items(), key=lambda item: item[0] not in self.members):
+            # What was copied confirms nothing but its donor's.
+            word = (incarnation[0] if vote.copied_from is None else vote.copied_from, vote.state_digest)
             if vote.state_digest and word not in words:
-                states[life] = vote.state_digest
+                states[incarnation] = vote.state_digest
                 words.add(word)
-        is_told = any(vote.state_digest for vote in votes.values())
-        is_known = has_majority(params, self.members) and (not is_told or has_majority(states, self.members))
-        # With slices the majority may have a wrong value from its owner.
-        if is_known and not (self.slices.exist and len(set(params.values())) > 1):
+        is_reported = any(vote.state_digest for vote in votes.values())
+        is_known = has_majority(params, self.members) and (not is_reported or has_majority(states, self.members))
+        # With state partitions the majority may have a wrong value from its owner.
+        if is_known and not (self.partitions.exist and len(set(params.values())) > 1):
             raise Violation(f"{writer} halts the run: {reason}")
         self._is_halted = True
 
     def _lost(self, group: int, incarnation: int) -> None:
-        """A life ends with its own fence, or with that of a later one."""
-        ended = {(group, life) for life in range(incarnation + 1)}
-        present = [life for of, life in self.members if of == group]
+        """An incarnation ends with its own fence, or with that of a later one."""
+        ended = {(group, number) for number in range(incarnation + 1)}
+        present = [number for of, number in self.members if of == group]
         what = "a member" if ended & self.members else "a fenced group"
         if present and present[0] > incarnation:
             what = "an earlier incarnation"
@@ -179,10 +179,10 @@ class Invariants:
         self.counts[f"fence of {what}"] += 1
         self.epoch += bool(ended & self.members)
         self.members -= ended
-        self.slices.lost(ended)
+        self.partitions.lost(ended)
         self._fenced |= ended
 
-    def _admit(self, asked: tuple[Life, ...]) -> None:
+    def _admit(self, asked: tuple[Incarnation, ...]) -> None:
         present = {group for group, _ in self.members}
         able = {member for member in asked if member not in self._fenced and member[0] not in present}
         latest = {max(member for member in able if member[0] == group) for group, _ in able}
@@ -195,15 +195,15 @@ class Invariants:
     def _decided(self, entry: Commit | Retry | Finish, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
-        if life_of(writer) not in self.members:
+        if incarnation_of(writer) not in self.members:
             raise Violation(f"{writer} is fenced and writes {entry}")
-        votes = {life: self._votes.get((life, entry.attempt)) for life in sorted(self.members)}
-        silent = [life for life, vote in votes.items() if vote is None]
+        votes = {incarnation: self._votes.get((incarnation, entry.attempt)) for incarnation in sorted(self.members)}
+        silent = [incarnation for incarnation, vote in votes.items() if vote is None]
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
         is_anew = self._compared(entry, writer)
         if isinstance(entry, Commit) and self._is_discarded:
-            raise Violation(f"{writer} writes {entry}, the sum of a group that was put out for its parameters")
+            raise Violation(f"{writer} writes {entry}, the sum of a fenced group, by its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
         lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
         if isinstance(entry, Retry) == (is_complete and not is_anew):
@@ -214,17 +214,17 @@ class Invariants:
             if (entry.recompute, entry.kept) != (is_anew, least):
                 raise Violation(f"{writer} writes {entry} though the members hold {held}")
             self.counts["retry that keeps buckets"] += any(entry.kept)
-        if isinstance(entry, Retry) and entry.gather != (lacks_params or (is_anew and self.slices.exist)):
+        if isinstance(entry, Retry) and entry.gather != (lacks_params or (is_anew and self.partitions.exist)):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         if not isinstance(entry, Retry) and isinstance(entry, Finish) != (self.step == self._num_steps):
             raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps")
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
-            cast = {life: vote for life, vote in votes.items() if vote is not None}
-            self.slices.released(entry.released, cast)
-            self.slices.proven(entry.proven, cast)
-            self.slices.committed(self.attempt, entry.restored, self.members)
+            cast = {incarnation: vote for incarnation, vote in votes.items() if vote is not None}
+            self.partitions.released(entry.released, cast)
+            self.partitions.proven(entry.proven, cast)
+            self.partitions.committed(self.attempt, entry.restored, self.members)
             self._commits[self.attempt] = (self.step, self.members)
             self.counts["save"] += entry.save
             if self.members != self._opened[self.attempt].members:
@@ -238,15 +238,15 @@ class Invariants:
 
     def _compared(self, entry: Entry, writer: str) -> bool:
         """Whether no sum of the attempt may stay, by what all who voted said of their state."""
-        votes = {life: vote for (life, attempt), vote in self._votes.items() if attempt == self.attempt}
-        members = [vote for life, vote in votes.items() if life in self.members]
+        votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
+        members = [vote for incarnation, vote in votes.items() if incarnation in self.members]
         if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Finish):
             return self._is_discarded
         states = {(digest.partition, digest.sha256) for vote in members for digest in vote.slice_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
         is_different |= len({vote.state_digest for vote in members} - {""}) > 1
         is_different |= len(states) > len({index for index, _ in states})
-        if is_different and not (self.slices.exist and isinstance(entry, Retry)):
+        if is_different and not (self.partitions.exist and isinstance(entry, Retry)):
             raise Violation(f"{writer} writes {entry} though the members have different parameters")
         all_right = {index for index, sha256 in states if not sha256.startswith(WRONG)}
         is_wrong = any(vote.params_digest.startswith(WRONG) for vote in members)
@@ -254,17 +254,17 @@ class Invariants:
             isinstance(entry, Commit | Finish)
             and is_wrong
             and all_right
-            and len(all_right) == self.slices.num_partitions
+            and len(all_right) == self.partitions.num_partitions
         ):
-            raise Violation(f"{writer} writes {entry} though parameters are wrong, and each slice has a right host")
+            raise Violation(f"{writer} writes {entry} though parameters are wrong, and each partition has a right host")
         is_all_right = not any(one.sha256.startswith(WRONG) for vote in votes.values() for one in vote.slice_digests)
-        for life, vote in votes.items():
-            is_strange = vote.params_digest.startswith(WRONG) and "{}.{}".format(*life) not in self._corrupted
+        for incarnation, vote in votes.items():
+            is_strange = vote.params_digest.startswith(WRONG) and "{}.{}".format(*incarnation) not in self._corrupted
             if self._is_anew and is_strange and is_all_right:
-                raise Violation(f"{life} has not gathered anew what may come from whoever was put out")
+                raise Violation(f"{incarnation} has not gathered anew what may come from a fenced group")
         if isinstance(entry, Retry) and entry.recompute and len({vote.params_digest for vote in votes.values()}) > 1:
-            return self._is_discarded or self.slices.exist  # a vote of a lost group may have been seen, or not
-        return self._is_discarded or (self.slices.exist and is_different)
+            return self._is_discarded or self.partitions.exist  # a vote of a lost group may have been seen, or not
+        return self._is_discarded or (self.partitions.exist and is_different)
 
     # -------------------------------------------------------------------------------------------------- the groups
 
@@ -273,16 +273,16 @@ class Invariants:
         opening = self._opened.get(action.attempt)
         if opening != Opening(action.step, frozenset(action.voters), epoch):
             raise Violation(f"{process} starts {action}, but the log says {opening}")
-        if life_of(process) not in action.voters:
+        if incarnation_of(process) not in action.voters:
             raise Violation(f"{process} reduces among {action.voters}")
 
     def voted(self, process: str, attempt: int, vote: Vote) -> None:
         """A process sends its vote."""
-        key = (life_of(process), attempt)
+        key = (incarnation_of(process), attempt)
         if key in self._votes:
             raise Violation(f"{process} votes again on attempt {attempt}")
         self._votes[key] = vote
-        if life_of(process) not in self.members:
+        if incarnation_of(process) not in self.members:
             self.counts["vote of a fenced group"] += 1
 
     def updated(self, process: str, step: int, attempt: int, buckets: Sequence[Sums] | None) -> str:
@@ -290,7 +290,7 @@ class Invariants:
         committed, members = self._commits.get(attempt, (None, frozenset()))
         if step != committed:
             raise Violation(f"{process} applies attempt {attempt} to step {step}, and not to {committed}")
-        if life_of(process) not in members:
+        if incarnation_of(process) not in members:
             raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
         if buckets is None:
             raise Violation(f"{process} has no sum of attempt {attempt}, which is committed")
@@ -306,7 +306,7 @@ class Invariants:
         """The parameters of a process have changed behind its back."""
         self._corrupted.add(process)
 
-    def took_state(self, process: str, donor: Life) -> None:
+    def took_state(self, process: str, donor: Incarnation) -> None:
         """A process goes on with the parameters of another, be they right or wrong."""
         if "{}.{}".format(*donor) in self._corrupted:
             self._corrupted.add(process)
@@ -314,8 +314,8 @@ class Invariants:
     def refused(self, process: str, step: int, member: Member) -> None:
         """What the member has saved after so many steps is not to be used."""
         self.counts["refused checkpoint"] += 1
-        is_anybodys = self.slices.exist or self._is_halted or self._was_lost_uncompared(member, step)
-        self.saves.refused(process, step, member, None if is_anybodys else self._corrupted)
+        may_be_any_group = self.partitions.exist or self._is_halted or self._was_lost_uncompared(member, step)
+        self.saves.refused(process, step, member, None if may_be_any_group else self._corrupted)
 
     def _was_lost_uncompared(self, member: Member, step: int) -> bool:
         """Whether it was lost before a commit has compared what there is after so many steps."""
@@ -335,7 +335,9 @@ class Invariants:
         if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
             return
         # Others may have gone on without one that is late to hear of a wipe-out.
-        if isinstance(stop, StopWipeOut) and (self.slices.was_wiped_out if stop.partitions else self._was_wiped_out):
+        if isinstance(stop, StopWipeOut) and (
+            self.partitions.was_wiped_out if stop.partitions else self._was_wiped_out
+        ):
             self.counts["state wipe-out"] += bool(stop.partitions)
             return
         if isinstance(stop, StopHalted) and self._is_halted:
@@ -343,13 +345,13 @@ class Invariants:
         raise Violation(f"{process} ends with {stop} after {self.step} committed steps; members {set(self.members)}")
 
     @property
-    def took_part(self) -> frozenset[Life]:
+    def took_part(self) -> frozenset[Incarnation]:
         """All who were ever members."""
         return frozenset(self._admitted)
 
     @property
     def awaits_restart(self) -> bool:
-        """Whether the log ends in a wipe-out that nobody has decided on."""
+        """Whether the log ends in a wipe-out that no group has decided on."""
         return self._is_wiped_out() and not (self._is_done or self._is_given_up or self._is_halted)
 
     @property
@@ -365,7 +367,7 @@ class Invariants:
         """
         if may_restart and self.awaits_restart:
             raise Violation(f"{running} wait for ever for training to start again")
-        stuck = [process for process in running if life_of(process) in self._admitted]
+        stuck = [process for process in running if incarnation_of(process) in self._admitted]
         if stuck:
             raise Violation(f"no progress: {stuck} wait for ever; the log ends with {self.entries[-3:]}")
         if not self._is_done and not self._is_wiped_out() and not self._is_halted:
@@ -376,10 +378,10 @@ class Invariants:
 
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}
-        return self.slices.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
+        return self.partitions.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
 
 
-def life_of(process: str) -> Life:
+def incarnation_of(process: str) -> Incarnation:
     """The group and the incarnation of a process, which is named after them."""
     group, _, incarnation = process.partition(".")
     return int(group), int(incarnation)

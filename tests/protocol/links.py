@@ -46,9 +46,9 @@ class Links:
         self.head = 0
 
     def gather(self, name: str, brought: Any) -> Steps:
-        """What all members brought, or None as soon as it cannot be had or nobody needs it.
+        """What all members brought, or None as soon as it cannot be had or no one needs it.
 
-        Of a member that has given up and lives the others see nothing: it says so, where nobody has before.
+        The others cannot see that a living member has given up: it reports that, unless another one has.
         """
         gathered = yield from self._gather(name, brought)
         if gathered is None and not (yield from self.is_over(is_gathering=True)):
@@ -87,7 +87,7 @@ class Links:
         return self.communicator.post(self._name, name, brought)
 
     def await_sums(self, reduction: Reduction, *, is_gathering: bool = False) -> Steps:
-        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
+        """What all members brought, or None as soon as it cannot be had or no one needs it."""
         if len(self._controller.members) == 1:
             return dict(reduction.posted)
         communicator = self.communicator
@@ -105,14 +105,14 @@ class Links:
             if outcome == "completes":
                 return dict(reduction.posted)
             if outcome == "breaks" or (yield from self.is_over(is_gathering=is_gathering)):
-                self.let_go()
+                self.release()
                 return None
 
     def build(self, communicator: Communicator) -> Steps:
         yield None
         communicator.join(self._member.group, self._name)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self.communicator is not None:
             self.communicator.leave(self._name)
         self.communicator = None
@@ -141,7 +141,7 @@ class Links:
         return (yield from conversation(lambda store: call(self._voice(log_type(store)))))
 
     def is_over(self, *, is_gathering: bool) -> Steps:
-        """Whether nobody goes on with what is under way, by the store."""
+        """Whether the store says that what is under way is abandoned."""
         head = self.head
         if (yield from self.speak(lambda voice: voice.is_written(head))):
             return True
@@ -149,7 +149,7 @@ class Links:
 
     def _has_news(self, *, is_gathering: bool) -> bool:
         """Whether it will be."""
-        return self._world.is_written(self.head) or (is_gathering and self._world.is_told_broken(self.head))
+        return self._world.is_written(self.head) or (is_gathering and self._world.is_reported_broken(self.head))
 
     def read_entry(self, index: int) -> Steps:
         return self.take_entry(index, (yield from self.await_entry(index)))
@@ -161,7 +161,7 @@ class Links:
         """Goes on after this entry.
 
         Raises:
-            Fenced: It ends this life.
+            Fenced: It ends this incarnation.
         """
         entry = decode_entry(text)
         self.head = index + 1

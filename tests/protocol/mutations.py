@@ -63,7 +63,7 @@ class IgnoresFences(Controller):
         return self._await_votes()
 
 
-class FencesLaterLives(Controller):
+class FencesLaterIncarnations(Controller):
     """Takes a fence for one of the group, whichever incarnation it names."""
 
     def _lose(self, fence: Fence) -> tuple[Action, ...]:
@@ -111,7 +111,7 @@ class CountsCopies(Controller):
 
 
 class RestartsThoseWhoTookPart(Controller):
-    """Counts on lives that said before an earlier restart that they wait."""
+    """Counts on incarnations that said before an earlier restart that they wait."""
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         if isinstance(event, WaitingRead):
@@ -141,7 +141,7 @@ class TakesOldVotes(BlockVotes):
         return super().add_vote(self.attempt, voter, vote)
 
 
-class TellsItsWholeBlock(BlockVotes):
+class SendsToItsWholeBlock(BlockVotes):
     """A relay that passes entries on to those, too, whose votes it has not cast."""
 
     entry_receivers = property(lambda votes: votes._block)  # type: ignore[assignment]
@@ -154,7 +154,7 @@ class ReadsNothing(Reliance):
 
 
 class WaitsForVotesOfTheLost(Controller):
-    """Has nobody read votes after a loss before those who were lost have voted, too."""
+    """Reads no votes after a loss before the lost groups have voted, too."""
 
     def _await_votes(self) -> tuple[Action, ...]:
         read, wait = super()._await_votes()
@@ -178,7 +178,7 @@ class GathersFromTheLost(Controller):
 
 
 class CountsUnfinishedCopies(Controller):
-    """Takes whoever is to copy a slice for one of its hosts."""
+    """Takes a group that is to copy a partition for one of its hosts."""
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         if ownership is not None and ownership.repairs:
@@ -188,8 +188,8 @@ class CountsUnfinishedCopies(Controller):
         return super()._own(ownership, first_step)
 
 
-class LetsGoTooSoon(Controller):
-    """Has the donors of moves let go while nobody else has the copies."""
+class ReleasesTooSoon(Controller):
+    """Has the donors of moves release their copies before the receivers have them."""
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         donors = {PartitionCopy(move.partition, move.donor) for move in ownership.moves} if ownership else set()
@@ -204,8 +204,8 @@ def _without(copies: set[PartitionCopy], number: int, row: tuple[Member, ...]) -
     return tuple(host for host in row if PartitionCopy(PartitionId(number), host) not in copies)
 
 
-class LetsGoWithTheCopy(Controller):
-    """Has the donors let go with the commit that has the copies, which nobody has compared."""
+class ReleasesWithTheCopy(Controller):
+    """Has the donors release with the commit that has the copies, which no group has compared."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         return tuple(map(self._with_all_released, super()._decide(event, now_s)))
@@ -227,45 +227,45 @@ class EndsWithTheLastCommit(Controller):
 
 
 class EndsWithTheLastSave(Controller):
-    """Compares what it has saved with nobody's state after the last step."""
+    """Compares what it has saved with no other state after the last step."""
 
     def _attempt_finish(self) -> AttemptFinish | FinishRun:  # type: ignore[override]
         return super()._attempt_finish() if self.ownership else FinishRun(step=self.step)
 
 
-class TakesAnybodysWord(Controller):
-    """Takes a copy for compared that a vote has told of, whoever else has told of the slice."""
+class TrustsAnyReport(Controller):
+    """Takes a copy for compared that one vote reports, whichever other votes report the partition."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        told = tuple(
+        reported = tuple(
             PartitionCopy(digest.partition, voter)
             for voter in self.voters
             for digest in (event.votes[voter.group].slice_digests if voter.group in event.votes else ())
             if not digest.is_proven
         )
         return tuple(
-            replace(action, entry=replace(action.entry, proven=told))
+            replace(action, entry=replace(action.entry, proven=reported))
             if isinstance(action, AppendEntry) and isinstance(action.entry, Commit)
             else action
             for action in super()._decide(event, now_s)
         )
 
 
-class _DoubtsOfOneStep(CheckpointValidity):
+class _ValidityOfOneStep(CheckpointValidity):
     def _committed(self) -> None:
         super()._committed()
         super()._committed()
 
 
-class DoubtsOnce(Controller):
+class ChecksOnce(Controller):
     """Takes what one commit has compared for right."""
 
     def __init__(self, setup: ControllerSetup) -> None:
         super().__init__(setup)
-        self._validity = _DoubtsOfOneStep()
+        self._validity = _ValidityOfOneStep()
 
 
-class KeepsWhatSomebodyHolds(Controller):
+class KeepsWhatSomeHold(Controller):
     """Keeps the buckets that any survivor holds."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
@@ -284,7 +284,7 @@ class PatchesDiscardedSteps(Controller):
 
 
 class WritesSumsAtOnce(BucketWindow):
-    """Takes what is complete here for what everybody holds."""
+    """Takes what is complete here for what every group holds."""
 
     @property
     def num_everywhere(self) -> int:
@@ -327,7 +327,7 @@ class CopiesAtOnce(PartitionStates):
         return super().assign(replace(action, first_step=0))
 
 
-class KeepsBreaksToItself(GroupAgreement):
+class ReportsNoBreak(GroupAgreement):
     """Lets the others of a gathering wait for what never comes."""
 
     def report_broken(self, index: int) -> None:
@@ -359,30 +359,30 @@ MUTATIONS = {
     "goes on with different parameters": Protocol(controller_type=ComparesNothing),
     "goes on with copies that differ": Protocol(controller_type=ComparesNoCopies),
     "counts a copy and its donor as two": Protocol(controller_type=CountsCopies),
-    "lets a fence hit a later incarnation": Protocol(controller_type=FencesLaterLives),
+    "lets a fence hit a later incarnation": Protocol(controller_type=FencesLaterIncarnations),
     "admits a group that was fenced while it waited": Protocol(controller_type=AdmitsTheFenced),
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
     "gathers parameters from lost owners": Protocol(controller_type=GathersFromTheLost),
     "counts copies that are not finished": Protocol(controller_type=CountsUnfinishedCopies),
-    "lets go of slices before they are copied": Protocol(controller_type=LetsGoTooSoon),
-    "lets go of slices before copies are compared": Protocol(controller_type=LetsGoWithTheCopy),
+    "releases state partitions before they are copied": Protocol(controller_type=ReleasesTooSoon),
+    "releases state partitions before copies are compared": Protocol(controller_type=ReleasesWithTheCopy),
     "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
     "compares nothing of its last checkpoint": Protocol(controller_type=EndsWithTheLastSave),
-    "takes anybody's word for a copy": Protocol(controller_type=TakesAnybodysWord),
+    "trusts any report of a copy": Protocol(controller_type=TrustsAnyReport),
     "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
-    "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomebodyHolds),
+    "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomeHold),
     "patches a step that was discarded": Protocol(controller_type=PatchesDiscardedSteps),
     "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
     "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
-    "tells groups whose votes it has not cast": Protocol(votes_type=TellsItsWholeBlock),
+    "passes entries to groups whose votes it has not cast": Protocol(votes_type=SendsToItsWholeBlock),
     "waits for votes of the lost": Protocol(controller_type=WaitsForVotesOfTheLost),
     "reads no votes after a loss": Protocol(reliance_type=ReadsNothing),
     "leaves votes to lost relays": Protocol(reliance_type=ReliesOnTheLost),
-    "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),
+    "does not report a broken gather": Protocol(voice_type=ReportsNoBreak),
     "installs pieces of an earlier step": Protocol(partitions_type=InstallsOldPieces),
-    "copies slices in the step of the loss": Protocol(partitions_type=CopiesAtOnce),
-    "makes checkpoints visible without a look at the log": Protocol(refusal_in_log=lambda log, head, action: ""),
-    "compares what it has saved in one step alone": Protocol(controller_type=DoubtsOnce),
+    "copies state partitions in the step of the loss": Protocol(partitions_type=CopiesAtOnce),
+    "publishes checkpoints without reading the log": Protocol(refusal_in_log=lambda log, head, action: ""),
+    "compares what it has saved in one step alone": Protocol(controller_type=ChecksOnce),
     "removes what is right for what may be wrong": Protocol(superseded=lambda of, _, *kept: superseded(of, (), *kept)),
 }
 MUTATIONS_OF_COMPARISONS = {
@@ -390,6 +390,6 @@ MUTATIONS_OF_COMPARISONS = {
     "keeps what was gathered from a wrong owner": Protocol(controller_type=KeepsWhatWasGathered),
 }
 MUTATIONS_OF_RESTARTS = {
-    "starts again with lives that took part": Protocol(controller_type=RestartsThoseWhoTookPart),
-    "starts again without hosts": Protocol(controller_type=RestartsWithoutHosts),
+    "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),
+    "restarts without hosts": Protocol(controller_type=RestartsWithoutHosts),
 }

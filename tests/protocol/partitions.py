@@ -1,11 +1,11 @@
-"""Optimizer state in slices: what one simulated group holds of it, and what an observer of the log knows of all.
+"""Optimizer state in partitions: what one simulated group holds of it, and what an observer of the log knows of all.
 
 The observer shares no code with `stacking.state_partitions`. What must hold beyond the invariants of every run:
 
-1. Whoever the log names as a host of a slice has all of its state, after every update that of the present step.
-2. Nobody lets go of a copy before r_o others are known to be right, the one that takes its place included.
+1. A group that the log names as a host of a partition has all of its state, after each update that of the present step.
+2. No group releases a copy before r_o others are known to be right, the one that takes its place included.
 3. Parameters are put together from owners that hold them, and are whole before a group computes, saves or ends.
-4. A run ends in a state wipe-out if and only if some slice has lost all hosts.
+4. A run ends in a state wipe-out if and only if some partition has lost all hosts.
 
 State and parameters that come from a corruption carry a mark wherever they go. What carries none is right.
 """
@@ -22,13 +22,13 @@ from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSet
 from tests.protocol.violation import Violation
 
 NUM_PIECES = 2
-"""What is copied as one is a part of a slice."""
+"""A piece, which is copied as one, is a part of a partition."""
 
 WRONG = "!"
 """The mark."""
 
 State = tuple[str, ...]
-"""Of a slice, piece by piece."""
+"""Of a partition, piece by piece."""
 
 
 def marked(of: Iterable[str], text: str) -> str:
@@ -45,7 +45,7 @@ class PartitionStates:
     """What one group holds.
 
     Attributes:
-        num_updates: Steps that its state holds; -1 in a later life that has been given none.
+        num_updates: Steps that its state holds; -1 in a later incarnation that has been given none.
         repairs: The copies that it is to make for itself.
         first_steps: Of each copy, the steps that its pieces must have seen.
     """
@@ -71,15 +71,15 @@ class PartitionStates:
         self._unproven -= {copy.partition for copy in copies if copy.member == self._member}
 
     def corrupt(self, random: Random, num_partitions: int, name: str) -> bool:
-        """A piece of a copy changes to what nobody else has. Not if it falls on a slice that is not here."""
+        """A piece of a copy changes to what no other group has, unless its partition is not here."""
         index = random.randrange(num_partitions)
         if self.whole(index) is None:
             return False
         self._pieces[index][random.randrange(NUM_PIECES)] = f"{WRONG} in {name}"
         return True
 
-    def tell(self, *, is_compared: bool) -> tuple[PartitionDigest, ...]:
-        """What a vote says of the slices that the log has here."""
+    def digests(self, *, is_compared: bool) -> tuple[PartitionDigest, ...]:
+        """What a vote says of the partitions that the log has here."""
         whole = {index: self.whole(index) or () for index in sorted(self._hosted) if is_compared}
         return tuple(
             PartitionDigest(PartitionId(index), marked(state, repr(state)), index not in self._unproven)
@@ -87,7 +87,7 @@ class PartitionStates:
         )
 
     def assign(self, action: StartRepairs) -> list[Repair]:
-        """Lets go of what it is not to have. Returns the copies that are new."""
+        """Releases what it is not to have. Returns the copies that are new."""
         mine = tuple(copy for copy in action.copies if copy.receiver == self._member)
         hosted = frozenset(index for index, row in enumerate(action.hosts) if self._member in row)
         copied = {repair.partition for repair in self.repairs} & (hosted - self._hosted)
@@ -96,7 +96,7 @@ class PartitionStates:
         new = [repair for repair in mine if repair not in self.repairs]
         self.first_steps = {copy.partition: self.first_steps.get(copy.partition, action.first_step) for copy in mine}
         self.repairs = mine
-        # A copy begins anew with another donor: the one before may have been put out for wrong state.
+        # A copy begins anew with another donor: the one before may have been fenced for wrong state.
         wanted = {repair.partition for repair in mine if repair not in new} | hosted
         self._pieces = {index: pieces for index, pieces in self._pieces.items() if index in wanted}
         return new
@@ -109,16 +109,16 @@ class PartitionStates:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """StatePartitions of which something is here."""
+        """Partitions of which something is here."""
         return tuple(self._pieces)
 
     def whole(self, index: int) -> State | None:
-        """The state of a slice, if all of it is here."""
+        """The state of a partition, if all of it is here."""
         pieces = self._pieces.get(index, {})
         return tuple(pieces[piece] for piece in range(NUM_PIECES)) if len(pieces) == NUM_PIECES else None
 
     def restored(self) -> tuple[int, ...]:
-        """StatePartitions that it was to copy and has copied."""
+        """Partitions that it was to copy and has copied."""
         return tuple(repair.partition for repair in self.repairs if self.whole(repair.partition) is not None)
 
     def install(self, index: int, piece: int, step: int, content: str) -> bool:
@@ -133,7 +133,7 @@ class PartitionObserver:
     """Folds who hosts what, and compares what processes hold.
 
     Args:
-        hosts: For each slice the groups that host it at first; none without slices.
+        hosts: For each partition the groups that host it at first; empty without partitions.
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
@@ -141,7 +141,8 @@ class PartitionObserver:
         self.redundancy = max(map(len, hosts), default=0)
         self._hosted_after: dict[int, list[frozenset[tuple[int, int]]]] = {}  # by attempt
         self._generation = 0  # restarts
-        self._states = {(0, index, 0): ("",) * NUM_PIECES for index in range(len(hosts))}  # by restarts, slice, step
+        # By restarts, partition and step.
+        self._states = {(0, index, 0): ("",) * NUM_PIECES for index in range(len(hosts))}
         self._was_wiped_out = False
         self.counts: Counter[str] = Counter()
 
@@ -162,9 +163,9 @@ class PartitionObserver:
     def exist(self) -> bool:
         return bool(self._hosts)
 
-    def lost(self, lives: Collection[tuple[int, int]]) -> None:
+    def lost(self, incarnations: Collection[tuple[int, int]]) -> None:
         for row in self._hosts:
-            row -= set(lives)
+            row -= set(incarnations)
 
     def restarted(self, step: int, members: Iterable[tuple[int, int]]) -> None:
         """Training goes on from a checkpoint with these members. `state_partitions` says who hosts what."""
@@ -174,39 +175,45 @@ class PartitionObserver:
         before, self._generation = self._generation, self._generation + 1
         kept = {key: state for key, state in self._states.items() if key[0] == before and key[2] <= step}
         self._states |= {(self._generation, index, at): state for (_, index, at), state in kept.items()}
-        slicing = PartitionSetup(num_groups=len(self._hosts), redundancy=self.redundancy)
-        ownership = first_ownership(slicing, [Member(group, life) for group, life in members])
+        setup = PartitionSetup(num_groups=len(self._hosts), redundancy=self.redundancy)
+        ownership = first_ownership(setup, [Member(group, incarnation) for group, incarnation in members])
         self._hosts = [set(row) for row in ownership.hosts]
 
     def saved(self, generation: int, step: int, hosted: Iterable[int]) -> dict[int, State]:
-        """The states of slices as a checkpoint has them."""
+        """The states of partitions as a checkpoint has them."""
         return {index: self._states[generation, index, step] for index in hosted}
 
     def released(self, copies: Iterable[PartitionCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
-        """Members let go of copies, with the commit that these votes of all members decide.
+        """Members release copies, with the commit that these votes of all members decide.
 
-        All hosts have to have compared the slice, one that takes the place included, and enough have to be left.
+        All hosts have to have compared the partition, one that takes the place included, and enough have to be left.
         """
         for index, member in copies:
-            tellers = {
-                life for life, vote in votes.items() if any(one.partition == index for one in vote.slice_digests)
+            reporters = {
+                incarnation
+                for incarnation, vote in votes.items()
+                if any(one.partition == index for one in vote.slice_digests)
             }
             row = self._hosts[index]
-            if tuple(member) not in row or not row <= tellers:
-                raise Violation(f"{member} lets go of slice {index}, hosted by {row} and compared by {tellers}")
+            if tuple(member) not in row or not row <= reporters:
+                raise Violation(f"{member} releases partition {index}, hosted by {row} and compared by {reporters}")
             row.remove(tuple(member))
             if len(row) < min(self.redundancy, len(votes)):
-                raise Violation(f"{member} lets go of slice {index}, which then has {row}")
+                raise Violation(f"{member} releases partition {index}, which then has {row}")
             self.counts["released"] += 1
 
     def proven(self, copies: Iterable[PartitionCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
         """Copies have been compared, with the commit that these votes of all members decide: with every other host."""
         for index, member in copies:
-            tellers = {
-                life for life, vote in votes.items() if any(one.partition == index for one in vote.slice_digests)
+            reporters = {
+                incarnation
+                for incarnation, vote in votes.items()
+                if any(one.partition == index for one in vote.slice_digests)
             }
-            if not self._hosts[index] <= tellers or tuple(member) not in tellers or len(tellers) < 2:
-                raise Violation(f"the copy of slice {index} by {member} is proven, and compared by {tellers} alone")
+            if not self._hosts[index] <= reporters or tuple(member) not in reporters or len(reporters) < 2:
+                raise Violation(
+                    f"the copy of partition {index} by {member} is proven, and compared by {reporters} alone"
+                )
             self.counts["proven"] += 1
 
     def committed(self, attempt: int, restored: Iterable[PartitionCopy], members: Collection[tuple[int, int]]) -> None:
@@ -218,25 +225,31 @@ class PartitionObserver:
         self._hosted_after[attempt] = [frozenset(row) for row in self._hosts]
 
     def updated(
-        self, process: str, life: tuple[int, int], generation: int, attempt: int, held: PartitionStates, change: str
+        self,
+        process: str,
+        incarnation: tuple[int, int],
+        generation: int,
+        attempt: int,
+        held: PartitionStates,
+        change: str,
     ) -> None:
         """A process has applied what an attempt brought."""
         for index, row in enumerate(self._hosted_after[attempt]):
             before = self._states[generation, index, held.num_updates - 1]
             after = tuple(_updated(index, piece, state, change) for piece, state in enumerate(before))
             self._states[generation, index, held.num_updates] = after
-            if life in row:
+            if incarnation in row:
                 self._holds(process, index, generation, held)
 
     def voted(self, process: str, generation: int, restored: Iterable[int], held: PartitionStates) -> None:
-        """A process says that it has copied these slices."""
+        """A process says that it has copied these partitions."""
         for index in restored:
             self._holds(process, index, generation, held)
 
     def _holds(self, process: str, index: int, generation: int, held: PartitionStates) -> None:
         state, step = held.whole(index), held.num_updates
         if state is None or self._is_strange(state, generation, index, step):
-            raise Violation(f"{process} counts as a host of slice {index}, without its state after {step} steps")
+            raise Violation(f"{process} counts as a host of partition {index}, without its state after {step} steps")
 
     def _is_strange(self, state: State, generation: int, index: int, step: int) -> bool:
         """Whether it is neither right nor corrupted."""
@@ -257,7 +270,7 @@ class PartitionObserver:
             sender = f"{owner.group}.{owner.incarnation}"
             state = posted.get(sender, {}).get(index)
             if state is None or self._is_strange(state, generation, index, held.num_updates):
-                raise Violation(f"{process} gathers parameters without slice {index}, which {sender} owns")
+                raise Violation(f"{process} gathers parameters without partition {index}, which {sender} owns")
             params.append(held.whole(index) or state)
         self.counts["gather"] += 1
         return marked([piece for state in params for piece in state], repr(params))

@@ -28,7 +28,7 @@ class Post:
     """All connections between leaders and relays.
 
     Args:
-        random: Decides what becomes of a message, and how long somebody waits.
+        random: Decides what becomes of a message, and how long a process waits.
     """
 
     def __init__(self, random: Random) -> None:

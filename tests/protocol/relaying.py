@@ -1,7 +1,7 @@
 """Votes by way of relays, as in `voting.voting`, over connections that delay, repeat and lose what they carry.
 
-Nobody's patience is simulated: at any moment a relay may cast the votes that it has, and whoever waits for a relay may
-go on without it.
+Timeouts are not simulated: at any moment a relay may cast the votes that it has, and a process that waits for a relay
+may go on without it.
 """
 
 from collections.abc import Callable, Collection
@@ -62,7 +62,7 @@ class Relaying:
         return (yield from self._links.speak(lambda voice: voice.read_votes(action.attempt, action.voters)))
 
     def read_entry(self, index: int) -> Steps:
-        """Reads the entry, from the relay if that is faster, and tells the block."""
+        """Reads the entry, from the relay if that is faster, and passes it to the block."""
         is_relayed = self._reliance.is_placed and (yield from self._is_relayed(index))
         text = self._box.entries[index] if is_relayed else (yield from self._links.await_entry(index))
         for member in self._entry_receivers:

@@ -51,7 +51,7 @@ def run_histories(
             world.run()
         except Violation as violation:
             sample.violations[seed] = f"{violation} ({scene})"
-        counts = world.num_faults + world.invariants.counts + world.invariants.slices.counts
+        counts = world.num_faults + world.invariants.counts + world.invariants.partitions.counts
         sample.add(Sample(1, counts, {}, world.num_moves))
         if until_found and sample.violations:
             break

@@ -47,7 +47,7 @@ class Saved:
         return tuple(self._visible)
 
     def begun(self, member: Member, step: int, content: Content) -> None:
-        """A member writes what it holds after so many steps, where nobody sees it."""
+        """A member writes what it holds after so many steps, where no other process sees it."""
         self._aside[step, member] = content
 
     def published(self, member: Member, step: int) -> None:
@@ -66,14 +66,14 @@ class Saved:
             self.params.pop(step, None)
         self._num_dropped += len(steps)
 
-    def refused(self, process: str, step: int, member: Member, doubtful: Collection[str] | None) -> None:
+    def refused(self, process: str, step: int, member: Member, suspect: Collection[str] | None) -> None:
         """What the member has saved after so many steps is not to be used.
 
         Args:
             process: Who says so.
             step: The steps.
             member: The member.
-            doubtful: Processes that may have wrong parameters; None for all.
+            suspect: Processes that may have wrong parameters; None for all.
         """
         saved_by, content = self._visible.get(step, (None, None))
         if saved_by == member:
@@ -82,24 +82,24 @@ class Saved:
                 raise Violation(f"{process} refuses all that is left, and what was right before has been removed")
         else:
             content = self._aside.pop((step, member), None)
-        is_doubtful = doubtful is None or f"{member.group}.{member.incarnation}" in doubtful
-        if content is not None and not is_doubtful and not content.is_wrong:
+        is_suspect = suspect is None or f"{member.group}.{member.incarnation}" in suspect
+        if content is not None and not is_suspect and not content.is_wrong:
             raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
 
     def finished(self, content: Content) -> None:
         """A process holds this at the end of the run."""
         self._is_right_at_end |= not content.is_wrong
 
-    def ended(self, num_steps: int, put_out: Collection[str]) -> None:
+    def ended(self, num_steps: int, fenced: Collection[str]) -> None:
         """The run is over.
 
         Args:
             num_steps: The steps that it has committed.
-            put_out: Processes whose state was found to be wrong.
+            fenced: Processes whose state was found to be wrong.
         """
         for step, (member, content) in self._visible.items():
-            if content.is_wrong and f"{member.group}.{member.incarnation}" in put_out:
-                raise Violation(f"what {member} saved after {step} steps before it was put out is wrong, and is used")
+            if content.is_wrong and f"{member.group}.{member.incarnation}" in fenced:
+                raise Violation(f"what {member} saved after {step} steps before it was fenced is wrong, and is used")
         member, content = self._visible.get(num_steps, (None, Content("", "")))
         if content.is_wrong and self._is_right_at_end:
-            raise Violation(f"what {member} has saved after the last step is wrong, and nobody says so")
+            raise Violation(f"what {member} has saved after the last step is wrong, and is not reported")

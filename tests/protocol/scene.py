@@ -11,7 +11,7 @@ MAX_BREAKS = 4
 FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "replace", "break", "corrupt")
 """What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
 stands still; the store stops answering, or also forgets the answers on their way; a group starts again, whether it was
-lost or not; a reduction breaks; the parameters of a process change, or its state of a slice.
+lost or not; a reduction breaks; the parameters of a process change, or a state partition of it.
 """
 
 
@@ -28,8 +28,8 @@ class Scene:
     fault_moves: int
     """Moves after which the faults stop."""
     fault_budget: dict[str, int] = field(hash=False)
-    slice_redundancy: int = 0
-    """Hosts of each slice of the optimizer state; 0 if each group has all of it."""
+    partition_redundancy: int = 0
+    """Hosts of each state partition of the optimizer; 0 if each group has all of it."""
     num_buckets: int = 1
     """Of the gradients of a group."""
     max_restarts: int = 0
@@ -62,7 +62,7 @@ class Scene:
                 "break": random.choice((0, 1, MAX_BREAKS)),
                 "corrupt": random.choice((0, 0, 1, 2)),
             },
-            slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
+            partition_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
             num_buckets=random.choice((1, 1, 5)),
             fan_in=random.choice((1, 1, 2, 3)),
             keep_last=random.choice((1, 9)),
@@ -91,14 +91,14 @@ class Scene:
                 "corrupt": random.choice((0, 0, 1)),
             },
             max_restarts=random.randint(1, 4),
-            slice_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
+            partition_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
             fan_in=random.choice((1, 1, 2)),
             keep_last=random.choice((1, 9)),
         )
 
     @classmethod
     def draw_corruptions(cls, random: Random) -> "Scene":
-        """One with slices in which little else happens than that state changes, at any step."""
+        """One with state partitions in which little else happens than that state changes, at any step."""
         num_groups = random.randint(4, 7)
         num_steps = random.randint(3, 8)
         return cls(
@@ -115,7 +115,7 @@ class Scene:
                 "replace": random.choice((0, 1)),
                 "break": random.choice((0, 0, 1)),
             },
-            slice_redundancy=random.choice((2, 3, 3, 4)),
+            partition_redundancy=random.choice((2, 3, 3, 4)),
         )
 
     @classmethod

@@ -81,7 +81,7 @@ def conversation(call: Callable[[Any], T]) -> Generator[Request, Any, T]:
 
 
 class Store:
-    """The data. What is written once stays as it is; everybody who writes a log entry is shown to `on_entry`."""
+    """The data. What is written once stays as it is; every writer of a log entry is shown to `on_entry`."""
 
     def __init__(self, on_entry: Callable[[int, str, str], None]) -> None:
         self.data: dict[str, str] = {}

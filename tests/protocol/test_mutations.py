@@ -21,38 +21,38 @@ FOUND_AS = {
     "reuses the names of communicators": "is built (twice|for)|meet in one collective",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced|no end",
-    "commits what was discarded": "the sum of a group that was put out|though the members hold",
+    "commits what was discarded": "the sum of a fenced group|though the members hold",
     "goes on with different parameters": "have different parameters|though the members hold",
     "goes on with copies that differ": "have different parameters|whose parameters are right",
     "counts a copy and its donor as two": "whose parameters are right|halts the run",
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
-    "starts again with lives that took part": "with lives that took part",
-    "starts again without hosts": "without a host",
+    "restarts with incarnations that took part": "with incarnations that took part",
+    "restarts without hosts": "without a host",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted|are right",
-    "gathers parameters from lost owners": "gathers parameters without slice",
-    "counts copies that are not finished": "counts as a host of slice|gathers parameters without slice",
-    "lets go of slices before they are copied": "counts as a host of slice|gathers parameters|and has it not",
-    "lets go of slices before copies are compared": "lets go of slice",
+    "gathers parameters from lost owners": "gathers parameters without partition",
+    "counts copies that are not finished": "counts as a host of partition|gathers parameters without partition",
+    "releases state partitions before they are copied": "as a host of partition|gathers parameters|and has it not",
+    "releases state partitions before copies are compared": "releases partition",
     "ends before all parameters are whole": "ends with FinishRun|without all parameters",
-    "compares nothing of its last checkpoint": "after the last step is wrong, and nobody says so",
-    "takes anybody's word for a copy": "is proven, and compared by",
+    "compares nothing of its last checkpoint": "after the last step is wrong, and is not reported",
+    "trusts any report of a copy": "is proven, and compared by",
     "goes on without gathering parameters": "ends with StopHalted",
     "keeps buckets that only some hold": "though the members hold|is to keep",
     "patches a step that was discarded": "has lost its local sum",
     "writes sums over local sums at once": "has lost its local sum",
     "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans|are right",
-    "tells groups whose votes it has not cast": "no progress|no end",
+    "passes entries to groups whose votes it has not cast": "no progress|no end",
     "waits for votes of the lost": "no progress|no end",
     "reads no votes after a loss": "no progress|no end",
     "leaves votes to lost relays": "no progress|no end",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
-    "says nothing of a gathering that broke": "no progress|no end",
-    "installs pieces of an earlier step": "counts as a host of slice|other parameters",
-    "copies slices in the step of the loss": "whose sums have not come to it",
-    "makes checkpoints visible without a look at the log": "before it was put out is wrong, and is used",
-    "compares what it has saved in one step alone": "before it was put out is wrong, and is used",
+    "does not report a broken gather": "no progress|no end",
+    "installs pieces of an earlier step": "counts as a host of partition|other parameters",
+    "copies state partitions in the step of the loss": "whose sums have not come to it",
+    "publishes checkpoints without reading the log": "before it was fenced is wrong, and is used",
+    "compares what it has saved in one step alone": "before it was fenced is wrong, and is used",
     "removes what is right for what may be wrong": "refuses all that is left",
 }
 
@@ -61,32 +61,32 @@ def draw_discards(random: Random) -> Scene:
     """One in which sums of several buckets are discarded."""
     scene = Scene.draw(random)
     faults = {**scene.fault_budget, "corrupt": 2, "break": 2}
-    return replace(scene, num_buckets=5, slice_redundancy=0, fault_budget=faults)
+    return replace(scene, num_buckets=5, partition_redundancy=0, fault_budget=faults)
 
 
 def draw_copies(random: Random) -> Scene:
-    """One in which slices are copied."""
+    """One in which state partitions are copied."""
     scene = Scene.draw(random)
     faults = {**scene.fault_budget, "crash": 2, "replace": 3}
-    return replace(scene, slice_redundancy=min(scene.num_groups, 3), fault_budget=faults)
+    return replace(scene, partition_redundancy=min(scene.num_groups, 3), fault_budget=faults)
 
 
 def draw_breaks(random: Random) -> Scene:
-    """One in which parameters are gathered, and connections break while nobody is lost."""
+    """One in which parameters are gathered, and connections break while no group is lost."""
     scene = Scene.draw(random)
     faults = {**dict.fromkeys(scene.fault_budget, 0), "break": 3}
-    return replace(scene, slice_redundancy=min(scene.num_groups, 2), fault_budget=faults)
+    return replace(scene, partition_redundancy=min(scene.num_groups, 2), fault_budget=faults)
 
 
 def draw_late_copies(random: Random) -> Scene:
-    """One in which slices are copied, and some groups have their parameters, of which they tell, later than others."""
+    """One in which state partitions are copied, and some groups have the parameters they report later than others."""
     faults = {**dict.fromkeys(Scene.draw(random).fault_budget, 0), "replace": 2, "suspect": 1, "break": 4}
     return replace(
         Scene.draw(random),
         num_groups=3,
         redundancy=3,
         num_steps=6,
-        slice_redundancy=3,
+        partition_redundancy=3,
         num_buckets=1,
         fault_moves=450,
         fault_budget=faults,
@@ -100,7 +100,7 @@ def draw_last_saves(random: Random) -> Scene:
     num_steps = random.randint(1, 2)
     moves = 20 * scene.num_groups * num_steps
     return replace(
-        scene, num_steps=num_steps, save_interval_s=1e9, slice_redundancy=0, fault_moves=moves, fault_budget=faults
+        scene, num_steps=num_steps, save_interval_s=1e9, partition_redundancy=0, fault_moves=moves, fault_budget=faults
     )
 
 
@@ -115,7 +115,7 @@ def draw_saves(random: Random) -> Scene:
         num_steps=num_steps,
         save_interval_s=1.0,
         keep_last=9,
-        slice_redundancy=0,
+        partition_redundancy=0,
         fault_moves=20 * num_groups * num_steps,
         fault_budget={**dict.fromkeys(scene.fault_budget, 0), "corrupt": 1, "pause": 1},
     )
@@ -146,7 +146,7 @@ def draw_lost_relays(random: Random) -> Scene:
     num_groups = random.randint(3, 4)
     faults = {**dict.fromkeys(scene.fault_budget, 0), "crash": num_groups - 1, "suspect": 1, "pause": 1}
     return replace(
-        scene, num_groups=num_groups, redundancy=num_groups, slice_redundancy=0, fan_in=2, fault_budget=faults
+        scene, num_groups=num_groups, redundancy=num_groups, partition_redundancy=0, fan_in=2, fault_budget=faults
     )
 
 
@@ -155,12 +155,12 @@ RARE = {
     "counts a copy and its donor as two": draw_wrong_returns,
     "leaves votes to lost relays": draw_lost_relays,
     "compares nothing of its last checkpoint": draw_last_saves,
-    "takes anybody's word for a copy": draw_late_copies,
-    "says nothing of a gathering that broke": draw_breaks,
+    "trusts any report of a copy": draw_late_copies,
+    "does not report a broken gather": draw_breaks,
     "patches a step that was discarded": draw_discards,
     "installs pieces of an earlier step": draw_copies,
-    "copies slices in the step of the loss": draw_copies,
-    "makes checkpoints visible without a look at the log": draw_saves,
+    "copies state partitions in the step of the loss": draw_copies,
+    "publishes checkpoints without reading the log": draw_saves,
     "compares what it has saved in one step alone": draw_saves,
     "removes what is right for what may be wrong": draw_few_kept,
 }

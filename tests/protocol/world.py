@@ -78,7 +78,7 @@ class World:
         self.post = Post(random)
         self.num_buckets = scene.num_buckets
         self.communicators = Communicators()
-        r_o = scene.slice_redundancy
+        r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
         self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps, observer)
         self.num_moves = 0
@@ -91,7 +91,7 @@ class World:
         self._processes: list[Process] = []
         self._groups: dict[str, Group] = {}
         self._suspected: list[Member] = []
-        self._num_lives: Counter[GroupId] = Counter()
+        self._num_incarnations: Counter[GroupId] = Counter()
         self._clock_skew_s: dict[str, float] = {}
         self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
         # By restarts and step: what donors give to those who come back.
@@ -113,9 +113,9 @@ class World:
             self._start_group(group)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
-        """A group begins its next life, in place of another that may still be there."""
-        member = Member(group, self._num_lives[group])
-        self._num_lives[group] += 1
+        """Starts the next incarnation of a group, in place of another that may still be there."""
+        member = Member(group, self._num_incarnations[group])
+        self._num_incarnations[group] += 1
         controller = self._protocol.controller_type(self._setup)
         held = None
         if controller.ownership is not None:
@@ -135,7 +135,7 @@ class World:
 
     @property
     def num_waiting(self) -> int:
-        """Groups that have ever said that they wait for a restart, each counted as often as it was another life."""
+        """Groups that have ever waited for a restart, each counted once per incarnation."""
         return len(self._have_waited)
 
     def wiped_out(self, member: Member) -> None:
@@ -158,23 +158,23 @@ class World:
     def is_written(self, index: int) -> bool:
         return self._store.has(keys.entry(index))
 
-    def is_told_broken(self, index: int) -> bool:
+    def is_reported_broken(self, index: int) -> bool:
         return self._store.has(keys.broken(index))
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
 
     def partitions_of(self, member: Member) -> PartitionStates | None:
-        """What a member holds, if it lives."""
+        """What a member holds, if it is alive."""
         name = f"{member.group}.{member.incarnation}"
         return self._groups[name].held if any(process.name == name for process in self._processes) else None
 
     def is_there(self, member: Member) -> bool:
-        """Whether the member lives."""
+        """Whether the member is alive."""
         return any(process.member == member for process in self._processes)
 
     def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool:
-        """Whether a donor lives that has given no state yet."""
+        """Whether a living donor has given no state yet."""
         return any(process.member in donors and process.member not in given for process in self._processes)
 
     def choose(self, *outcomes: str) -> str:
@@ -211,7 +211,7 @@ class World:
         self.invariants.ended(running, may_restart=self.may_restart)
 
     def _go_on_after_wipe_out(self) -> bool:
-        """Supervisors find that nobody is left who could, or time passes. False where neither helps."""
+        """Supervisors find that no group is left that could, or time passes. False where neither helps."""
         if not self.may_restart or not self.invariants.awaits_restart:
             return False
         if not any(process.member is not None for process in self._processes):
@@ -237,7 +237,7 @@ class World:
             if process.steps is None:
                 self._processes.remove(process)
             return
-        assert process.steps is not None, "nobody is left to hear an answer"
+        assert process.steps is not None, "no process is left to hear an answer"
         answer = process.answer[0] if process.answer else None
         process.answer = ()
         try:
@@ -263,7 +263,11 @@ class World:
             case "suspect" if alive:
                 self.observe(self._random.choice(alive).member)
             case "fence again" if self._suspected:
-                gone = [member for member in self._suspected if member.incarnation + 1 < self._num_lives[member.group]]
+                gone = [
+                    member
+                    for member in self._suspected
+                    if member.incarnation + 1 < self._num_incarnations[member.group]
+                ]
                 self.observe(self._random.choice(gone or self._suspected), is_late=True)
             case "pause" if alive:
                 self._random.choice(alive).is_paused = True
@@ -294,11 +298,11 @@ class World:
         self.observe(process.member)
 
     def observe(self, member: Member | None, *, is_late: bool = False) -> None:
-        """Somebody takes the member for lost, for good reason or not, and sooner or later writes its fence."""
+        """Some process takes the member for lost, rightly or not, and sooner or later writes its fence."""
         assert member is not None, "only groups are fenced"
         self._suspected.append(member)
-        # A supervisor reads on from the last entry that its ranks told of; others know of none. Who writes a late fence
-        # does not find an earlier one: it is too far back.
+        # A supervisor reads on from the last entry that its ranks reported; others know of none. The writer of a late
+        # fence does not find an earlier one: it is too far back.
         head = len(self.invariants.entries)
         from_index = head if is_late else self._random.choice((0, head))
         log_type, write = self.log_type, _fence_anew if is_late else fence

@@ -23,7 +23,7 @@ end() { # the process of a file of its number
     [ -e "$1" ] || return 0
     pid=$(cat "$1")
     kill -KILL "$pid" 2>/dev/null || true
-    # Whoever has inherited it may not reap it.
+    # The process that inherits it may not reap it.
     while read -r _ _ state _ 2>/dev/null <"/proc/$pid/stat" && [ "$state" != Z ]; do sleep 0.1; done
     rm -f "$1"
 }

@@ -41,7 +41,7 @@ class Cluster:
     order: Callable[..., None]
 
     def power_off(self, node: str) -> None:
-        """The node is lost with all that runs on it. Slurm is not told."""
+        """The node is lost with all that runs on it. Slurm is not notified."""
         self.order("off", node)
 
     def power_on(self, node: str) -> None:
@@ -49,7 +49,7 @@ class Cluster:
         self.order("on", node)
 
     def mark_down(self, node: str) -> None:
-        """Slurm is told that the node is lost, before it finds out."""
+        """Notifies Slurm that the node is lost, before Slurm finds out."""
         slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def processes(self) -> list[str]:
@@ -147,6 +147,6 @@ def text_of(file: Path) -> str:
 
 
 def num_records(run_dir: Path, group: int, record: str, rank: int = 0) -> int:
-    """Records of a kind that a rank of the group has journaled, in all its lives."""
+    """Records of a kind that a rank of the group has journaled, in all its incarnations."""
     files = (run_dir / "journal").glob(f"group-{group:04d}-rank-{rank}[.-]*")
     return sum(file.read_text().count(f'"record":"{record}"') for file in files)

@@ -55,7 +55,7 @@ def test_a_job_goes_on_after_its_time_and_after_a_wipe_out_on_other_nodes_until_
     job = submit(LayoutConfig(num_groups=2), limits, redundancy=1)
     job.wait_until(lambda: num_records(job.run(), 0, "update") > 0)
     job.limit_time()
-    job.wait_until(lambda: (job.run() / "summary.json").exists())  # nobody but Slurm has sent it the signal
+    job.wait_until(lambda: (job.run() / "summary.json").exists())  # only Slurm has sent it the signal
     assert spare("check", str(job.run())).startswith("valid")
     assert job.summary()["outcome"] == "finished"
     assert resumed_from(job, 1) == job.summary()["steps_committed"] > 0
@@ -63,8 +63,8 @@ def test_a_job_goes_on_after_its_time_and_after_a_wipe_out_on_other_nodes_until_
     cluster.power_off("n2")
     cluster.mark_down("n2")
     job.wait_until(lambda: (job.run(1) / "summary.json").exists())
-    told = job.summary(1)
-    assert (told["outcome"], told["verdict"]) == ("wipe_out", "valid"), told["reasons"]
+    summary = job.summary(1)
+    assert (summary["outcome"], summary["verdict"]) == ("wipe_out", "valid"), summary["reasons"]
     assert resumed_from(job, 2) >= job.summary()["steps_committed"]
     started = [text_of(job.run(2) / f"logs/node-{node}.log") for node in range(2)]
     assert [f"started on {name}" in log for name, log in zip(("n1", "n3"), started, strict=True)] == [True] * 2
@@ -94,9 +94,9 @@ def test_an_array_trains_each_of_its_jobs_by_itself(
     preset.write_text(dump_run_config(config))
     words = ("--config", str(preset), "--run-dir", str(folder), "--array", "train.seed=1,2", "--wait")
     spare("submit", *words)
-    told = json.loads(spare("status", str(folder), "--json"))["tasks"]
-    assert [job["state"] for job in told.values()] == ["COMPLETED"] * 2
-    assert [job["runs"]["attempt-000"]["steps_committed"] for job in told.values()] == [3] * 2
-    assert len({job["runs"]["attempt-000"]["final_loss"] for job in told.values()}) == 2
-    for task in told:
+    jobs = json.loads(spare("status", str(folder), "--json"))["tasks"]
+    assert [job["state"] for job in jobs.values()] == ["COMPLETED"] * 2
+    assert [job["runs"]["attempt-000"]["steps_committed"] for job in jobs.values()] == [3] * 2
+    assert len({job["runs"]["attempt-000"]["final_loss"] for job in jobs.values()}) == 2
+    for task in jobs:
         assert spare("check", str(folder / task / "attempt-000")).startswith("valid")

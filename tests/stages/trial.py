@@ -76,11 +76,11 @@ def _assert_can_go_on(corpus: Path, run_dir: Path, step: int, expected: Run) -> 
 
 
 def _watch(cell: Cell) -> Watch:
-    """The group that was lost first is taken in at a certain step, or its next life if it is killed before that."""
+    """The group that was lost first is taken in at a certain step, or its next incarnation if it is killed before."""
     if cell.place != "join":
         return Watch()
-    life = 2 if cell.phase is FaultPoint.JOIN_WAIT else 1
-    return Watch(awaited=frozenset({(AWAITED, Member(GroupId(RETURNING), life))}))
+    incarnation = 2 if cell.phase is FaultPoint.JOIN_WAIT else 1
+    return Watch(awaited=frozenset({(AWAITED, Member(GroupId(RETURNING), incarnation))}))
 
 
 def _config(
@@ -99,7 +99,7 @@ def _config(
     settings = {"interval_steps": SAVE_EVERY, "asynchronous": False, "keep_last": 9, **checkpoint}
     return replace(
         config,
-        # Nobody falls silent here, whatever the machine is busy with.
+        # No process falls silent here, whatever the machine is busy with.
         control=replace(config.control, heartbeat_interval_s=3.0),
         checkpoint=replace(config.checkpoint, **settings),
         faults=replace(config.faults, trace=tuple(faults)),

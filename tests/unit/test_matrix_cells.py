@@ -13,7 +13,7 @@ from tests.matrix.cells import (
     MOMENTS,
     NUM_GROUPS,
     NUM_STAGES,
-    SLICE_REDUNDANCY,
+    PARTITION_REDUNDANCY,
     draw_faults,
     sample_cells,
 )
@@ -56,7 +56,7 @@ def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> Non
 
 def test_a_group_that_is_hit_while_it_copies_has_something_to_copy() -> None:
     cell = next(cell for cell in CELLS if cell.moment.phase is FaultPoint.REPAIR)
-    partitioning = PartitionSetup(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
+    partitioning = PartitionSetup(num_groups=NUM_GROUPS, redundancy=PARTITION_REDUNDANCY)
     whole = first_ownership(partitioning, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
     for seed in range(20):
         before, fault = draw_faults(cell, seed)

@@ -1,4 +1,4 @@
-"""When a simulated group tells of its state in its votes, and which state a newcomer takes over."""
+"""When a simulated group reports its state in its votes, and which state a newcomer takes over."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,13 @@ from spare_megatron.stacking.layout import GroupId, Member
 from tests.protocol.saved import Content
 
 
-class Telling:
+class StateReports:
     """What one group knows of it: other groups may know otherwise, where they had the parameters sooner or later.
 
     Attributes:
-        is_wanted: State is told in any case when the parameters are there.
-        is_due: The next vote tells of it.
-        is_whole: It also tells of what shows in the parameters one update later.
+        is_wanted: State is reported in any case when the parameters are there.
+        is_due: The next vote reports it.
+        is_whole: It also reports what shows in the parameters one update later.
         copied_from: The group that it has that from.
     """
 

@@ -1,4 +1,4 @@
-"""Fences and beats when the log is long, or others are always faster: nobody may be taken for dead meanwhile."""
+"""Fences and beats when the log is long, or others are always faster: no live group may be fenced meanwhile."""
 
 import math
 import time
@@ -100,7 +100,7 @@ def test_a_fence_is_not_repeated_right_after_it_whatever_is_known_of_the_log() -
                 assert fence(log_of(Log(*entries)), LOST, "dead", from_index=hint) == run_state
 
 
-def test_fences_of_others_and_of_earlier_lives_are_not_taken_for_it() -> None:
+def test_fences_of_other_groups_and_earlier_incarnations_are_ignored() -> None:
     store = Log(Fence(group=GroupId(1), incarnation=1), Fence(group=LOST.group, incarnation=0))
     assert fence(log_of(store), LOST, "dead", from_index=0) == 2
 
@@ -131,7 +131,7 @@ class Endless(Log):
 
 
 class Growing(Endless):
-    """A log that has some hundred entries more whenever somebody asks for the next."""
+    """A log that has some hundred entries more whenever a reader asks for the next."""
 
     def get(self, names: Sequence[str]) -> list[str | None]:
         num_entries = sum(key.startswith(LOG) for key in self.values)

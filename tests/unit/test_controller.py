@@ -359,7 +359,7 @@ def test_of_two_incarnations_of_a_group_the_later_is_taken_in() -> None:
     assert admit == AdmitGroups(step=1, members=(Member(GroupId(1), 2),), donors=members(0), earlier=members(0, 2, 3))
 
 
-def test_a_restart_leaves_out_those_who_are_fenced() -> None:
+def test_a_restart_leaves_out_fenced_groups() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1), Restart(step=0, members=members(0, 1, 2, 3)))

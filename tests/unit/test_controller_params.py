@@ -121,7 +121,7 @@ def test_what_such_a_group_saved_of_it_is_not_started_from() -> None:
     assert controller._saves.saved == {0}
 
 
-def test_a_lost_group_counts_among_those_who_say_which_parameters_are_right() -> None:
+def test_a_lost_group_counts_in_the_vote_on_the_right_parameters() -> None:
     controller = make_controller(num_groups=3)
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(0))

@@ -122,7 +122,7 @@ def test_a_group_without_parameters_makes_all_groups_gather_again_before_it_comp
     assert last_attempt(again).plan_digest == patch.plan.digest
 
 
-def test_a_second_patch_comes_after_the_first_for_who_has_computed_neither() -> None:
+def test_a_group_that_has_computed_neither_patch_gets_the_second_after_the_first() -> None:
     controller = make_controller(redundancy=3)
     begun = fold(controller, Commit(step=0, attempt=0))
     one = fold(controller, fence(1), Retry(step=1, attempt=1))

@@ -49,7 +49,7 @@ def test_a_node_ends_with_the_driver_where_both_are_here() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_driver_that_does_not_read_blocks_no_supervisor() -> None:
-    """One that is stopped once kept a supervisor from fencing anybody. Its messages are there when it goes on."""
+    """One that is stopped once kept a supervisor from fencing any group. Its messages are there when it goes on."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=True)
     reports = [RankRaised(group=GroupId(0), rank=rank, traceback="x" * 2**20) for rank in range(4)]

@@ -85,7 +85,7 @@ def test_the_head_of_a_long_log_is_found_in_few_reads() -> None:
             assert store.num_requests <= 2 * math.log2(length - hint + 1) + 2
 
 
-def test_a_fence_by_who_knows_nothing_of_a_long_log_takes_few_requests() -> None:
+def test_a_fence_by_a_client_new_to_a_long_log_takes_few_requests() -> None:
     store = Log(*commits(2000))
     assert fence(log_of(store), LOST, "dead", from_index=0) == 2000
     assert store.values[keys.entry(2000)] == encode_entry(Fence(group=LOST.group, incarnation=1, reason="dead"))
@@ -234,7 +234,7 @@ def test_who_follows_a_long_log_goes_on_beating_and_knows_that_the_store_answers
 
 
 def test_a_link_that_breaks_in_whatever_way_says_so() -> None:
-    """A thread that ended without a word left the node without anybody to fence its groups."""
+    """A thread that ended without a word left the node without a thread to fence its groups."""
     store = Log()
     link, inbox = link_to(store)
 

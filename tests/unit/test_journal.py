@@ -178,7 +178,7 @@ def test_a_run_of_before_there_were_domains_had_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_fold_of_the_check_and_the_controller_agree_on_who_takes_part(seed: int) -> None:
+def test_the_fold_of_the_check_and_the_controller_agree_on_the_members(seed: int) -> None:
     """Two that share no code read the same random log of fences, admissions and restarts of all incarnations."""
     random = Random(seed)
     setup = ControllerSetup(placement=make_placement("golomb", 5, 5), microbatches_per_shard=1, num_steps=99)
@@ -219,7 +219,7 @@ def test_the_last_commit_admits_no_group_and_no_other_may_follow() -> None:
     assert fold_log(entries, RUN).errors == ("step 1 is committed after the last",)
 
 
-def test_a_step_begins_with_those_who_were_taken_in_before_it() -> None:
+def test_a_step_begins_with_the_groups_admitted_before_it() -> None:
     entries: dict[int, dict[str, Any]] = {
         0: {"entry": "fence", "group": 1, "incarnation": 0},
         1: {"entry": "commit", "step": 0, "attempt": 0},
@@ -262,7 +262,7 @@ def test_a_journal_without_a_run_proves_nothing() -> None:
     assert check_journal(journal_of((1.0, VOTE))).verdict == "unknown"
 
 
-def test_a_recovery_is_that_of_the_survivor_who_finished_computing_last() -> None:
+def test_a_recovery_is_that_of_the_survivor_that_finished_computing_last() -> None:
     fault = FaultRecord(group=3, rank=0, step=7, phase="forward", kind="kill")
     journal = journal_of((100.0, fault), (105.0, recovery(0, 101.0, 104.0)), (105.0, recovery(1, 103.0, 103.5)))
     [found] = find_recoveries(journal)

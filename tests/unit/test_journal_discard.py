@@ -128,7 +128,7 @@ def test_a_group_lost_before_it_entered_the_next_reduction_may_have_had_other_pa
     assert (verdict.verdict, verdict.reasons, verdict.steps_committed) == ("valid", (), 2)
 
 
-def test_those_who_stay_must_have_the_same_parameters() -> None:
+def test_survivors_must_have_the_same_parameters() -> None:
     verdict = checked([commit(0, 0), DISCARD, AGAIN, commit(1, 2)], wrong=(0, 2))
     assert verdict.verdict == "invalid"
     assert verdict.reasons == ("invalid: after 1 steps the groups hold different parameters",)

@@ -37,7 +37,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
     rng = np.random.default_rng(1)
     loss = rng.normal(size=num_steps)
     loss[num_steps // 3] = HIGHEST_LOSS
-    everybody, hit = frozenset(range(num_groups)), frozenset({0})
+    all_groups, hit = frozenset(range(num_groups)), frozenset({0})
     lost = [hit if index % 10 == 0 else frozenset() for index in range(num_steps)]
     steps = CommittedSteps(
         step=np.arange(num_steps),
@@ -46,7 +46,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         grad_norm=loss,
         learning_rate=np.linspace(1e-3, 1e-5, num_steps),
         is_undone=np.zeros(num_steps, np.bool_),
-        members=[everybody - gone if gone else everybody for gone in lost],
+        members=[all_groups - gone if gone else all_groups for gone in lost],
         lost=lost,
         step_s=np.broadcast_to(rng.random((num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
         load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),

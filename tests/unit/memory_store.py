@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 
 class MemoryStore:
-    """A `ControlStore` that nobody else reaches, as far as tests need one.
+    """A `ControlStore` that no other process reaches, as far as tests need one.
 
     Args:
         values: What stands in it at first.

@@ -36,7 +36,7 @@ class SilentServer:
         self._others: list[socket.socket] = []
         self._clients: list[socket.socket] = []
         if point == "connection":
-            # The kernel takes as many connections as it is told to, which are never accepted, and drops all others.
+            # The kernel takes as many connections as its backlog allows, never accepted, and drops all others.
             self._others = [self._knock() for _ in range(4)]
             # A busy kernel may see to the first of them later: until then it counts as one that knocks.
             assert select.select([], self._others, [], _PATIENT_S)[1]
@@ -53,7 +53,7 @@ class SilentServer:
         end_s = time.monotonic() + timeout_s
         while not (self._is_reached.is_set() or self._count_knocking() > self._num_knocking):
             if time.monotonic() > end_s:
-                raise TimeoutError(f"nobody waits for the {self._point} of a silent server")
+                raise TimeoutError(f"no client waits for the {self._point} of a silent server")
             time.sleep(_POLL_S)
 
     def close(self) -> None:

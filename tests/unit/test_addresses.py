@@ -44,7 +44,7 @@ def test_a_loopback_address_is_taken_only_if_there_is_no_other(
     assert ways == expected_asked
 
 
-def test_a_name_that_stands_for_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_does_not_resolve_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards([LOOPBACK]) == LOOPBACK
 
     def unknown(*_: object, **__: object) -> None:

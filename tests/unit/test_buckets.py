@@ -1,4 +1,4 @@
-"""Buckets in flight: what a rank has written over its local sums, everybody holds, in every order of events."""
+"""Buckets in flight: what a rank has written over its local sums, all groups hold, in every order of events."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -116,7 +116,7 @@ def test_whatever_happens_survivors_can_go_on_from_what_all_of_them_hold(
         for rank in survivors:
             # A sum over a local sum that has to be reduced again would be counted twice.
             assert windows[rank].num_everywhere <= agreed
-            # And whatever is kept, everybody holds, be it staged or in its place.
+            # And whatever is kept, all groups hold, be it staged or in its place.
             assert windows[rank].num_complete >= agreed
             most_staged = max(most_staged, windows[rank].num_posted - windows[rank].num_everywhere)
             most_in_flight = max(most_in_flight, windows[rank].num_posted - windows[rank].num_complete)

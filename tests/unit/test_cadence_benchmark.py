@@ -1,4 +1,4 @@
-"""The figures of benchmarks/cadence.py that no run tells: the mean over all draws of the kills, the best interval."""
+"""The figures of benchmarks/cadence.py that no run shows: the mean over all draws of the kills, the best interval."""
 
 import re
 from argparse import Namespace

@@ -136,7 +136,7 @@ def test_groups_that_share_processors_compute_faster_than_they_seem_to() -> None
     assert (found.reduce_s, found.update_s) == (pytest.approx(0.75), pytest.approx(0.25))
 
 
-def test_unequal_loads_tell_how_much_of_the_pipeline_fill_is_not_hidden() -> None:
+def test_unequal_loads_show_how_much_of_the_pipeline_fill_is_not_hidden() -> None:
     # (4 + 0.5) microbatches in 4.5 s and (6 + 0.5) in 6.5 s; a pipeline of two stages costs 1 at most.
     run = dataclasses.replace(RUN, pipeline_fill=1.0)
     parts = [*part_of_step(0, FIRST, 4.5, 4), *part_of_step(1, FIRST, 6.5, 6)]

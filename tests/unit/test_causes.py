@@ -27,7 +27,7 @@ _FRAMES = """Traceback (most recent call last):
         (f"{INJECTED}: raised on purpose", False),
     ],
 )
-def test_what_is_told_is_the_exception_and_no_advice(text: str, may_be_met_by_others: bool) -> None:
+def test_the_reason_is_the_exception_and_no_advice(text: str, may_be_met_by_others: bool) -> None:
     first = text.splitlines()[0]
     assert cause_of_end(ExitCode.RAISED, _FRAMES + text) == (first, first if may_be_met_by_others else "")
 
@@ -42,7 +42,7 @@ def test_of_a_chain_the_last_exception_counts() -> None:
     assert cause_of_end(ExitCode.RAISED, chain) == ("OSError: 2", "OSError: 2")
 
 
-def test_without_a_traceback_the_exit_code_tells() -> None:
+def test_without_a_traceback_the_exit_code_is_the_reason() -> None:
     assert cause_of_end(-9) == ("SIGKILL", "")
     assert cause_of_end(ExitCode.GROUP_BROKEN) == ("lost a peer in its group", "")
 

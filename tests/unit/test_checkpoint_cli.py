@@ -54,7 +54,7 @@ def test_an_interrupted_verification_has_found_no_damage(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "show"])
-def test_a_folder_that_cannot_be_read_is_told_in_a_line(
+def test_a_folder_that_cannot_be_read_is_reported_in_a_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_all(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_newest_is_shown(tmp_path: Path) -> None:
     assert "group 0, incarnation 0" in output
 
 
-def test_slices_of_the_optimizer_state_are_shown_with_their_writers(tmp_path: Path) -> None:
+def test_partitions_of_the_optimizer_state_are_shown_with_their_writers(tmp_path: Path) -> None:
     save(tmp_path, 5)
     assert "optimizer state           replicated" in invoke("show", tmp_path)[1]
     save(tmp_path, 10, config=STACKED, writers=MEMBERS[:2])

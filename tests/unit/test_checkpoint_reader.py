@@ -35,9 +35,7 @@ def test_files_are_read_once_and_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut_short, Path.unlink])
-def test_what_is_missing_is_seen_at_a_glance_and_a_flipped_bit_is_not(
-    tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
+def test_the_quick_check_finds_missing_data_but_no_flipped_bit(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     path = save(tmp_path, 10)
     flip_a_bit(path / "0.distcp")
     glance(path)
@@ -52,7 +50,7 @@ def test_other_files_under_the_same_step_are_another_checkpoint(tmp_path: Path) 
     assert candidate_of(first.manifest) != candidate_of(glance(save(tmp_path, 11)).manifest)
 
 
-def test_reading_keeps_nobody_waiting_and_is_given_up_when_nobody_needs_it(
+def test_reading_does_not_block_and_stops_when_it_is_no_longer_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a checkpoint that takes longer to read than a group may take to start."""

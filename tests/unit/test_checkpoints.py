@@ -68,7 +68,7 @@ def save(
     config: RunConfig = CONFIG,
     writers: Sequence[Member] = (),
 ) -> Path:
-    """A checkpoint of two files, published; with slices where there are writers of them."""
+    """A checkpoint of two files, published; with state partitions where there are writers of them."""
     action = SaveCheckpoint(step=step, member=MEMBERS[0], voters=MEMBERS, epoch=1)
     if writers:
         action = replace(action, hosts=tuple((member,) for member in MEMBERS), owners=MEMBERS)
@@ -92,7 +92,7 @@ def test_a_checkpoint_is_what_was_published(tmp_path: Path) -> None:
     assert (manifest.num_samples, manifest.terms) == (10 * 4 * 4 * 2, terms_of(CONFIG))
 
 
-def test_a_manifest_says_who_wrote_slices_of_the_optimizer_state(tmp_path: Path) -> None:
+def test_a_manifest_names_the_writers_of_the_state_partitions(tmp_path: Path) -> None:
     assert verify(save(tmp_path, 1)).manifest.optimizer == {"sharding": "replicated"}
     found = verify(save(tmp_path, 2, config=STACKED, writers=[MEMBERS[2], MEMBERS[0], MEMBERS[2]])).manifest
     assert found.optimizer == {"sharding": "stacked", "num_slices": 3, "redundancy": 1, "writers": [0, 2]}
@@ -209,10 +209,10 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tm
     for step in (5, 10):
         save(tmp_path, step)
     cut_short(checkpoint_path(tmp_path, 10) / "0.distcp")
-    told = []
+    refused = []
     config = load_config(tmp_path, interval_steps=5)
-    assert resolve_load(config, tmp_path, told.append).checkpoint.load.endswith("step-00000005")
-    assert [item.reason for item in told] == ["step-00000010: 0.distcp has 1999 bytes, and 2000 were written"]
+    assert resolve_load(config, tmp_path, refused.append).checkpoint.load.endswith("step-00000005")
+    assert [item.reason for item in refused] == ["step-00000010: 0.distcp has 1999 bytes, and 2000 were written"]
 
 
 def test_a_checkpoint_that_is_named_and_damaged_is_refused(tmp_path: Path) -> None:
@@ -230,14 +230,14 @@ def test_a_refused_checkpoint_stays_and_the_one_before_takes_its_place(tmp_path:
     for step in (5, 10):
         save(tmp_path, step)
     refuse(tmp_path, WRONG)
-    refuse(tmp_path, replace(WRONG, reason="told twice"))
+    refuse(tmp_path, replace(WRONG, reason="refused twice"))
     assert visible_steps(tmp_path) == [10, 5]
     with pytest.raises(DamagedCheckpoint, match=REFUSED):
         verify(checkpoint_path(tmp_path, 10))
-    told = []
+    refused = []
     config = load_config(tmp_path, interval_steps=5)
-    assert resolve_load(config, tmp_path, told.append).checkpoint.load.endswith("step-00000005")
-    assert [item.reason for item in told] == [REFUSED]
+    assert resolve_load(config, tmp_path, refused.append).checkpoint.load.endswith("step-00000005")
+    assert [item.reason for item in refused] == [REFUSED]
     with pytest.raises(ValueError, match=f"cannot be used: {REFUSED}; choose an earlier one"):
         resolve_load(load_config(checkpoint_path(tmp_path, 10)), tmp_path, pytest.fail)
     assert not refusal_of(save(tmp_path, 10)), "one that is saved again is another"
@@ -330,15 +330,15 @@ def test_groups_and_microbatches_may_change_if_the_global_batch_stays(tmp_path: 
 
 
 def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() -> None:
-    """With another activation function the parameters fit, and training went on with a model nobody had trained."""
+    """With another activation function the parameters fit, and training went on with an untrained model."""
     silu = replace(CONFIG, megatron={"activation_func": "silu", "recompute_granularity": "selective"})
     (text,) = differences(terms_of(CONFIG), silu)
     assert text.startswith("[megatron] = activation_func=silu, and the checkpoint was trained with none of its fields")
     assert differences(terms_of(silu), CONFIG) != []
     assert differences(terms_of(silu), replace(CONFIG, megatron={"activation_func": "silu"})) == []
     assert differences(terms_of(CONFIG), replace(CONFIG, megatron={"normalization": "LayerNorm"})) == []
-    untold = {key: value for key, value in terms_of(CONFIG).items() if key != "[megatron]"}
-    assert differences(untold, silu) == [], "a checkpoint of an earlier version"
+    earlier = {key: value for key, value in terms_of(CONFIG).items() if key != "[megatron]"}
+    assert differences(earlier, silu) == [], "a checkpoint of an earlier version"
 
 
 def reading(identity: str, config: RunConfig = CONFIG, *, is_allowed: bool = False) -> RunConfig:
@@ -365,8 +365,8 @@ def test_another_corpus_is_another_training_unless_that_is_allowed(tmp_path: Pat
 
 
 def test_a_checkpoint_of_an_earlier_version_does_not_say_of_which_corpus_it_is() -> None:
-    untold = {key: value for key, value in terms_of(CONFIG).items() if key != "data.identity"}
-    assert differences(untold, reading("9f86d081, 300 tokens")) == []
+    earlier = {key: value for key, value in terms_of(CONFIG).items() if key != "data.identity"}
+    assert differences(earlier, reading("9f86d081, 300 tokens")) == []
 
 
 def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_path: Path) -> None:

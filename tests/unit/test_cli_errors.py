@@ -27,7 +27,7 @@ from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 SCENARIO = Scenario(
-    name="told",
+    name="scenario",
     num_groups=4,
     redundancy=2,
     microbatches_per_shard=2,
@@ -60,7 +60,7 @@ def train(tmp_path: Path) -> list[str]:
     return ["train", "--config", DEMO, "--set", f"data.corpus={tmp_path}/corpus"]
 
 
-def test_everything_is_done_whatever_becomes_of_the_rest_and_every_failure_is_told() -> None:
+def test_all_steps_run_even_if_some_fail_and_every_failure_is_reported() -> None:
     done: list[str] = []
 
     def fail(error: Exception) -> None:
@@ -90,7 +90,7 @@ def test_an_interrupted_check_has_found_nothing(run_dir: Path, monkeypatch: pyte
     assert spare("check", run_dir, expected=130) == "spare check: interrupted\n"
 
 
-def test_status_says_that_nobody_drives_a_run_any_more(run_dir: Path) -> None:
+def test_status_says_that_a_run_has_lost_its_driver(run_dir: Path) -> None:
     assert "its driver" not in spare("status", run_dir), "one without a lock, as a simulated one, has none"
     (run_dir / LOCK).touch()
     assert "its driver is gone, and has not written how the run ended" in spare("status", run_dir)
@@ -105,13 +105,13 @@ def test_status_says_how_much_room_is_left_in_etcd(run_dir: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     metrics.write_text('{"step": 0, "train/loss": 3.0}\n')
     assert "etcd" not in spare("status", run_dir), "one with the embedded store"
-    told = {"step": 1, "spare/store_bytes": 2**30}
+    output = {"step": 1, "spare/store_bytes": 2**30}
     torn = '{"train/loss": 3.0, "spare/store_bytes": 7' + " " * (2**16 - 40) + "}\n"
     metrics.write_text(torn + '{"step": 1}\n')
     assert "etcd" not in spare("status", run_dir), "only the end of a long file is read, from anywhere in a line on"
-    metrics.write_text(torn + json.dumps(told) + '\n{"step": 2}\n{"spare/store_bytes": 5')
+    metrics.write_text(torn + json.dumps(output) + '\n{"step": 2}\n{"spare/store_bytes": 5')
     assert "etcd holds 1 GiB, as the run last read it\n" in spare("status", run_dir)
-    metrics.write_text(json.dumps(told | {"spare/store_limit_bytes": 2**33}) + "\n")
+    metrics.write_text(json.dumps(output | {"spare/store_limit_bytes": 2**33}) + "\n")
     assert "etcd holds 1 GiB of the 8 GiB of its --quota-backend-bytes, as the" in spare("status", run_dir)
     found = json.loads(spare("status", run_dir, "--json"))
     assert (found["store_bytes"], found["store_limit_bytes"]) == (2**30, 2**33)
@@ -130,8 +130,8 @@ def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> No
         (logs / f"{name}.log").write_text(text)
         os.utime(logs / f"{name}.log", (at_s, at_s))
     (logs / "group-0002-rank-0.log").touch()
-    told = spare("logs", run_dir, "--lines", 1)
-    assert told == f"==> {logs}/group-0001-rank-0.log <==\ntwo\n==> {logs}/supervisor-0.log <==\nthree\n"
+    output = spare("logs", run_dir, "--lines", 1)
+    assert output == f"==> {logs}/group-0001-rank-0.log <==\ntwo\n==> {logs}/supervisor-0.log <==\nthree\n"
     assert spare("logs", run_dir, 1) == "one\ntwo\n"
     assert f"{run_dir} holds no log of group 3" in spare("logs", run_dir, 3, expected=2)
 
@@ -139,8 +139,8 @@ def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> No
 @pytest.mark.parametrize("command", ["report", "timeline"])
 def test_a_file_that_cannot_be_made_is_refused_at_once(command: str, run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "missing/page"
-    told = spare(command, run_dir, "--out", out, expected=2)
-    assert f"--out {out}: there is no directory {tmp_path}/missing; make it" in told
+    output = spare(command, run_dir, "--out", out, expected=2)
+    assert f"--out {out}: there is no directory {tmp_path}/missing; make it" in output
     assert f"--out {tmp_path} is a directory; name a file in it" in spare(
         command, run_dir, "--out", tmp_path, expected=2
     )
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_made_is_refused_at_once(command: str, run_dir: Pa
 
 @pytest.mark.parametrize("command", ["report", "timeline"])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_file_in_a_folder_of_somebody_else_is_refused_at_once(
+def test_a_file_in_a_folder_of_another_user_is_refused_at_once(
     command: str, is_named: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is not named: those who may read a run may not all write into its directory."""
@@ -157,8 +157,8 @@ def test_a_file_in_a_folder_of_somebody_else_is_refused_at_once(
     # Root may write anywhere.
     monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK or Path(path) != not_mine)
     words = ("--out", target) if is_named else ()
-    told = spare(command, run_dir, *words, expected=2)
-    assert f"--out {target} cannot be written: {run_dir} is not yours to write; choose another" in told
+    output = spare(command, run_dir, *words, expected=2)
+    assert f"--out {target} cannot be written: {run_dir} is not yours to write; choose another" in output
     target.touch()
     not_mine = target
     assert f"--out {target} cannot be written: {target} is not" in spare(command, run_dir, *words, expected=2)
@@ -172,8 +172,8 @@ def test_a_note_beside_the_corpus_that_is_not_ours_is_named(train: list[str], tm
     """Text of such a name is what Megatron's own preprocessing reads."""
     for text in ('{"text": "a document"}\n{"text": "another"}\n', '{"tokenizer": "byte"}', "[]", ""):
         (tmp_path / "corpus.json").write_text(text)
-        told = spare(*train, expected=2)
-        assert f"{tmp_path}/corpus.json does not say with which vocabulary the corpus was written" in told
+        output = spare(*train, expected=2)
+        assert f"{tmp_path}/corpus.json does not say with which vocabulary the corpus was written" in output
 
 
 def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_started(
@@ -181,23 +181,23 @@ def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_star
 ) -> None:
     """Also where only this process may not take more, as with ulimit -v."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**33, 2**40))
-    told = spare(*train, "--set", "train.steps=100000000", "--set", "train.max_minutes=1", expected=2)
-    assert "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, but this machine has" in told
+    output = spare(*train, "--set", "train.steps=100000000", "--set", "train.max_minutes=1", expected=2)
+    assert "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, but this machine has" in output
 
 
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(
     train: list[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "corpus.bin"
-    told = spare(*train, "--run-dir", file / "run", expected=2)
-    assert f"--run-dir {file}/run cannot be made: {file} is a file; choose another" in told
-    told = spare(*train, "--set", "checkpoint.interval_steps=5", "--set", f"checkpoint.folder={file}", expected=2)
-    assert f"checkpoint.folder {file} cannot be made" in told
+    output = spare(*train, "--run-dir", file / "run", expected=2)
+    assert f"--run-dir {file}/run cannot be made: {file} is a file; choose another" in output
+    output = spare(*train, "--set", "checkpoint.interval_steps=5", "--set", f"checkpoint.folder={file}", expected=2)
+    assert f"checkpoint.folder {file} cannot be made" in output
 
 
 def test_a_run_that_has_no_checkpoints_to_resume_with_does_not_begin_anew_in_silence(train: list[str]) -> None:
-    told = spare(*train, "--resume", expected=2)
-    assert "--resume starts from the newest checkpoint in checkpoint.folder, which is not set" in told
+    output = spare(*train, "--resume", expected=2)
+    assert "--resume starts from the newest checkpoint in checkpoint.folder, which is not set" in output
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
@@ -236,7 +236,7 @@ def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str
     assert message.format(command=command) in spare(command, *presets, expected=2)
 
 
-def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:
+def test_a_pause_for_the_control_store_is_reported_once(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120)
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for event in (*(StoreAway(node=node, limit_s=60.0) for node in (0, 1)), StoreBack(node=1, away_s=2.5)):
@@ -252,15 +252,15 @@ def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named(run_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = spare("serve", run_dir, "--port", port, expected=2)
-    assert f"--port {port}: Address already in use; choose another, or 0 for a free one" in told
+        output = spare("serve", run_dir, "--port", port, expected=2)
+    assert f"--port {port}: Address already in use; choose another, or 0 for a free one" in output
 
 
 @pytest.mark.parametrize("corpus", ["", ".", "/"])
 def test_a_corpus_without_a_name_is_missing_like_any_other(corpus: str) -> None:
-    """`PosixPath('.') has an empty name` was all that was told to whoever had not set it."""
-    told = spare("train", "--config", DEMO, "--set", f"data.corpus={corpus}", expected=2)
-    assert "spare train: this configuration cannot run:\n  - data.corpus" in told
+    """`PosixPath('.') has an empty name` was the whole message for an unset value."""
+    output = spare("train", "--config", DEMO, "--set", f"data.corpus={corpus}", expected=2)
+    assert "spare train: this configuration cannot run:\n  - data.corpus" in output
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_a_corpus_without_a_name_is_missing_like_any_other(corpus: str) -> None:
         ("ca_file", "cannot use control.ca_file, cert_file, key_file = ['/nope']: [Errno 2] No such file or directory"),
     ],
 )
-def test_files_for_etcd_that_are_not_there_are_told_before_anything_starts(
+def test_missing_files_for_etcd_are_reported_before_anything_starts(
     setting: str, message: str, train: list[str], tmp_path: Path
 ) -> None:
     """A missing certificate was a traceback, and missing credentials a run that had failed."""
     etcd = ["--set", "control.store=etcd", "--set", 'control.endpoints=["https://127.0.0.1:1"]']
-    told = spare(*train, *etcd, "--set", f"control.{setting}=/nope", "--run-dir", tmp_path / "run", expected=2)
-    assert f"spare train: {message}" in told
+    output = spare(*train, *etcd, "--set", f"control.{setting}=/nope", "--run-dir", tmp_path / "run", expected=2)
+    assert f"spare train: {message}" in output
     assert not (tmp_path / "run").exists()

@@ -46,7 +46,7 @@ def test_the_table_reads_like_times_of_day(tmp_path: Path) -> None:
     assert re.search(r"save every +50 min \d+ s", result.output)
 
 
-def test_slices_get_more_hosts_where_copies_take_longer() -> None:
+def test_state_partitions_get_more_hosts_where_copies_take_longer() -> None:
     quick, slow = figures("--slice-copy", "10s")["slices"], figures("--slice-copy", "2h")["slices"]
     assert quick["copy_s"] == 10.0
     assert 1 < quick["redundancy"] < slow["redundancy"]
@@ -65,7 +65,7 @@ def test_facts_choose_the_policy() -> None:
 
 
 def test_every_policy_has_its_figures_in_one_place() -> None:
-    """Whoever compares with the paper finds stack, whoever trains finds what `spare train` does, whichever is asked."""
+    """Both `stack` as in the paper and what `spare train` does are shown, whichever is asked for."""
     contract = {"redundancy", "cadence_s", "endured_losses", "time_to_train_ratio", "availability"}
     for options in ([], ["--microbatches", "16"], ["--repair", "10m"]):
         found = figures(*options)
@@ -104,7 +104,7 @@ def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
     assert found["facts"]["last_resort"]
 
 
-def test_the_table_tells_what_a_plan_rests_on() -> None:
+def test_the_table_shows_the_assumptions_of_a_plan() -> None:
     options = ["--repair", "10m", "--join", "30s", "--groups", "100", "--redundancy", "5"]
     result = spare_plan(*EXAMPLE, *options, "--groups-per-domain", "4", "--domain-mtbf", "7d")
     assert result.exit_code == 0, result.output
@@ -142,7 +142,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_plan_is_told_though_the_plot_cannot_be_written(tmp_path: Path) -> None:
+def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "full.png"
     path.symlink_to("/dev/full")
     result = spare_plan(*EXAMPLE, "--plot", str(path))

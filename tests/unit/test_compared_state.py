@@ -35,8 +35,8 @@ def begun(num_groups: int) -> Controller:
     return controller
 
 
-def put_out(controller: Controller, cast: Cast) -> tuple[list[int], Entry]:
-    """Who is put out for wrong state, and the entry that follows."""
+def fences_of(controller: Controller, cast: Cast) -> tuple[list[int], Entry]:
+    """Groups fenced for wrong state, and the entry that follows."""
     groups = []
     while isinstance(entry := decided(controller, cast), Fence):
         assert entry.discard
@@ -46,33 +46,33 @@ def put_out(controller: Controller, cast: Cast) -> tuple[list[int], Entry]:
     return groups, entry
 
 
-def test_votes_tell_of_it_in_the_store_as_they_were_cast() -> None:
+def test_votes_keep_their_state_digests_in_the_store() -> None:
     for vote in with_state("ab", g1=0).values():
         assert decode_vote(encode_vote(vote)) == vote
 
 
 def test_where_all_agree_the_step_is_committed() -> None:
-    assert put_out(begun(4), with_state("aaaa", g3=0)) == ([], Commit(step=0, attempt=0))
+    assert fences_of(begun(4), with_state("aaaa", g3=0)) == ([], Commit(step=0, attempt=0))
 
 
-def test_a_donor_with_wrong_state_is_put_out_with_its_newcomer() -> None:
-    groups, entry = put_out(begun(4), with_state("bbaa", g1=0))
+def test_a_donor_with_wrong_state_is_fenced_with_its_newcomer() -> None:
+    groups, entry = fences_of(begun(4), with_state("bbaa", g1=0))
     assert groups == [0, 1]
     assert entry == Retry(step=0, attempt=0, recompute=True)
 
 
 def test_two_newcomers_of_one_donor_do_not_outvote_the_others() -> None:
-    groups, _ = put_out(begun(5), with_state("bbbaa", g1=0, g2=0))
+    groups, _ = fences_of(begun(5), with_state("bbbaa", g1=0, g2=0))
     assert groups == [0, 1, 2]
 
 
-def test_a_newcomer_with_a_copy_that_is_not_what_its_donor_has_is_put_out_alone() -> None:
-    groups, _ = put_out(begun(4), with_state("abaa", g1=0))
+def test_a_newcomer_whose_copy_differs_from_its_donor_is_fenced_alone() -> None:
+    groups, _ = fences_of(begun(4), with_state("abaa", g1=0))
     assert groups == [1]
 
 
 def test_a_group_that_is_no_donor_is_found_as_well() -> None:
-    groups, _ = put_out(begun(4), with_state("aaba", g1=0))
+    groups, _ = fences_of(begun(4), with_state("aaba", g1=0))
     assert groups == [2]
 
 
@@ -80,25 +80,25 @@ def test_a_group_that_is_no_donor_is_found_as_well() -> None:
     ("digests", "donors"),
     [
         ("bba", {"g1": 0}),  # the donor, its newcomer, and one more
-        (".ab", {"g1": 0}),  # the same, and the donor is lost before it tells: the newcomer has its word
+        (".ab", {"g1": 0}),  # the same, and the donor is lost before it reports: the newcomer's digest stands for it
         ("abb", {"g1": 0, "g2": 0}),  # a donor alone, which may have changed since, or before
         ("bbaa", {"g1": 0, "g3": 2}),
         ("ab", {"g1": 0}),
     ],
 )
-def test_without_a_majority_nobody_knows_who_is_right_and_the_run_halts(digests: str, donors: dict[str, int]) -> None:
+def test_without_a_majority_the_run_halts(digests: str, donors: dict[str, int]) -> None:
     controller = begun(len(digests))
     if digests.startswith("."):
         fold(controller, Fence(group=GroupId(0)))
     assert "the same parameters and different state: " in halted(controller, with_state(digests, **donors))
 
 
-def test_who_tells_nothing_of_it_is_not_compared() -> None:
+def test_a_group_without_a_state_digest_is_not_compared() -> None:
     cast = with_state("aaa", g1=0) | {GroupId(3): Vote(is_complete=True, plan_digest="p", params_digest="same")}
     assert decided(begun(4), cast) == Commit(step=0, attempt=0)
 
 
-def test_wrong_parameters_are_told_before_it() -> None:
+def test_wrong_parameters_are_reported_before_wrong_state() -> None:
     cast = with_state("aab")
     cast[GroupId(1)] = Vote(is_complete=True, plan_digest="p", params_digest="other", state_digest="a")
     entry = decided(begun(3), cast)

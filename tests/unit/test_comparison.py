@@ -1,4 +1,4 @@
-"""Whose state is wrong, told by the digests in votes."""
+"""Finds groups with wrong state by the digests in votes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,24 +14,24 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, first_owner
 
 
 def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False, num_hosts: int = 0) -> Attempted:
-    """An attempt of some groups. A slice is to have so many hosts; at first as many as there are groups."""
+    """An attempt of some groups. A state partition is to have so many hosts; at first as many as there are groups."""
     slicing = PartitionSetup(num_groups=num_groups, redundancy=num_hosts or num_groups)
-    everybody = [GroupId(group) for group in range(num_groups)]
+    all_groups = [GroupId(group) for group in range(num_groups)]
     return Attempted(
         step=7,
         attempt=9,
-        members=tuple(group for group in everybody if str(group) not in lost),
-        voters=tuple(Member(group, 3) for group in everybody),
+        members=tuple(group for group in all_groups if str(group) not in lost),
+        voters=tuple(Member(group, 3) for group in all_groups),
         is_discarded=is_discarded,
         is_over=False,
-        ownership=first_ownership(slicing, map(Member, everybody)),
+        ownership=first_ownership(slicing, map(Member, all_groups)),
     )
 
 
-def votes(params: str, *slices: str) -> dict[GroupId, Vote]:
-    """Votes of groups 0, 1, ...: a letter for the digest of each, first of the parameters, then of each slice.
+def votes(params: str, *partitions: str) -> dict[GroupId, Vote]:
+    """Votes of groups 0, 1, ...: a letter for the digest of the parameters, then of each partition.
 
-    In capitals those that tell of a copy made since the last comparison; - for one that hosts no copy.
+    Capitals mark a copy made since the last comparison; - for one that hosts no copy.
     """
     return {
         GroupId(group): Vote(
@@ -40,7 +40,7 @@ def votes(params: str, *slices: str) -> dict[GroupId, Vote]:
             params_digest=digest,
             slice_digests=tuple(
                 PartitionDigest(PartitionId(number), row[group].lower(), row[group].islower())
-                for number, row in enumerate(slices)
+                for number, row in enumerate(partitions)
                 if row[group] != "-"
             ),
         )
@@ -48,7 +48,7 @@ def votes(params: str, *slices: str) -> dict[GroupId, Vote]:
     }
 
 
-def put_out(attempt: Attempted, cast: dict[GroupId, Vote]) -> Iterator[Fence]:
+def fences_of(attempt: Attempted, cast: dict[GroupId, Vote]) -> Iterator[Fence]:
     """One fence after the other, as the log would have them, until nothing more is said."""
     while (entry := objection(attempt, cast)) is not None:
         assert isinstance(entry, Fence), entry
@@ -59,10 +59,10 @@ def put_out(attempt: Attempted, cast: dict[GroupId, Vote]) -> Iterator[Fence]:
 
 
 def groups(attempt: Attempted, cast: dict[GroupId, Vote]) -> list[int]:
-    return [int(fence.group) for fence in put_out(attempt, cast)]
+    return [int(fence.group) for fence in fences_of(attempt, cast)]
 
 
-def test_votes_tell_of_slices_in_the_store_as_they_were_cast() -> None:
+def test_votes_keep_their_partition_digests_in_the_store() -> None:
     [vote] = votes("a", "b", "C").values()
     assert decode_vote(encode_vote(vote)) == vote
 
@@ -71,19 +71,19 @@ def test_where_all_agree_nothing_is_said() -> None:
     assert objection(attempted(4), votes("aaaa", "bb--", "-cc-", "--dd", "e--e")) is None
 
 
-def test_an_owner_whose_wrong_value_all_others_have_is_found_by_its_stand_ins() -> None:
-    """Group 0 owns slice 0 and has sent what 3 and 4 took over; only 1 and 2 have computed it themselves."""
-    [fence] = put_out(attempted(5), votes("xyyxx", "xyy--"))
+def test_an_owner_whose_wrong_value_all_others_have_is_found_by_its_replicas() -> None:
+    """Group 0 owns partition 0 and has sent what 3 and 4 took over; only 1 and 2 have computed it themselves."""
+    [fence] = fences_of(attempted(5), votes("xyyxx", "xyy--"))
     assert (fence.group, fence.incarnation) == (0, 3)
     assert fence.reason == "its state of partition 0 before step 7 differs from that of 2 other hosts"
 
 
-def test_parameters_that_came_from_a_wrong_owner_put_nobody_else_out() -> None:
+def test_parameters_from_a_wrong_owner_fence_no_other_group() -> None:
     assert groups(attempted(5), votes("xyyxz", "xyy--")) == [0]
 
 
-def test_two_hosts_that_differ_are_both_put_out_for_nobody_knows_who_is_right() -> None:
-    fences = list(put_out(attempted(4), votes("aaba", "a-b-")))
+def test_two_hosts_that_differ_are_both_fenced() -> None:
+    fences = list(fences_of(attempted(4), votes("aaba", "a-b-")))
     assert [fence.group for fence in fences] == [0, 2]
     reason = "groups [0, 2] hold different state of partition 0 before step 7, and no majority is right"
     assert {fence.reason for fence in fences} == {reason}
@@ -97,8 +97,8 @@ def test_a_copy_that_was_made_since_the_last_comparison_does_not_speak_for_its_d
     assert groups(attempted(4), votes("aaaa", "aa-B")) == [3]
 
 
-def test_a_copy_that_is_to_take_its_donors_place_makes_nobodys_word_count_for_less() -> None:
-    """Group 3 has copied from 0, which lets go when all agree: until then the slice has a host more than it is to."""
+def test_a_copy_that_replaces_its_donor_lowers_the_weight_of_no_host() -> None:
+    """Group 3 has copied from 0, which releases the partition when all agree; until then it has one host more."""
     assert groups(attempted(5, num_hosts=3), votes("aaaaa", "abaA-")) == [1]
     assert groups(attempted(5, num_hosts=3), votes("aaaaa", "aaaB-")) == [3]
     assert groups(attempted(5, num_hosts=3), votes("aaaaa", "baaB-")) == [0, 3], "the donor was wrong before"
@@ -106,8 +106,8 @@ def test_a_copy_that_is_to_take_its_donors_place_makes_nobodys_word_count_for_le
     assert groups(attempted(5, num_hosts=1), votes("aaaaa", "a--B-")) == [3]
 
 
-def test_where_all_hosts_agree_a_group_that_differs_is_put_out_alone() -> None:
-    fences = list(put_out(attempted(4), votes("aaba", "cc--", "-dd-")))
+def test_where_all_hosts_agree_a_group_that_differs_is_fenced_alone() -> None:
+    fences = list(fences_of(attempted(4), votes("aaba", "cc--", "-dd-")))
     assert [fence.group for fence in fences] == [2]
     assert "its parameters before step 7 differ from those of 3 groups" in fences[0].reason
 
@@ -119,8 +119,8 @@ def test_where_an_owner_has_sent_what_it_does_not_hold_its_hosts_are_right_again
     assert objection(attempted(5), votes("aabbb", "cc---", "--dd-")) == ANEW
 
 
-def test_where_somebody_was_lost_who_may_have_sent_the_majority_wrong_values_hosts_are_right() -> None:
-    """Group 0 owned slice 0, and is gone without a vote. Group 4 has some wrong value, too."""
+def test_hosts_outweigh_a_majority_that_a_lost_group_may_have_sent_wrong_values() -> None:
+    """Group 0 owned partition 0, and is gone without a vote. Group 4 has some wrong value, too."""
     cast = votes("-bbaaa", "-cc---", "---dd-")
     del cast[GroupId(0)]
     assert objection(attempted(6, lost="0"), cast) == ANEW
@@ -130,8 +130,8 @@ def test_hosts_that_agree_decide_where_parameters_have_no_majority() -> None:
     assert objection(attempted(4), votes("aabb", "c-c-", "-dd-")) == ANEW
 
 
-def test_where_a_slice_has_one_host_nobody_confirms_it_and_a_majority_decides() -> None:
-    """If the host has changed since it sent them, its state is wrong: the slice is wiped out."""
+def test_a_partition_with_one_host_is_unconfirmed_and_a_majority_decides() -> None:
+    """If the host has changed since it sent them, its state is wrong: the state partition is wiped out."""
     assert groups(attempted(4), votes("abbb", "c---", "-dd-")) == [0]
     entry = objection(attempted(4), votes("aabb", "cc--", "---d"))
     assert isinstance(entry, Halt)
@@ -148,22 +148,22 @@ def test_nothing_is_compared_while_a_member_lacks_parameters() -> None:
 
 def test_a_lost_group_that_was_wrong_still_discards_the_attempt() -> None:
     cast = votes("aaba", "aab-")
-    [fence] = put_out(attempted(4, lost="2"), cast)
+    [fence] = fences_of(attempted(4, lost="2"), cast)
     assert fence.group == 2
     assert objection(attempted(4, lost="2", is_discarded=True), cast) is None
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
 def test_who_remains_is_more_than_half_of_the_hosts_by_copies_that_were_compared_before(num_hosts: int) -> None:
-    """All states and histories of the hosts of a slice, against the sentence itself."""
-    for told in product("abcABC", repeat=num_hosts):
-        cast = votes("p" * (num_hosts + 1), "".join(told) + "-")
+    """All states and histories of the hosts of a state partition, against the sentence itself."""
+    for letters in product("abcABC", repeat=num_hosts):
+        cast = votes("p" * (num_hosts + 1), "".join(letters) + "-")
         remaining = set(range(num_hosts)) - set(groups(attempted(num_hosts + 1), cast))
         expected = set(range(num_hosts))
-        if len({one.lower() for one in told}) > 1:
-            right = [value for value in "abc" if 2 * told.count(value) > num_hosts]
-            expected = {host for host in expected if told[host].lower() in right}
-        assert remaining == expected, told
+        if len({one.lower() for one in letters}) > 1:
+            right = [value for value in "abc" if 2 * letters.count(value) > num_hosts]
+            expected = {host for host in expected if letters[host].lower() in right}
+        assert remaining == expected, letters
 
 
 @pytest.mark.parametrize("num_others", [1, 2, 3, 4])

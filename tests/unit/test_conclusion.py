@@ -23,7 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A simulated run with wipe-outs, in files as a real one has them."""
     costs = CostModel(compute_s=60.0, reduce_s=6.0, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
     scenario = Scenario(
-        name="told",
+        name="scenario",
         num_groups=4,
         redundancy=2,
         microbatches_per_shard=2,
@@ -46,7 +46,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("num_wanted", [NUM_STEPS, 2 * NUM_STEPS])
-def test_a_long_journal_tells_how_the_run_ended_and_what_is_left(
+def test_a_long_journal_shows_how_the_run_ended_and_how_many_steps_are_left(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, num_wanted: int
 ) -> None:
     driver = run_dir / "journal" / "driver.jsonl"
@@ -54,15 +54,19 @@ def test_a_long_journal_tells_how_the_run_ended_and_what_is_left(
     proven = conclude(run_dir)
     assert proven.restarts, "the run made steps again"
     monkeypatch.setattr(summary, "PROOF_S", -1.0)
-    told = conclude(run_dir)
-    assert (told.outcome, told.steps_committed, told.steps_left) == ("finished", NUM_STEPS, num_wanted - NUM_STEPS)
-    assert (told.steps_committed, told.steps_left) == (proven.steps_committed, proven.steps_left)
-    assert told.verdict == "not run"
-    assert f"spare check {run_dir}" in told.reasons[0]
-    assert told.groups_lost is None
-    assert json.loads((run_dir / "summary.json").read_text())["steps_left"] == told.steps_left
-    assert exit_code(told, is_timed=False) == (STEPS_LEFT if told.steps_left else 0)
-    assert exit_code(replace(told, verdict="invalid"), is_timed=False) == 1
+    conclusion = conclude(run_dir)
+    assert (conclusion.outcome, conclusion.steps_committed, conclusion.steps_left) == (
+        "finished",
+        NUM_STEPS,
+        num_wanted - NUM_STEPS,
+    )
+    assert (conclusion.steps_committed, conclusion.steps_left) == (proven.steps_committed, proven.steps_left)
+    assert conclusion.verdict == "not run"
+    assert f"spare check {run_dir}" in conclusion.reasons[0]
+    assert conclusion.groups_lost is None
+    assert json.loads((run_dir / "summary.json").read_text())["steps_left"] == conclusion.steps_left
+    assert exit_code(conclusion, is_timed=False) == (STEPS_LEFT if conclusion.steps_left else 0)
+    assert exit_code(replace(conclusion, verdict="invalid"), is_timed=False) == 1
 
 
 def test_a_torn_end_of_a_file_is_no_harm(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

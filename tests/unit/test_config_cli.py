@@ -18,7 +18,7 @@ def run(*arguments: str, expected: int = 0) -> str:
     return result.output
 
 
-def test_show_tells_where_each_value_comes_from_and_what_it_comes_to() -> None:
+def test_show_prints_each_value_with_its_source() -> None:
     shown = json.loads(run("show", DEMO, "--set", "train.steps=7", "--json"))
     origins = {key: Path(shown["settings"][key]["origin"]).name for key in ("model.hidden_size", "layout.num_groups")}
     assert origins == {"model.hidden_size": "gpt_demo.toml", "layout.num_groups": "demo_cpu.toml"}
@@ -95,6 +95,6 @@ def test_what_follows_from_a_mistake_is_no_problem_of_its_own(wrong: str) -> Non
 
 
 def test_check_asks_megatron_about_its_own_fields() -> None:
-    told = run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularty=selective", expected=2)
-    assert "did you mean recompute_granularity?" in told
+    output = run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularty=selective", expected=2)
+    assert "did you mean recompute_granularity?" in output
     assert "can run" in run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularity=selective")

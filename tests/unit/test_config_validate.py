@@ -1,4 +1,4 @@
-"""Every problem and every doubt that validation knows."""
+"""Every problem and every warning that validation knows."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from spare_megatron.config.schema import DataConfig, RunConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 
 CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
-NOBODY_COMES_BACK = ("spare.rejoins=0", "checkpoint.max_restarts=0")
+NO_RETURNS = ("spare.rejoins=0", "checkpoint.max_restarts=0")
 STACKED = ("optimizer.sharding=stacked", "optimizer.redundancy=2")
 GOLOMB = ("layout.num_groups=7", "spare.redundancy=3")
 
@@ -46,7 +46,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["spare.spares=5"], "spare.spares=5 exceeds the 4 groups of a node: no more can be lost at a time; lower it"),
         (["spare.spares=2", "cluster.num_nodes=4"], "spare.spares=2 exceeds the 1 groups of a node"),
         (
-            ["spare.spares=1", *NOBODY_COMES_BACK],
+            ["spare.spares=1", *NO_RETURNS],
             "spare.spares=1 has no effect because no group comes back: spare.rejoins=0, checkpoint.max_restarts=0",
         ),
         (["spare.groups_per_domain=0"], "spare.groups_per_domain=0 must be at least 1"),
@@ -161,14 +161,14 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[1].kind=raise cannot strike the background transfer",
         ),
         (
-            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", *NOBODY_COMES_BACK],
+            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", *NO_RETURNS],
             "faults.trace[1].group=1 is the group that faults.trace[0] hits",
         ),
         (
             [
                 "layout.num_groups=1",
                 "spare.redundancy=1",
-                *NOBODY_COMES_BACK,
+                *NO_RETURNS,
                 "faults.trace=[{phase='forward'}, {phase='forward'}]",
             ],
             "faults.trace has 2 faults for layout.num_groups=1",
@@ -299,11 +299,11 @@ def test_auto_takes_gpus_when_there_are_any() -> None:
     assert resolve_device(configured("cluster.device=cpu"), dataclasses.replace(CPU, num_gpus=1)) == "cpu"
 
 
-def test_a_comfortable_run_raises_no_doubt() -> None:
+def test_a_comfortable_run_raises_no_warning() -> None:
     assert warnings(configured(*GOLOMB), CPU) == []
 
 
-def test_more_threads_than_cores_is_doubtful() -> None:
+def test_more_threads_than_cores_raise_a_warning() -> None:
     config, few = configured(*GOLOMB, "cluster.threads_per_rank=3"), dataclasses.replace(CPU, num_cores=2)
     (text,) = warnings(config, few)
     assert "7 ranks with cluster.threads_per_rank=3 share 2 cores" in text
@@ -315,7 +315,7 @@ def test_redundancy_of_one_masks_nothing() -> None:
     assert "masks nothing" in text
 
 
-def test_hosts_that_share_a_domain_are_doubtful() -> None:
+def test_hosts_that_share_a_domain_raise_a_warning() -> None:
     crowded = configured("layout.num_groups=12", "spare.redundancy=3", "spare.groups_per_domain=6")
     [text, *_] = [text for text in warnings(crowded, CPU) if "domain" in text]
     assert "2 of the spare.redundancy=3 hosts of some shard stand in one domain" in text
@@ -323,7 +323,7 @@ def test_hosts_that_share_a_domain_are_doubtful() -> None:
     assert not any("domain" in text for text in warnings(apart, CPU))
 
 
-def test_shards_that_share_hosts_are_doubtful() -> None:
+def test_shards_that_share_hosts_raise_a_warning() -> None:
     (text,) = warnings(configured("layout.num_groups=7", "spare.redundancy=3", "spare.placement=consecutive"), CPU)
     assert "share 2 of their spare.redundancy=3 hosts" in text
     assert "with spare.placement=golomb no two share more than 1" in text
@@ -343,7 +343,7 @@ def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
     assert "model.vocab_size=256 is below the vocabulary of data.corpus=text, 300 tokens" in problem
 
 
-def test_a_store_that_others_can_reach_without_a_secret_is_doubtful() -> None:
+def test_a_store_that_others_can_reach_without_a_secret_raises_a_warning() -> None:
     (text,) = warnings(configured(*GOLOMB, "control.listen_address=10.0.0.5"), CPU)
     assert "control.listen_address=10.0.0.5: the embedded store has no authentication" in text
     etcd = (*GOLOMB, "control.store=etcd")

@@ -37,7 +37,7 @@ def make_controller(
     m: int = 4,
     steps: int = 3,
     granularity: Granularity = "microbatch",
-    slices: PartitionSetup | None = None,
+    partitions: PartitionSetup | None = None,
     saves: SavePolicy | None = None,
 ) -> Controller:
     setup = ControllerSetup(
@@ -45,7 +45,7 @@ def make_controller(
         microbatches_per_shard=m,
         num_steps=steps,
         granularity=granularity,
-        partitions=slices,
+        partitions=partitions,
         saves=saves,
     )
     return Controller(setup)
@@ -129,7 +129,7 @@ def test_a_run_that_is_asked_to_end_does_so_with_the_next_commit() -> None:
     assert fold(controller, entry.entry)[-1] == FinishRun(step=1)
 
 
-def test_whoever_reads_the_last_commit_ends_with_its_step_and_takes_nobody_in() -> None:
+def test_a_group_that_reads_the_last_commit_ends_with_its_step_and_admits_no_group() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     last = Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),), is_last=True)
@@ -158,7 +158,7 @@ def test_the_same_fence_twice_changes_nothing() -> None:
     assert controller.epoch == 1
 
 
-def test_a_loss_after_everybody_reduced_commits_without_a_patch() -> None:
+def test_a_loss_after_all_groups_reduced_commits_without_a_patch() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1))
@@ -182,7 +182,7 @@ def test_the_vote_of_a_lost_group_does_not_count() -> None:
     assert append.entry == Commit(step=0, attempt=0)
 
 
-def test_an_overdue_decision_fences_the_silent_in_the_life_that_was_to_vote_and_nobody_who_waits_for_them() -> None:
+def test_an_overdue_decision_fences_the_silent_incarnations_and_not_those_that_wait_for_them() -> None:
     voters = [Member(GroupId(group), group) for group in range(4)]
     [first, second] = fence_silent_voters(7, voters, {GroupId(0), GroupId(3)}, "it took 50 s")
     assert [first.hits(voter) for voter in voters] == [False, True, False, False]
@@ -323,7 +323,7 @@ def test_a_group_that_is_a_member_already_is_not_taken_in_again() -> None:
     assert not any(isinstance(action, AdmitGroups | BuildCommunicator) for action in actions)
 
 
-def test_a_late_fence_of_an_earlier_incarnation_hits_nobody() -> None:
+def test_a_late_fence_of_an_earlier_incarnation_has_no_effect() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1), Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),)))
@@ -359,14 +359,14 @@ def test_of_two_incarnations_of_a_group_the_later_is_taken_in() -> None:
     assert admit == AdmitGroups(step=1, members=(Member(GroupId(1), 2),), donors=members(0), earlier=members(0, 2, 3))
 
 
-def test_a_restart_leaves_out_those_who_are_fenced() -> None:
+def test_a_restart_leaves_out_fenced_groups() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1), Restart(step=0, members=members(0, 1, 2, 3)))
     assert controller.members == (0, 2, 3)
 
 
-def test_whoever_writes_the_commit_decides_when_a_checkpoint_is_due() -> None:
+def test_the_writer_of_the_commit_decides_when_a_checkpoint_is_due() -> None:
     setup = ControllerSetup(
         placement=make_placement("golomb", 4, 3),
         microbatches_per_shard=4,
@@ -389,9 +389,9 @@ def test_a_restart_begins_the_step_after_the_checkpoint_in_the_first_order() -> 
     controller = make_controller(redundancy=1)
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, Commit(step=0, attempt=0), Commit(step=1, attempt=1), fence(1), Retry(step=2, attempt=2))
-    everybody = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
-    load, build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
-    assert load == LoadCheckpoint(step=1, rework_steps=1, members=everybody)
+    all_groups = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
+    load, build, compute, reduce, read = fold(controller, Restart(step=1, members=all_groups))
+    assert load == LoadCheckpoint(step=1, rework_steps=1, members=all_groups)
     assert build == BuildCommunicator(key=4, epoch=2, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert compute.plan.step == 1

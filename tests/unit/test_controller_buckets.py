@@ -35,7 +35,7 @@ def decided(controller: Controller, num_complete: dict[int, tuple[int, ...]]) ->
     [
         ({0: (3, 0), 2: (2, 4), 3: (5, 1)}, (2, 0)),
         ({0: (3, 1), 1: (0, 0), 2: (2, 4), 3: (5, 1)}, (2, 1)),  # the lost group's own say does not count
-        ({0: (3, 1), 2: (2, 4), 3: ()}, ()),  # one that has reduced nothing tells of no buckets
+        ({0: (3, 1), 2: (2, 4), 3: ()}, ()),  # one that has reduced nothing reports no buckets
     ],
 )
 def test_a_retry_keeps_for_each_rank_what_all_survivors_hold(

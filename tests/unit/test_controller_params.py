@@ -41,7 +41,7 @@ def decided(controller: Controller, cast: dict[GroupId, Vote]) -> Entry:
     return append.entry
 
 
-def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_part_of_the_sum_with_it() -> None:
+def test_a_group_whose_parameters_differ_from_the_majority_is_fenced_and_its_part_of_the_sum_discarded() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     cast = with_params("aaba")
@@ -63,20 +63,20 @@ def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_pa
     assert decided(controller, with_params("aa.a")) == Commit(step=0, attempt=1)
 
 
-def test_several_groups_that_differ_are_put_out_one_after_the_other() -> None:
+def test_several_groups_that_differ_are_fenced_one_after_the_other() -> None:
     controller = make_controller(num_groups=5, redundancy=5)
     controller.handle(RunStarted(), now_s=0.0)
     cast = with_params("cabaa")
-    put_out = []
+    fenced = []
     while isinstance(entry := decided(controller, cast), Fence):
-        put_out.append(entry.group)
+        fenced.append(entry.group)
         fold(controller, entry)
-    assert put_out == [0, 2]
+    assert fenced == [0, 2]
     assert entry == AGAIN
 
 
 @pytest.mark.parametrize(("digests", "num_groups"), [("aabb", 4), ("ab", 2), ("abc", 3), ("aabc", 4)])
-def test_without_a_majority_nobody_knows_who_is_right_and_the_run_halts(digests: str, num_groups: int) -> None:
+def test_without_a_majority_the_run_halts(digests: str, num_groups: int) -> None:
     controller = make_controller(num_groups=num_groups, redundancy=num_groups)
     controller.handle(RunStarted(), now_s=0.0)
     assert "different parameters: a: groups [0" in halted(controller, with_params(digests))
@@ -89,7 +89,7 @@ def test_a_group_that_brings_no_digest_is_not_compared() -> None:
 
 
 def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_that_it_spoiled() -> None:
-    """Its supervisor was faster than whoever compared the votes. Everybody holds the sum, with its part in it."""
+    """Its supervisor was faster than the comparison of the votes. All groups hold the sum, with its part in it."""
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     _, read_votes, _ = fold(controller, fence(2))
@@ -121,7 +121,7 @@ def test_what_such_a_group_saved_of_it_is_not_started_from() -> None:
     assert controller._saves.saved == {0}
 
 
-def test_a_lost_group_counts_among_those_who_say_which_parameters_are_right() -> None:
+def test_a_lost_group_counts_in_the_vote_on_the_right_parameters() -> None:
     controller = make_controller(num_groups=3)
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(0))
@@ -161,6 +161,6 @@ def test_a_commit_of_a_discarded_sum_is_refused() -> None:
 def test_what_was_discarded_before_a_restart_is_over_with_it() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    everybody = (*members(0, 1, 3), Member(GroupId(2), 1))
-    fold(controller, Fence(group=GroupId(2), discard=True), Restart(step=0, members=everybody))
+    all_groups = (*members(0, 1, 3), Member(GroupId(2), 1))
+    fold(controller, Fence(group=GroupId(2), discard=True), Restart(step=0, members=all_groups))
     assert decided(controller, with_params("aaaa")) == Commit(step=0, attempt=1)

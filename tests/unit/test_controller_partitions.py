@@ -1,4 +1,4 @@
-"""The controller where the optimizer state is cut into slices: gathers, repairs, state wipe-outs, the end."""
+"""The controller where the optimizer state is cut into partitions: gathers, repairs, state wipe-outs, the end."""
 
 import pytest
 
@@ -80,12 +80,12 @@ def test_every_update_is_followed_by_a_gather_from_the_owners() -> None:
     controller = make_controller()
     update, gather, save, compute, reduce, read = fold(controller, Commit(step=0, attempt=0, save=True))
     assert isinstance(update, UpdateModel)
-    everybody = tuple(Member(GroupId(g)) for g in range(4))
-    assert gather == GatherParams(step=1, owners=everybody)
+    all_groups = tuple(Member(GroupId(g)) for g in range(4))
+    assert gather == GatherParams(step=1, owners=all_groups)
     # What is saved is whole.
     hosts = controller.ownership and controller.ownership.hosts
     assert save == SaveCheckpoint(
-        step=1, member=everybody[0], voters=everybody, epoch=0, hosts=hosts, owners=everybody, doubtful=(1,)
+        step=1, member=all_groups[0], voters=all_groups, epoch=0, hosts=hosts, owners=all_groups, doubtful=(1,)
     )
     assert kinds([compute, reduce, read]) == [ComputeStep, AttemptReduce, ReadEntry]
 
@@ -99,7 +99,7 @@ def test_a_save_after_the_last_step_says_that_it_is_the_last() -> None:
         assert [save.is_last for save in saves] == [is_last]
 
 
-def test_a_group_without_parameters_has_everybody_gather_again_before_it_computes_what_the_others_have() -> None:
+def test_a_group_without_parameters_makes_all_groups_gather_again_before_it_computes() -> None:
     controller = make_controller()
     begun = fold(controller, Commit(step=0, attempt=0))
     assert kinds(fold(controller, fence(1))) == [BuildCommunicator, StartRepairs, ReadVotes, ReadEntry]
@@ -122,7 +122,7 @@ def test_a_group_without_parameters_has_everybody_gather_again_before_it_compute
     assert last_attempt(again).plan_digest == patch.plan.digest
 
 
-def test_a_second_patch_comes_after_the_first_for_who_has_computed_neither() -> None:
+def test_a_group_that_has_computed_neither_patch_gets_the_second_after_the_first() -> None:
     controller = make_controller(redundancy=3)
     begun = fold(controller, Commit(step=0, attempt=0))
     one = fold(controller, fence(1), Retry(step=1, attempt=1))
@@ -196,7 +196,7 @@ def test_a_copy_does_not_count_if_its_donor_was_lost_since_the_vote_for_then_it_
     assert commit == Commit(step=0, attempt=1)
 
 
-def test_a_slice_that_loses_all_hosts_is_a_wipe_out_at_once() -> None:
+def test_a_state_partition_that_loses_all_hosts_is_a_wipe_out_at_once() -> None:
     controller = make_controller()
     assert controller.ownership is not None
     one, two = (host.group for host in controller.ownership.hosts[2])
@@ -263,7 +263,7 @@ def test_who_is_admitted_gets_parameters_from_its_donor_and_copies_by_repair() -
     assert controller.ownership.hosted_by(back) == ()
 
 
-def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_later() -> None:
+def test_a_readmitted_group_takes_partitions_over_and_their_donors_release_them_one_commit_later() -> None:
     controller = make_controller(steps=9)
     [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
     copies = tuple(PartitionCopy(repair.partition, repair.receiver) for repair in repairs.repairs)
@@ -296,7 +296,7 @@ def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_late
     assert first.donor not in started.hosts[first.partition]
 
 
-def test_a_restart_gives_every_slice_all_its_hosts() -> None:
+def test_a_restart_gives_every_state_partition_all_its_hosts() -> None:
     controller = make_controller()
     present = tuple(Member(GroupId(group), 1) for group in range(4))
     fold(controller, fence(0), fence(1))
@@ -317,7 +317,7 @@ def test_a_restart_from_the_last_step_trains_no_further() -> None:
     assert kinds(fold(controller, Retry(step=1, attempt=2, gather=True)))[:2] == [BuildCommunicator, GatherParams]
 
 
-def test_without_slices_there_is_nothing_of_all_this() -> None:
+def test_without_state_partitions_there_are_no_repairs() -> None:
     setup = ControllerSetup(placement=make_placement("golomb", 4, 3), microbatches_per_shard=4, num_steps=1)
     controller = Controller(setup)
     controller.handle(RunStarted(), now_s=0.0)

@@ -173,9 +173,9 @@ def refusal(command: str, prefix: Path, *settings: str) -> str:
     preset = [DEMO] if command == "config check" else ["--config", DEMO]
     done = CliRunner().invoke(app, [*command.split(), *preset, "--set", f"data.corpus={prefix}", *words])
     assert done.exit_code == 2, done.output
-    told = [line for line in done.output.splitlines() if "data.corpus" in line or "model.vocab_size" in line]
-    assert len(told) == 1, done.output
-    return told[0]
+    found = [line for line in done.output.splitlines() if "data.corpus" in line or "model.vocab_size" in line]
+    assert len(found) == 1, done.output
+    return found[0]
 
 
 @pytest.mark.parametrize("command", ["train", "config check", "submit"])
@@ -201,8 +201,8 @@ def test_negative_token_ids_are_refused(tmp_path: Path) -> None:
 
 def test_a_corpus_that_is_not_the_one_that_is_asked_for_is_refused(prefix: Path) -> None:
     identity = facts_of(prefix).identity
-    told = refusal("config check", prefix, "data.identity='ab12, 205 tokens'")
-    assert f"is '{identity}', not data.identity='ab12, 205 tokens'; use that corpus" in told
+    found = refusal("config check", prefix, "data.identity='ab12, 205 tokens'")
+    assert f"is '{identity}', not data.identity='ab12, 205 tokens'; use that corpus" in found
 
 
 # ----------------------------------------------------------------------------------------------------------- identity

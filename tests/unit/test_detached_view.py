@@ -26,7 +26,7 @@ from spare_megatron.process.reports import Starting
 
 
 class ListView:
-    """Keeps what it is told; waits before that for as long as it is held."""
+    """Keeps what it receives; waits first for as long as it is held."""
 
     def __init__(self) -> None:
         self.taken: list[object] = []
@@ -93,7 +93,7 @@ def test_everything_is_shown_in_its_order_by_the_end() -> None:
     assert view.taken == [*range(100), "end"]
 
 
-def test_an_output_that_stalls_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_stalls_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detached_view, "CLOSE_TIMEOUT_S", 0.01)
     view = ListView()
     with DetachedView(view, Console()) as detached:
@@ -166,7 +166,7 @@ def test_a_command_whose_reader_has_left_ends_without_a_word(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_connection_that_breaks_is_told_of(capfd: pytest.CaptureFixture) -> None:
+def test_a_connection_that_breaks_is_reported(capfd: pytest.CaptureFixture) -> None:
     """It is the same error as that of a reader who has left."""
     with pytest.raises(typer.Exit) as ended, explained_errors("train"):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -158,7 +158,7 @@ def test_members_of_the_jobs_etcd_need_their_two_ports_and_no_others() -> None:
     assert "slurm.etcd_port=2379" in found.text
 
 
-def test_one_member_of_etcd_that_does_not_answer_is_doubtful_and_all_are_a_problem() -> None:
+def test_one_silent_member_of_etcd_is_a_warning_and_all_silent_are_a_problem() -> None:
     there = configured('control.endpoints=["https://a:1","https://b:1"]')
     assert [found.is_problem for found in findings(there, store_failures={"https://a:1": "refused"})] == [False]
     both = {"https://a:1": "refused", "https://b:1": "refused"}
@@ -181,8 +181,8 @@ def space(used_bytes: int, limit_bytes: int | None = 2 * GIB, *, is_full: bool =
 )
 def test_an_etcd_that_is_all_but_full_is_named_once_for_all_nodes(space: StoreSpace, expected: list[str]) -> None:
     there = configured('control.endpoints=["https://a:1"]')
-    told = [replace(node, facts=replace(FACTS, store_space=space)) for node in nodes()]
-    found = diagnose(there, "/ck", told)
+    reported = [replace(node, facts=replace(FACTS, store_space=space)) for node in nodes()]
+    found = diagnose(there, "/ck", reported)
     assert [(one.node, one.check, one.is_problem) for one in found] == [("n0", "store", space.is_full)] * len(expected)
     assert all(text in one.text and "alarm disarm" in one.text for text, one in zip(expected, found, strict=True))
 
@@ -191,8 +191,8 @@ def test_the_log_of_all_steps_has_to_find_room_in_etcd() -> None:
     most = (8 * GIB // 10 - GIB // 2) // STEP_BYTES
     for num_steps, num_found in ((most, 0), (most + 1, 1)):
         there = configured('control.endpoints=["https://a:1"]', f"train.steps={num_steps}")
-        told = [replace(node, facts=replace(FACTS, store_space=space(GIB // 2, GIB))) for node in nodes()]
-        assert len(diagnose(there, "/ck", told)) == num_found
+        reported = [replace(node, facts=replace(FACTS, store_space=space(GIB // 2, GIB))) for node in nodes()]
+        assert len(diagnose(there, "/ck", reported)) == num_found
 
 
 def test_an_etcd_that_can_be_connected_to_and_refuses_is_a_problem_of_the_node() -> None:
@@ -212,7 +212,7 @@ def test_on_cpus_gpus_and_locked_memory_do_not_matter_and_tcp_carries_the_reduct
     assert found.is_problem
 
 
-def test_a_checkpoint_that_takes_longer_than_the_time_between_two_is_doubtful() -> None:
+def test_a_checkpoint_that_takes_longer_than_its_interval_is_a_warning() -> None:
     often = configured("checkpoint.cadence=fixed", "checkpoint.interval_s=100")
     (found,) = findings(often, write=Rate(bytes_per_s=CHECKPOINT / 101))
     assert "101 s for this node's part of a checkpoint, and checkpoint.interval_s=100" in found.text

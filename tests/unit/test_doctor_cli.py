@@ -43,10 +43,10 @@ def test_problems_end_with_another_exit_code_and_name_the_node(corpus: Path) -> 
     assert f"problem: node 0: corpus: data.corpus={corpus}: {corpus}.idx cannot be read" in on_this_machine(
         corpus, expected=1
     )
-    told = json.loads(on_this_machine(corpus, "--json", expected=1))
-    assert [(found["node"], found["check"]) for found in told["problems"]] == [("node 0", "corpus")]
-    assert told["warnings"] == []
-    (node,) = told["nodes"]
+    answer = json.loads(on_this_machine(corpus, "--json", expected=1))
+    assert [(found["node"], found["check"]) for found in answer["problems"]] == [("node 0", "corpus")]
+    assert answer["warnings"] == []
+    (node,) = answer["nodes"]
     assert node["facts"]["sees_folder"]
     assert node["write"]["bytes_per_s"] > 0
 
@@ -83,8 +83,8 @@ def in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_in_a_job_each_node_is_a_step_and_those_that_fail_are_named(corpus: Path, in_a_job: Path) -> None:
     words = ("--set", "cluster.launcher=srun", "--set", "cluster.device=cpu")
-    told = json.loads(on_this_machine(corpus, *words, "--json", expected=1))
-    assert [(found["node"], found["text"]) for found in told["problems"]] == [
+    answer = json.loads(on_this_machine(corpus, *words, "--json", expected=1))
+    assert [(found["node"], found["text"]) for found in answer["problems"]] == [
         ("n1", "its step has ended: srun: no such node"),
         ("n2", "its step has ended: srun: no such node"),
     ]

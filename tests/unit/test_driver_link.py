@@ -1,4 +1,4 @@
-"""A supervisor's connection to the driver: what is told, and when the other side counts as gone."""
+"""A supervisor's connection to the driver: its messages, and when the other side counts as gone."""
 
 import contextlib
 import threading
@@ -48,17 +48,17 @@ def test_a_node_ends_with_the_driver_where_both_are_here() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nobody_waits_for_a_driver_that_does_not_read() -> None:
-    """One that is stopped once kept a supervisor from fencing anybody. What it was told is there when it goes on."""
+def test_a_driver_that_does_not_read_blocks_no_supervisor() -> None:
+    """One that is stopped once kept a supervisor from fencing any group. Its messages are there when it goes on."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=True)
-    told = [RankRaised(group=GroupId(0), rank=rank, traceback="x" * 2**20) for rank in range(4)]
-    for report in told:  # each is more than the pipe holds
+    reports = [RankRaised(group=GroupId(0), rank=rank, traceback="x" * 2**20) for rank in range(4)]
+    for report in reports:  # each is more than the pipe holds
         link.report(report)
     exits = {(GroupId(0), 0): 1}
     link.report(NodeEnded(node=0, exits=exits))
     exits.clear()
-    assert [theirs.recv() for _ in told] == told
+    assert [theirs.recv() for _ in reports] == reports
     assert theirs.recv() == NodeEnded(node=0, exits={(GroupId(0), 0): 1})
     link.close(REPORT)
     assert theirs.recv() == REPORT
@@ -87,14 +87,14 @@ def test_a_driver_elsewhere_is_not_waited_for_without_end() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("told", "is_there"),
+    ("reports", "is_there"),
     [((EndEarly(), LastReportAcknowledged()), True), ((StopProcess(),), True), ((EndEarly(),), False)],
 )
-def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(told: Sequence[object], is_there: bool) -> None:
-    """It was taken for told as soon as it was sent, perhaps to what was about to die with the driver."""
+def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(reports: Sequence[object], is_there: bool) -> None:
+    """A report counted as delivered as soon as it was sent, perhaps to what was about to die with the driver."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=False)
-    for order in told:
+    for order in reports:
         theirs.send(order)
 
     def read() -> None:
@@ -110,7 +110,7 @@ def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(told: Sequence
 
 @pytest.mark.timeout(60)
 def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
-    """The node went on without it, for it had something to tell before it listened."""
+    """The node went on without it, for it had something to report before it listened."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=False)
     theirs.send(StopProcess())
@@ -123,7 +123,7 @@ def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
         link.next_order()
 
 
-def test_a_node_is_told_to_end_early() -> None:
+def test_a_node_receives_an_early_end() -> None:
     ours, theirs = Pipe()
     theirs.send(EndEarly())
     assert DriverLink(ours, is_needed=True).next_order() == EndEarly()

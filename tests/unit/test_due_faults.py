@@ -45,7 +45,7 @@ def test_a_fault_is_due_when_its_step_was_committed_with_its_group() -> None:
     fold = log(commit(0, 0), fence(1), RETRY, commit(1, 2), commit(2, 3))
     assert is_due(planned(1, 1), fold)
     assert not is_due(planned(2, 1), fold), "the group is lost by then"
-    assert not is_due(planned(3, 0), fold), "nobody committed that step"
+    assert not is_due(planned(3, 0), fold), "no group committed that step"
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_a_fault_is_due_when_its_step_was_committed_with_its_group() -> None:
     [
         ((fence(1), RETRY), True, True),
         ((fence(1),), True, False),  # all survivors had the sum
-        ((RETRY,), False, False),  # a broken connection, and nobody lost
+        ((RETRY,), False, False),  # a broken connection, and no group lost
         ((), False, False),
         ((fence(0), RETRY), False, False),  # the group itself
         ((fence(0), fence(1), RETRY), False, False),  # it was lost before it could recover from the other's loss
         ((fence(1), fence(0), RETRY), True, True),
-        ((fence(1, -1), RETRY), False, False),  # a fence of a former life hits nobody
+        ((fence(1, -1), RETRY), False, False),  # a fence of an earlier incarnation has no effect
     ],
 )
 def test_a_fault_in_a_recovery_is_due_when_another_group_was_lost_in_its_step(

@@ -61,15 +61,15 @@ def save_rank(
     rank: int,
     *,
     content: bytes = b"state",
-    slices: Mapping[str, str] | None = None,
+    partitions: Mapping[str, str] | None = None,
     config: RunConfig = CONFIG,
 ) -> None:
-    """What the rank does when the store is gone, with slices where the optimizer's state is stacked."""
+    """What the rank does when the store is gone, with partitions where the optimizer's state is stacked."""
     file = file_of(path, group, rank)
     file.write_bytes(content)
     member = Member(GroupId(group))
     action = SaveCheckpoint(step=step_of(path), member=member, voters=(member,), epoch=0)
-    action = replace(action, hosts=((member,),) * 3 if slices else ())
+    action = replace(action, hosts=((member,),) * 3 if partitions else ())
     sha256 = hashlib.sha256(content).hexdigest()
     describe(
         path,
@@ -81,7 +81,7 @@ def save_rank(
             num_bytes=len(content),
             sha256=sha256,
             params_sha256=sha256,
-            slices=slices or {},
+            slices=partitions or {},
             manifest=asdict(manifest_of(config, action, STEP, {})),
         ),
     )
@@ -136,7 +136,7 @@ def test_ranks_that_are_missing_leave_none(tmp_path: Path) -> None:
 
 
 def test_ranks_that_were_ended_while_they_saved_leave_what_is_no_damage(tmp_path: Path) -> None:
-    """The checkpoint before is whole, and it was told to be damaged."""
+    """The checkpoint before is whole, and it was reported as damaged."""
     path = saved(tmp_path, 1)
     (path / "group-0001-rank-1.json").unlink()
     code, output = invoke("verify", tmp_path)
@@ -174,17 +174,17 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     assert "group-0000-rank-1.state does not fit its SHA-256" in refused(path)
 
 
-def test_groups_that_have_every_slice_together_make_one(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1, config=STACKED, slices={"0": "a", "1": "b"})
+def test_groups_that_together_have_every_partition_make_a_checkpoint(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, config=STACKED, partitions={"0": "a", "1": "b"})
     assert refused(path).endswith("no group has saved partitions [2] of the optimizer state")
     for rank in range(NUM_RANKS):
-        save_rank(path, tmp_path, 2, rank, config=STACKED, slices={"1": "b", "2": "c"})
+        save_rank(path, tmp_path, 2, rank, config=STACKED, partitions={"1": "b", "2": "c"})
     manifest = verify(path).manifest
     assert manifest.optimizer["writers"] == [1, 2]
     assert [file.name for file in files_for(path, manifest.files, 0)] == [
         f"group-{group:04d}-rank-0.state" for group in (1, 2)
     ]
-    save_rank(path, tmp_path, 2, 1, config=STACKED, slices={"1": "another", "2": "c"})
+    save_rank(path, tmp_path, 2, 1, config=STACKED, partitions={"1": "another", "2": "c"})
     assert refused(path).endswith("groups [1, 2] have saved different state of partition 1 of rank 1")
 
 

@@ -1,4 +1,4 @@
-"""SIGUSR1 at any time of a run's life: until somebody can act on it, it waits.
+"""SIGUSR1 at any time of a run: it stays pending until a process can act on it.
 
 In processes of their own, that begin anew: a thread that some library starts in a forked one would take the signal.
 """
@@ -46,7 +46,7 @@ def _keeps_it_ignored_while_blocked(ours: Connection) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_it_ends_nobody_who_has_it_ignored_and_is_known_of_while_it_is_blocked() -> None:
+def test_the_signal_ends_no_process_that_ignores_it_and_is_seen_while_blocked() -> None:
     ours, theirs = Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_keeps_it_ignored_while_blocked, args=(theirs,))
     process.start()
@@ -70,7 +70,7 @@ command.train(pathlib.Path("preset.toml"))
 
 @pytest.mark.timeout(120)
 def test_no_thread_of_a_driver_swallows_it() -> None:
-    """numpy starts threads when it is imported, unless it is told not to."""
+    """numpy starts threads when it is imported, unless a setting forbids it."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     command = [sys.executable, "-c", LOOK_AT_THREADS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)

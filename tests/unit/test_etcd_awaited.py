@@ -1,4 +1,4 @@
-"""An etcd that does not answer is told of at once: by a run before it starts anything, and by the doctor."""
+"""An etcd that does not answer is reported at once: by a run before it starts anything, and by the doctor."""
 
 import io
 import socket
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.timeout(60)
 DEMO = Path(__file__).parents[2] / "configs/run/demo_cpu.toml"
 
 
-def test_an_etcd_that_does_not_answer_is_told_of_before_anything_is_started(
+def test_an_etcd_that_does_not_answer_is_reported_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was told when Megatron had been loaded and another minute had passed, in which nothing was said."""
+    """It was reported when Megatron had been loaded and another minute had passed, in which nothing was said."""
 
     def start(_: RunConfig) -> None:
         raise RuntimeError("far enough")
@@ -32,7 +32,7 @@ def test_an_etcd_that_does_not_answer_is_told_of_before_anything_is_started(
     write_tiny_corpus(tmp_path / "text")
     monkeypatch.setattr(run, "preflight", start)
     monkeypatch.setattr(etcd_gateway, "ANSWER_S", 0.0)
-    with socket.socket() as deaf:  # has a port of its own, and listens to nobody
+    with socket.socket() as deaf:  # has a port of its own, and accepts no connection
         deaf.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         etcd = ["control.store=etcd", f'control.endpoints=["{endpoint}"]']
@@ -40,17 +40,17 @@ def test_an_etcd_that_does_not_answer_is_told_of_before_anything_is_started(
         events: list[RunEvent] = []
         with pytest.raises(RuntimeError, match="far enough"):
             run.start_run(load_run_config(DEMO, settings).config, tmp_path / "run", events.append)
-    told, starting = events
-    assert isinstance(told, StoreAwaited)
-    assert (told.endpoints, told.limit_s) == ((endpoint,), 60.0)
-    assert told.reason.startswith("ConnectionRefusedError")
+    awaited, starting = events
+    assert isinstance(awaited, StoreAwaited)
+    assert (awaited.endpoints, awaited.limit_s) == ((endpoint,), 60.0)
+    assert awaited.reason.startswith("ConnectionRefusedError")
     assert isinstance(starting, Starting)
 
 
 def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member without a quorum tells how large it is, and no run can use it. The limit told was that of a setting."""
+    """A member without a quorum reports its size, and no run can use it. The limit reported was that of a setting."""
     monkeypatch.setattr(node_facts, "silence_of", lambda _: "etcdserver: no leader")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         control = ControlConfig(store="etcd", endpoints=(f"http://127.0.0.1:{listener.getsockname()[1]}",))

@@ -25,7 +25,7 @@ SPEC = EtcdStoreSpec(endpoints=("http://127.0.0.1:1",), prefix="/run", timeout_s
 
 
 class Etcd:
-    """Keys with the revision that made them, and everybody who is told of new ones."""
+    """Keys with the revision that made them, and the watches that receive new ones."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -33,7 +33,7 @@ class Etcd:
         self.streams: list[Stream] = []
         self.num_watches = self.num_values_read = 0
         self.last_key = ""
-        """That of the write after which it is full, and which comes when somebody asks whether it is."""
+        """That of the write after which it is full, and which comes when a client asks for it."""
 
     @property
     def revision(self) -> int:
@@ -43,7 +43,7 @@ class Etcd:
         with self.changed:
             self.values[f"{SPEC.prefix}/{key}"] = (value, self.revision + 1)
             for stream in self.streams:
-                stream.tell(self.pairs(*stream.keys, self.revision))
+                stream.send(self.pairs(*stream.keys, self.revision))
 
     def pairs(self, start: str, end: str, from_revision: int) -> list[dict[str, str]]:
         return [
@@ -54,13 +54,13 @@ class Etcd:
 
 
 class Stream:
-    """What one watch is told, and the socket that ends it."""
+    """The events of one watch, and the socket that ends it."""
 
     def __init__(self, keys: tuple[str, str]) -> None:
         self.keys = keys
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
-    def tell(self, pairs: list[dict[str, str]]) -> None:
+    def send(self, pairs: list[dict[str, str]]) -> None:
         self._messages.put({"events": [{"kv": pair} for pair in pairs]})
 
     def messages(self) -> Iterator[dict[str, Any]]:
@@ -95,7 +95,7 @@ class Gateway:
         request = body["create_request"]
         stream = Stream((decoded(request["key"]), decoded(request["range_end"])))
         with self._etcd.changed:
-            stream.tell(self._etcd.pairs(*stream.keys, int(request["start_revision"])))
+            stream.send(self._etcd.pairs(*stream.keys, int(request["start_revision"])))
             self._etcd.streams.append(stream)
             self._etcd.changed.notify_all()
         yield stream, stream.messages()
@@ -114,7 +114,7 @@ class Gateway:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a watch does not tell is not found by a later read, either, so that nothing depends on the time."""
+    """What a watch does not report is not found by a later read, either, so that nothing depends on the time."""
     monkeypatch.setattr(etcd_watch, "_RECHECK_S", 1e6)
     monkeypatch.setattr(etcd_watch, "_LONGEST_RECHECK_S", 1e6)
 
@@ -164,7 +164,7 @@ def test_what_was_written_last_before_it_was_full_is_found_and_nothing_after_it(
 ) -> None:
     """Groups have to agree on the last entry of the log, or what they save does not belong together."""
     for name in ("_RECHECK_S", "_RECHECK_READS"):
-        monkeypatch.setattr(etcd_watch, name, 0.0)  # what the watch does not tell is read each time
+        monkeypatch.setattr(etcd_watch, name, 0.0)  # what the watch does not report is read each time
     log = DecisionLog(store)
     assert not log.has(0)
     etcd.last_key = keys.entry(0)

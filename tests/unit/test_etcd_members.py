@@ -42,7 +42,7 @@ WAIT_S = 60.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_a_member_that_is_told_to_end_leaves_no_data(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_member_that_is_stopped_leaves_no_data(tmp_path: Path, number: signal.Signals) -> None:
     """SIGTERM is what Slurm sends where a job is cancelled, or its time is over."""
     etcd, said, folders = tmp_path / "bin/etcd", tmp_path / "said", tmp_path / "folders"
     etcd.parent.mkdir()

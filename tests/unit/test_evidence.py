@@ -36,7 +36,7 @@ SCENARIO = Scenario(
 SCENARIOS = {
     "restarts": SCENARIO,
     "rejoins": dataclasses.replace(SCENARIO, repair_s=100.0),
-    "slices": dataclasses.replace(SCENARIO, slice_redundancy=2, slice_copy_s=30.0, repair_s=100.0),
+    "partitions": dataclasses.replace(SCENARIO, slice_redundancy=2, slice_copy_s=30.0, repair_s=100.0),
 }
 Lines = list[dict[str, Any]]
 
@@ -45,14 +45,16 @@ def journal_of(scenario: Scenario, seed: int, params_every_steps: int) -> Lines:
     """A simulated journal, with digests of the parameters after every so many updates."""
     lines: list[Line] = []
     simulate(scenario, seed, journal=lines.append)
-    told = [json.loads(encode_line(line)) for line in lines]
-    told[0]["params_check_every_steps"] = params_every_steps
-    for line in [line for line in told if line["record"] == "update" and (line["step"] + 1) % params_every_steps == 0]:
+    found_lines = [json.loads(encode_line(line)) for line in lines]
+    found_lines[0]["params_check_every_steps"] = params_every_steps
+    for line in [
+        line for line in found_lines if line["record"] == "update" and (line["step"] + 1) % params_every_steps == 0
+    ]:
         sha256 = hashlib.sha256(f"{scenario.name} after {line['step'] + 1} steps".encode()).hexdigest()
-        restarts = {old["index"] for old in told if is_restart(old) and old["at_s"] <= line["at_s"]}
+        restarts = {old["index"] for old in found_lines if is_restart(old) and old["at_s"] <= line["at_s"]}
         params = ParamsRecord(group=line["group"], step=line["step"] + 1, sha256=sha256, num_restarts=len(restarts))
-        told.append(json.loads(encode_line(Line(source="", at_s=line["at_s"], record=params))))
-    return told
+        found_lines.append(json.loads(encode_line(Line(source="", at_s=line["at_s"], record=params))))
+    return found_lines
 
 
 def is_restart(line: dict[str, Any]) -> bool:
@@ -103,7 +105,7 @@ def test_parts_of_any_size_give_the_same_findings_in_the_same_order(scenario: Sc
             JournalIndex(run_dir, stretch_bytes, block_bytes=400),
         )
         in_parts = sum_up(evidence)
-        if seed:  # what groups told of their work may be out of order, which this one figure is counted in
+        if seed:  # what groups reported of their work may be out of order, which this one figure is counted in
             in_parts = dataclasses.replace(in_parts, microbatches_recomputed=whole.microbatches_recomputed)
         assert in_parts == whole
         assert evidence.num_stretches > 4, "it was looked at in parts"

@@ -1,4 +1,4 @@
-"""What is found on nodes, which are threads of this process, and how those that fail are told."""
+"""What is found on nodes, which are threads of this process, and how failed ones are reported."""
 
 import socket
 import subprocess
@@ -55,7 +55,7 @@ def serving(folder: Path, node: int) -> threading.Thread:
 
 
 def unheard() -> socket.socket:
-    """Has a port of its own, and listens to nobody."""
+    """Has a port of its own, and accepts no connection."""
     deaf = socket.socket()
     deaf.bind((LOOPBACK, 0))
     return deaf
@@ -86,7 +86,7 @@ def test_all_nodes_are_looked_at_and_measured_in_a_ring_and_leave_nothing(config
     assert not folder.parent.exists()
 
 
-def test_a_node_that_ends_under_way_is_told_and_the_others_are_measured_without_it(
+def test_a_node_that_ends_under_way_is_reported_and_the_others_are_measured_without_it(
     config: RunConfig, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
@@ -104,7 +104,7 @@ def test_a_node_that_ends_under_way_is_told_and_the_others_are_measured_without_
     assert (reports[0].link_to, reports[2].link_to) == ("node 2", "node 0")
 
 
-def test_a_node_that_does_not_come_is_told_with_what_to_do(config: RunConfig, tmp_path: Path) -> None:
+def test_a_node_that_does_not_come_is_reported_with_a_remedy(config: RunConfig, tmp_path: Path) -> None:
     reports = examined(config, tmp_path / "folder", 2, wait_s=0.0)
     assert reports[0].facts is not None
     assert reports[0].link is None
@@ -113,7 +113,7 @@ def test_a_node_that_does_not_come_is_told_with_what_to_do(config: RunConfig, tm
     assert f"is {folder} on storage that all nodes share?" in reports[1].failure
 
 
-def test_a_step_that_ends_before_it_comes_is_told_with_its_last_words(config: RunConfig, tmp_path: Path) -> None:
+def test_a_step_that_ends_before_it_comes_is_reported_with_its_last_output(config: RunConfig, tmp_path: Path) -> None:
     def start(node: int, log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
             return subprocess.Popen(["sh", "-c", "echo one; echo python: not found; exit 127"], stdout=file)
@@ -134,7 +134,7 @@ def test_a_step_that_ends_before_it_comes_is_told_with_its_last_words(config: Ru
     assert not (tmp_path / "folder").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told(config: RunConfig, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/checkpoints cannot be written from here: Not a directory"):
         examined(config, tmp_path / "file", 1)
@@ -175,7 +175,7 @@ def test_gpus_are_seen_with_their_memory(tmp_path: Path) -> None:
     assert facts.versions["NCCL"]
 
 
-def test_what_cannot_be_written_is_told_and_what_was_written_is_removed(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_and_its_partial_files_are_removed(tmp_path: Path) -> None:
     assert write_speed(tmp_path / "none" / "file") == Rate(failure="No such file or directory")
     assert write_speed(tmp_path / "file").bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []

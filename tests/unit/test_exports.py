@@ -1,4 +1,4 @@
-"""Keys that lines of `slurm.setup` export stay with whoever wrote them."""
+"""Keys that lines of `slurm.setup` export stay with their author."""
 
 import dataclasses
 import os
@@ -61,9 +61,7 @@ def test_a_configuration_that_exports_nothing_is_shown_as_it_is() -> None:
     assert without_exports(text) == text
 
 
-def test_a_page_of_somebody_elses_run_does_without_what_is_his_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_of_another_users_run_omits_private_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(path: Path) -> str:
         raise PermissionError(path)
 
@@ -103,16 +101,14 @@ def test_a_job_with_exports_is_readable_to_its_owner_alone(tmp_path: Path, monke
     assert load_run_config(files[0]).config.slurm.setup == ("export KEY=k3y",)
 
 
-def test_a_service_that_takes_metrics_is_not_told_of_the_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[dict[str, Any]] = []
+def test_a_metrics_service_receives_no_cluster_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[dict[str, Any]] = []
     opened: list[Any] = []
-    monkeypatch.setattr(telemetry, "WandbSink", lambda run_dir, project, run_id, name, config: told.append(config))
+    monkeypatch.setattr(telemetry, "WandbSink", lambda run_dir, project, run_id, name, config: configs.append(config))
     monkeypatch.setattr(telemetry, "DetachedSink", lambda name, open_sink, failed: opened.append(open_sink()))
     telemetry.open_sinks(SECRET, tmp_path, lambda event: None)
-    assert len(opened) == len(told) == 1
-    assert "k3y" not in str(told)
+    assert len(opened) == len(configs) == 1
+    assert "k3y" not in str(configs)
     expected = {field.name for field in dataclasses.fields(RunConfig)} - {"slurm", "control"}
-    assert set(told[0]) == expected
-    assert told[0]["train"] == dataclasses.asdict(SECRET.train)
+    assert set(configs[0]) == expected
+    assert configs[0]["train"] == dataclasses.asdict(SECRET.train)

@@ -64,7 +64,7 @@ def test_groups_are_lost_at_the_rate_of_renewal_theory(
 
 
 @pytest.mark.parametrize("shape", [0.78, 1.0, 2.0])
-def test_domains_strike_whoever_is_down_and_lose_those_who_are_up(shape: float) -> None:
+def test_domain_faults_strike_groups_that_are_down_and_lose_those_that_are_up(shape: float) -> None:
     spec = FailureSpec(kind="domain", mean_s=F, shape=shape, groups_per_domain=4)
     until_s = 1200 * F
     losses = losses_of(spec, 20, R, until_s)
@@ -100,14 +100,14 @@ def test_only_the_node_that_failed_is_replaced() -> None:
 def test_nodes_keep_their_age_through_a_restart() -> None:
     spec = FailureSpec(kind="node", mean_s=100.0, shape=2000.0, nodes_per_group=2)
     process = make_process(spec, 2, np.random.default_rng(0))
-    everybody = np.ones(2, dtype=np.bool_)
-    first = process.strike(everybody)
+    all_groups = np.ones(2, dtype=np.bool_)
+    first = process.strike(all_groups)
     process.restarted(100.0, 600.0, first.groups)
-    rest = [process.strike(everybody) for _ in range(2)]
+    rest = [process.strike(all_groups) for _ in range(2)]
     assert [loss.at_s for loss in rest] == pytest.approx([600.0, 600.0], abs=1.5)
     assert process.next_s() == np.inf  # both groups are down now
-    process.came_back(900.0, (GroupId(0), GroupId(1)), everybody)
-    last = [process.strike(everybody) for _ in range(2)]
+    process.came_back(900.0, (GroupId(0), GroupId(1)), all_groups)
+    last = [process.strike(all_groups) for _ in range(2)]
     # The first group to be lost has two new nodes by now; the other one has an old one left.
     assert (last[0].groups, last[0].at_s) == ((1 - first.groups[0],), pytest.approx(900.0, abs=1.5))
     assert (last[1].groups, last[1].at_s) == (first.groups, pytest.approx(1000.0, abs=1.5))

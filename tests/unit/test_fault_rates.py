@@ -35,7 +35,7 @@ def configured(*overrides: str) -> RunConfig:
 
 
 def at_risk(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """What the fault may cost, told apart from what it passes: everything that lasts, and corruptions."""
+    """What the fault may cost, as opposed to what it spares: everything that lasts, and corruptions."""
     if fault.kind in ("bit_flip", "param_flip"):
         return frozenset({fault.group})
     return groups_hit(config, fault)
@@ -75,7 +75,7 @@ def with_seed(config: RunConfig, seed: int) -> RunConfig:
     return replace(config, faults=replace(config.faults, seed=seed))
 
 
-def test_one_rank_a_group_has_nobody_to_send_to() -> None:
+def test_one_rank_a_group_has_no_rank_to_send_to() -> None:
     phases = {fault.phase for fault in draw_faults(configured("layout.pipeline_parallel=1"))}
     assert not phases & {FaultPoint.SEND, FaultPoint.RECEIVE}
     assert len(phases) > 4

@@ -1,4 +1,4 @@
-"""Fences and beats when the log is long, or others are always faster: nobody may be taken for dead meanwhile."""
+"""Fences and beats when the log is long, or others are always faster: no live group may be fenced meanwhile."""
 
 import math
 import time
@@ -85,7 +85,7 @@ def test_the_head_of_a_long_log_is_found_in_few_reads() -> None:
             assert store.num_requests <= 2 * math.log2(length - hint + 1) + 2
 
 
-def test_a_fence_by_who_knows_nothing_of_a_long_log_takes_few_requests() -> None:
+def test_a_fence_by_a_client_new_to_a_long_log_takes_few_requests() -> None:
     store = Log(*commits(2000))
     assert fence(log_of(store), LOST, "dead", from_index=0) == 2000
     assert store.values[keys.entry(2000)] == encode_entry(Fence(group=LOST.group, incarnation=1, reason="dead"))
@@ -100,7 +100,7 @@ def test_a_fence_is_not_repeated_right_after_it_whatever_is_known_of_the_log() -
                 assert fence(log_of(Log(*entries)), LOST, "dead", from_index=hint) == run_state
 
 
-def test_fences_of_others_and_of_earlier_lives_are_not_taken_for_it() -> None:
+def test_fences_of_other_groups_and_earlier_incarnations_are_ignored() -> None:
     store = Log(Fence(group=GroupId(1), incarnation=1), Fence(group=LOST.group, incarnation=0))
     assert fence(log_of(store), LOST, "dead", from_index=0) == 2
 
@@ -131,7 +131,7 @@ class Endless(Log):
 
 
 class Growing(Endless):
-    """A log that has some hundred entries more whenever somebody asks for the next."""
+    """A log that has some hundred entries more whenever a reader asks for the next."""
 
     def get(self, names: Sequence[str]) -> list[str | None]:
         num_entries = sum(key.startswith(LOG) for key in self.values)
@@ -234,7 +234,7 @@ def test_who_follows_a_long_log_goes_on_beating_and_knows_that_the_store_answers
 
 
 def test_a_link_that_breaks_in_whatever_way_says_so() -> None:
-    """A thread that ended without a word left the node without anybody to fence its groups."""
+    """A thread that ended without a word left the node without a thread to fence its groups."""
     store = Log()
     link, inbox = link_to(store)
 

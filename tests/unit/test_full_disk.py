@@ -92,9 +92,9 @@ def test_what_is_reserved_is_set_aside_and_not_part_of_the_file(tmp_path: Path) 
     file = AppendingFile(tmp_path / "lines")
     file.append("first\n")
     file.reserve(RESERVED_BYTES)
-    told = (tmp_path / "lines").stat()
-    assert told.st_size == len("first\n")
-    if told.st_blocks * 512 < RESERVED_BYTES:
+    written = (tmp_path / "lines").stat()
+    assert written.st_size == len("first\n")
+    if written.st_blocks * 512 < RESERVED_BYTES:
         pytest.skip("the file system of the temporary directory reserves nothing")
     file.append("second\n")
     file.close()
@@ -168,8 +168,8 @@ def end(run_dir: Path) -> None:
 
 
 def test_status_says_that_the_journal_is_incomplete_while_the_run_goes_on(run_dir: Path) -> None:
-    told = CliRunner().invoke(app, ["status", str(run_dir)]).stdout
-    assert f"incomplete: the storage takes no more of journal/group-0000-rank-0.jsonl: {FULL}" in told
+    written = CliRunner().invoke(app, ["status", str(run_dir)]).stdout
+    assert f"incomplete: the storage takes no more of journal/group-0000-rank-0.jsonl: {FULL}" in written
     answer = json.loads(CliRunner().invoke(app, ["status", str(run_dir), "--json"]).stdout)
     assert answer["incomplete"] == f"the storage takes no more of journal/group-0000-rank-0.jsonl: {FULL}"
     driver = JournalWriter(run_dir, "driver")

@@ -63,7 +63,7 @@ def test_a_recorded_run_came_to_what_was_counted_by_hand() -> None:
     assert outcome.to_commit_s == pytest.approx([1.5, 1.15])  # the step that was hit the second time is no news
     assert outcome.longest_gap_s == pytest.approx([1.7, 1.2])
     assert outcome.pause_s == pytest.approx([0.3])
-    assert outcome.thrown_away == 4  # of the survivor and of the newcomer, not of whoever was killed
+    assert outcome.thrown_away == 4  # of the survivor and of the newcomer, not of the killed group
 
 
 def test_a_loss_that_is_noticed_a_step_later_shows_in_the_longest_gap() -> None:
@@ -115,7 +115,7 @@ def our_records() -> list[Record]:
     ]
 
 
-def test_our_journal_tells_of_returns_and_of_work_done_again(tmp_path: Path) -> None:
+def test_our_journal_records_returns_and_rework(tmp_path: Path) -> None:
     clock = iter(range(1000, 2000))
     journal = JournalWriter(tmp_path, "group-0000-rank-0", lambda: next(clock) / 10)
     for record in our_records():
@@ -191,26 +191,26 @@ def test_no_run_is_measured_where_a_later_one_would_be_too_short(monkeypatch: py
         run_all(options(steps=steps, runs=20, ways=[OURS]))
 
 
-def test_a_run_that_raises_what_nobody_expects_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_an_unexpected_error_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the sixth hour took the results of all runs before it along."""
 
     def run_once(_options: argparse.Namespace, way: str, number: int, _folder: Path) -> Run:
         if (way, number) == (OURS, 1):
-            raise KeyError("a record that nobody knows")
+            raise KeyError("an unknown record")
         return run_of(0.9)
 
     monkeypatch.setattr("benchmarks.goodput.run_once", run_once)
     runs, failed = run_all(options(steps=1000, runs=3, ways=[OURS, "without_rejoin"]))
     assert {way: len(found) for way, found in runs.items()} == {OURS: 2, "without_rejoin": 3}
-    [told] = failed
-    assert told.startswith("run 1, ours: Traceback")
-    assert told.endswith("KeyError: 'a record that nobody knows'")
-    assert "in run_once" in told
+    [message] = failed
+    assert message.startswith("run 1, ours: Traceback")
+    assert message.endswith("KeyError: 'an unknown record'")
+    assert "in run_once" in message
 
 
 def die_once(folder: Path, victim: int, group: int, up: Barrier | None) -> None:
-    """The victim dies in its first life, the others end after its second has begun."""
-    mark = folder / "second-life"
+    """The victim dies in its first incarnation, the others end after its second has begun."""
+    mark = folder / "second-incarnation"
     if group == victim and up is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif group == victim:
@@ -232,11 +232,11 @@ def config_with_a_victim() -> tuple[RunConfig, int]:
 def test_a_group_that_ends_early_is_started_again(tmp_path: Path) -> None:
     config, victim = config_with_a_victim()
     run_groups(config, partial(die_once, tmp_path, victim), tmp_path, restarts=True)
-    assert (tmp_path / "second-life").exists()
+    assert (tmp_path / "second-incarnation").exists()
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_group_that_nobody_hit_and_that_fails_ends_the_run(tmp_path: Path, restarts: bool) -> None:
+def test_a_group_that_fails_without_an_injected_fault_ends_the_run(tmp_path: Path, restarts: bool) -> None:
     train: Callable[..., None] = fail
     with pytest.raises(RuntimeError, match="ended with 3"):
         run_groups(config_with_a_victim()[0], train, tmp_path, restarts=restarts)

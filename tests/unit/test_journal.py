@@ -178,7 +178,7 @@ def test_a_run_of_before_there_were_domains_had_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_fold_of_the_check_and_the_controller_agree_on_who_takes_part(seed: int) -> None:
+def test_the_fold_of_the_check_and_the_controller_agree_on_the_members(seed: int) -> None:
     """Two that share no code read the same random log of fences, admissions and restarts of all incarnations."""
     random = Random(seed)
     setup = ControllerSetup(placement=make_placement("golomb", 5, 5), microbatches_per_shard=1, num_steps=99)
@@ -198,7 +198,7 @@ def test_the_fold_of_the_check_and_the_controller_agree_on_who_takes_part(seed: 
         if len(controller.voters) < 2 and isinstance(entry, Fence):
             continue
         if not controller.voters and isinstance(entry, Commit):
-            continue  # nobody is left to write it
+            continue  # no group is left to write it
         controller.handle(EntryRead(index=controller.head, entry=decode_entry(encode_entry(entry))), now_s=0.0)
         entries[len(entries)] = json.loads(encode_entry(entry))
         fold = fold_log(entries, RUN)
@@ -209,7 +209,7 @@ def test_the_fold_of_the_check_and_the_controller_agree_on_who_takes_part(seed: 
     assert len(changes) > 5
 
 
-def test_the_last_commit_takes_nobody_in_and_no_other_may_follow() -> None:
+def test_the_last_commit_admits_no_group_and_no_other_may_follow() -> None:
     last = {"entry": "commit", "step": 0, "attempt": 0, "admit": [[1, 1]], "is_last": True}
     entries: dict[int, dict[str, Any]] = {0: {"entry": "fence", "group": 1, "incarnation": 0}, 1: last}
     fold = fold_log(entries, RUN)
@@ -219,7 +219,7 @@ def test_the_last_commit_takes_nobody_in_and_no_other_may_follow() -> None:
     assert fold_log(entries, RUN).errors == ("step 1 is committed after the last",)
 
 
-def test_a_step_begins_with_those_who_were_taken_in_before_it() -> None:
+def test_a_step_begins_with_the_groups_admitted_before_it() -> None:
     entries: dict[int, dict[str, Any]] = {
         0: {"entry": "fence", "group": 1, "incarnation": 0},
         1: {"entry": "commit", "step": 0, "attempt": 0},
@@ -227,9 +227,9 @@ def test_a_step_begins_with_those_who_were_taken_in_before_it() -> None:
         3: {"entry": "fence", "group": 2, "incarnation": 0},
         4: {"entry": "commit", "step": 2, "attempt": 2},
     }
-    everybody = frozenset(range(5))
+    all_groups = frozenset(range(5))
     began_with = [commit.began_with for commit in fold_log(entries, RUN).kept]
-    assert began_with == [everybody, everybody - {1}, everybody]
+    assert began_with == [all_groups, all_groups - {1}, all_groups]
 
 
 @pytest.mark.parametrize(
@@ -249,20 +249,20 @@ def test_with_hosts_of_last_resort_only_the_loss_of_all_groups_is_a_wipe_out(
     assert any("every shard has a surviving host" in reason for reason in verdict.reasons) != is_believed
 
 
-@pytest.mark.parametrize(("second", "is_told"), [("wipe_out", False), ("finished", True)])
-def test_several_nodes_may_tell_of_the_end_if_it_is_the_same(second: str, is_told: bool) -> None:
+@pytest.mark.parametrize(("second", "is_reported"), [("wipe_out", False), ("finished", True)])
+def test_several_nodes_may_report_the_same_end(second: str, is_reported: bool) -> None:
     """Each does so where the driver is lost."""
     fences = [EntryRecord(group=0, index=i, entry={"entry": "fence", "group": i}) for i in range(5)]
     ends = (2.0, EndRecord(outcome="wipe_out", reason="")), (3.0, EndRecord(outcome=second, reason=""))
     verdict = check_journal(journal_of((0.0, RUN), *((1.0, fence) for fence in fences), *ends))
-    assert any("ends that differ" in reason for reason in verdict.reasons) == is_told
+    assert any("ends that differ" in reason for reason in verdict.reasons) == is_reported
 
 
 def test_a_journal_without_a_run_proves_nothing() -> None:
     assert check_journal(journal_of((1.0, VOTE))).verdict == "unknown"
 
 
-def test_a_recovery_is_that_of_the_survivor_who_finished_computing_last() -> None:
+def test_a_recovery_is_that_of_the_survivor_that_finished_computing_last() -> None:
     fault = FaultRecord(group=3, rank=0, step=7, phase="forward", kind="kill")
     journal = journal_of((100.0, fault), (105.0, recovery(0, 101.0, 104.0)), (105.0, recovery(1, 103.0, 103.5)))
     [found] = find_recoveries(journal)
@@ -298,7 +298,9 @@ def test_a_group_lost_twice_is_missed_from_its_second_loss_on() -> None:
 
 
 @pytest.mark.parametrize(("fenced_before_step", "verdict_says_so"), [(1, True), (2, False)])
-def test_a_fault_is_not_excused_by_the_fence_of_a_former_life(fenced_before_step: int, verdict_says_so: bool) -> None:
+def test_a_fault_is_not_excused_by_the_fence_of_an_earlier_incarnation(
+    fenced_before_step: int, verdict_says_so: bool
+) -> None:
     fault = {"step": 1, "group": 3, "rank": 0, "phase": "forward", "kind": "kill", "costs": [3]}
     fence = {"entry": "fence", "group": 3, "incarnation": fenced_before_step == 2}
     steps = [{"entry": "commit", "step": step, "attempt": step, "admit": []} for step in range(3)]

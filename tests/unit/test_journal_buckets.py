@@ -65,10 +65,10 @@ def voted(group: int, attempt: int, shards: list[int], num_complete: list[int]) 
 
 def whole() -> dict[str, Record]:
     """Group 2 dies in the first attempt; of the four buckets of the two ranks, two and one are kept of it."""
-    everybody, left = [0, 1, 2], [0, 1]
+    all_groups, left = [0, 1, 2], [0, 1]
     records: dict[str, Record] = {"run": RUN}
-    for group in everybody:
-        records[f"brought {group} 0"] = brought(group, 0, everybody, [group], [])
+    for group in all_groups:
+        records[f"brought {group} 0"] = brought(group, 0, all_groups, [group], [])
     records["voted 0 0"] = voted(0, 0, [0], [2, 2])
     records["voted 1 0"] = voted(1, 0, [1], [3, 1])
     records["loss"] = LossRecord(group=2, rank=0, cause="SIGKILL", entry_index=0)
@@ -142,7 +142,7 @@ def test_every_range_of_buckets_counts_every_microbatch_once(name: str, changes:
     assert any(reason in text for text in verdict.reasons), verdict.reasons
 
 
-def test_without_a_vote_nobody_knows_what_could_be_kept() -> None:
+def test_without_a_vote_it_is_unknown_what_could_be_kept() -> None:
     records = whole()
     del records["voted 1 0"]
     assert checked(records).reasons == ("unknown: step 0: no vote of group 1 says what it kept",)

@@ -98,7 +98,7 @@ def checked(entries: Sequence[dict[str, Any]], wrong: Sequence[int] = (2,), took
     return check_journal(Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in records)))
 
 
-def test_a_group_that_was_put_out_with_its_part_of_the_sum_leaves_a_valid_run() -> None:
+def test_a_group_fenced_with_its_part_of_the_sum_discarded_leaves_a_valid_run() -> None:
     verdict = checked([commit(0, 0), DISCARD, AGAIN, commit(1, 2)])
     assert (verdict.verdict, verdict.reasons, verdict.steps_committed) == ("valid", (), 2)
 
@@ -122,13 +122,13 @@ def test_whose_part_was_not_discarded_must_have_had_the_parameters_of_the_others
         assert verdict.reasons == ("invalid: after 1 steps the groups hold different parameters",)
 
 
-def test_whoever_was_lost_before_it_entered_the_next_reduction_may_have_had_other_parameters() -> None:
+def test_a_group_lost_before_it_entered_the_next_reduction_may_have_had_other_parameters() -> None:
     """As a donor whose memory is corrupted right before it gives its state, and which finds its gradient infinite."""
     verdict = checked([commit(0, 0), PLAIN, RETRY, commit(1, 2)], took_part=False)
     assert (verdict.verdict, verdict.reasons, verdict.steps_committed) == ("valid", (), 2)
 
 
-def test_those_who_stay_must_have_the_same_parameters() -> None:
+def test_survivors_must_have_the_same_parameters() -> None:
     verdict = checked([commit(0, 0), DISCARD, AGAIN, commit(1, 2)], wrong=(0, 2))
     assert verdict.verdict == "invalid"
     assert verdict.reasons == ("invalid: after 1 steps the groups hold different parameters",)

@@ -28,17 +28,17 @@ RUN = RunRecord(
 COMMITS = [{"entry": "commit", "step": 0, "attempt": 0}, {"entry": "commit", "step": 1, "attempt": 2}]
 FENCE = {"entry": "fence", "group": 0, "discard": True}
 ANEW = {"entry": "retry", "step": 1, "attempt": 1, "recompute": True, "gather": True}
-PUT_OUT = [COMMITS[0], FENCE, ANEW, COMMITS[1]]
+FENCED = [COMMITS[0], FENCE, ANEW, COMMITS[1]]
 
 
-def told(step: int, params: str, slices: str = "") -> list[Record]:
-    """Records of groups 0, 1, ...: a letter for the digest of each, of the parameters and of slice 0; - for none."""
+def digests(step: int, params: str, partitions: str = "") -> list[Record]:
+    """Records of groups 0, 1, ...: a letter for the digest of each, of parameters and partition 0; - for none."""
     return [
         ParamsRecord(
             group=group,
             step=step,
             sha256=sha256,
-            slices={"0": slices[group]} if slices[group : group + 1] not in ("", "-") else {},
+            slices={"0": partitions[group]} if partitions[group : group + 1] not in ("", "-") else {},
         )
         for group, sha256 in enumerate(params)
         if sha256 != "-"
@@ -61,12 +61,12 @@ def found(entries: Sequence[Mapping[str, Any]], *records: Record) -> list[str]:
     return [*fold.errors, *(finding.reason for rule in rules for finding in rule(part, RUN, fold))]
 
 
-WRONG = [*told(1, "xyyx", "xyy-"), *brought(1, 1, range(4))]
-RIGHT = [*told(1, "-yyy", "-yy-"), *brought(1, 2, range(1, 4)), *told(2, "-zzz", "-zz-")]
+WRONG = [*digests(1, "xyyx", "xyy-"), *brought(1, 1, range(4))]
+RIGHT = [*digests(1, "-yyy", "-yy-"), *brought(1, 2, range(1, 4)), *digests(2, "-zzz", "-zz-")]
 
 
 def test_who_had_taken_wrong_parameters_over_goes_on_with_those_that_it_gathered_anew() -> None:
-    assert found(PUT_OUT, *WRONG, *RIGHT) == []
+    assert found(FENCED, *WRONG, *RIGHT) == []
 
 
 def test_parameters_change_between_two_steps_only_where_the_step_is_computed_anew() -> None:
@@ -74,28 +74,28 @@ def test_parameters_change_between_two_steps_only_where_the_step_is_computed_ane
     assert "after 1 steps group 3 has two digests of its parameters" in found(entries, *WRONG, *RIGHT)
 
 
-def test_whoever_is_lost_before_it_brings_anything_in_may_have_had_anything() -> None:
+def test_a_group_lost_before_it_contributes_may_have_had_any_parameters() -> None:
     """A donor whose parameters change when it is about to give them, found by its next gradient."""
     entries = [COMMITS[0], {"entry": "fence", "group": 0}, {**COMMITS[1], "attempt": 1}]
-    records = [*told(1, "yyyy"), *told(1, "x---"), *brought(1, 1, range(1, 4)), *told(2, "-zzz")]
+    records = [*digests(1, "yyyy"), *digests(1, "x---"), *brought(1, 1, range(1, 4)), *digests(2, "-zzz")]
     assert found(entries, *records) == []
     assert "after 1 steps group 0 has two digests of its parameters" in found(entries, *records, *brought(1, 1, [0]))
 
 
 def test_who_has_not_gathered_anew_must_not_go_on() -> None:
     later = [record for record in RIGHT if not (isinstance(record, ParamsRecord) and record.group == 3)]
-    reasons = found(PUT_OUT, *WRONG, *later, *told(2, "---z"))
+    reasons = found(FENCED, *WRONG, *later, *digests(2, "---z"))
     assert reasons == ["after 1 steps the groups hold different parameters"]
 
 
 def test_who_is_lost_before_it_has_gathered_anew_has_no_part_in_it() -> None:
     entries = [COMMITS[0], FENCE, ANEW, {"entry": "fence", "group": 3}, {**COMMITS[1], "attempt": 2}]
-    right = [*told(1, "-yy-", "-yy-"), *brought(1, 2, [1, 2]), *told(2, "-zz-", "-zz-")]
+    right = [*digests(1, "-yy-", "-yy-"), *brought(1, 2, [1, 2]), *digests(2, "-zz-", "-zz-")]
     assert found(entries, *WRONG, *right) == []
 
 
 def test_hosts_that_stay_must_hold_the_same_state() -> None:
-    assert found(PUT_OUT, *WRONG, *RIGHT[:-3], *told(2, "-zzz", "-ab-")) == [
+    assert found(FENCED, *WRONG, *RIGHT[:-3], *digests(2, "-zzz", "-ab-")) == [
         "after 2 steps the hosts of state partition 0 hold different state"
     ]
 

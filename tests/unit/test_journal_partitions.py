@@ -1,4 +1,4 @@
-"""What the check says of slices of the optimizer state: of simulated runs, and of what is wrong in their journals."""
+"""What the check says of state partitions: of simulated runs, and of what is wrong in their journals."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import check_journal
 
 SCENARIO = Scenario(
-    name="slices",
+    name="partitions",
     num_groups=7,
     redundancy=5,
     microbatches_per_shard=3,
@@ -68,7 +68,7 @@ def test_a_loss_its_copies_and_the_end_are_in_a_valid_journal() -> None:
     assert entries[-1]["entry"] == "finish"
 
 
-def test_without_its_copies_the_next_loss_of_a_slice_makes_a_commit_impossible() -> None:
+def test_without_its_copies_the_next_loss_of_a_partition_makes_a_commit_impossible() -> None:
     placed = other_host_of(1)
     losses = (*SCENARIO.failures.trace, Loss(at_s=400.0, groups=(GroupId(placed),)))
     scenario = dataclasses.replace(SCENARIO, failures=FailureSpec(kind="trace", trace=losses))
@@ -79,7 +79,7 @@ def test_without_its_copies_the_next_loss_of_a_slice_makes_a_commit_impossible()
 
 
 def other_host_of(index: int) -> int:
-    """The host of a slice besides group 1."""
+    """The host of a state partition besides group 1."""
     [other] = set(make_placement("golomb", 7, 2).hosts[index]) - {1}
     return int(other)
 
@@ -103,32 +103,38 @@ def test_a_copy_of_what_the_group_has_is_found() -> None:
 
 
 def with_return() -> list[Line]:
-    """Of a run whose lost group comes back and takes its slices over."""
+    """Of a run whose lost group comes back and takes its state partitions over."""
     return journal_of(dataclasses.replace(SCENARIO, num_steps=14, repair_s=300.0))
 
 
-def test_slices_that_move_to_a_group_that_came_back_are_in_a_valid_journal() -> None:
+def test_partitions_that_move_to_a_readmitted_group_are_in_a_valid_journal() -> None:
     lines = with_return()
     assert verdict_of(lines) == Verdict(verdict="valid", reasons=(), steps_committed=14)
     commits = [line.record.entry for line in lines if isinstance(line.record, EntryRecord)]
-    back = [(index, group) for entry in commits for index, (group, life) in entry.get("restored", ()) if life]
+    back = [
+        (index, group) for entry in commits for index, (group, incarnation) in entry.get("restored", ()) if incarnation
+    ]
     assert {group for _, group in back} == {1}
     released = [index for entry in commits for index, _ in entry.get("released", ())]
     assert sorted(released) == sorted(index for index, _ in back) != []
 
 
-def test_a_host_that_lets_go_before_its_copy_is_replaced_is_found() -> None:
-    def let_go_early(entry: dict[str, Any]) -> dict[str, Any]:
-        return {**entry, "restored": []} if any(life for _, (_, life) in entry.get("restored", ())) else entry
+def test_a_host_that_releases_a_partition_before_its_copy_is_replaced_is_found() -> None:
+    def release_early(entry: dict[str, Any]) -> dict[str, Any]:
+        return (
+            {**entry, "restored": []}
+            if any(incarnation for _, (_, incarnation) in entry.get("restored", ()))
+            else entry
+        )
 
-    assert "which has 2 hosts" in finding_in(with_entries(with_return(), let_go_early))
+    assert "which has 2 hosts" in finding_in(with_entries(with_return(), release_early))
 
 
-def test_who_lets_go_of_what_it_has_not_is_found() -> None:
-    def let_go_again(entry: dict[str, Any]) -> dict[str, Any]:
+def test_a_group_that_releases_a_partition_it_does_not_host_is_found() -> None:
+    def release_again(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "released": [*entry["released"], *entry["released"]]} if entry.get("released") else entry
 
-    assert "which it does not host" in finding_in(with_entries(with_return(), let_go_again))
+    assert "which it does not host" in finding_in(with_entries(with_return(), release_again))
 
 
 def test_an_end_without_whole_parameters_is_found() -> None:

@@ -83,8 +83,8 @@ def test_what_is_taken_over_is_what_the_groups_held(snapshot: int | None) -> Non
 
 
 def test_what_was_found_wrong_is_not_what_the_groups_held() -> None:
-    put_out = {"entry": "fence", "group": 1, "incarnation": 0, "reason": "its parameters differ", "discard": True}
-    fold = folded(*BEFORE[:2], put_out, restart(2, None))
+    fenced = {"entry": "fence", "group": 1, "incarnation": 0, "reason": "its parameters differ", "discard": True}
+    fold = folded(*BEFORE[:2], fenced, restart(2, None))
     held = compared((0, 2, "a")).lines[:1]
     wrong = Line(source="test", at_s=0.0, record=ParamsRecord(group=1, step=2, sha256="x", num_restarts=0))
     for taken_over, num_findings in [("a", 0), ("x", 1)]:

@@ -1,4 +1,4 @@
-"""What is saved after the last step is compared as well; and what does not count where nobody knows who is wrong."""
+"""What is saved after the last step is compared as well; what does not count where no group is known to be wrong."""
 
 import pytest
 
@@ -26,14 +26,14 @@ from spare_megatron.stacking.state_partitions import PartitionSetup
 LAST = Commit(step=0, attempt=0, save=True, is_last=True)
 
 
-def make_controller(num_groups: int = 4, *, slices: PartitionSetup | None = None, steps: int = 9) -> Controller:
+def make_controller(num_groups: int = 4, *, partitions: PartitionSetup | None = None, steps: int = 9) -> Controller:
     """That of a run which saves its last step, every second one before, and may start again."""
     setup = ControllerSetup(
         placement=make_placement("golomb", num_groups, min(num_groups, 3)),
         microbatches_per_shard=1,
         num_steps=steps,
         saves=SavePolicy(interval_steps=2, saves_last=True),
-        partitions=slices,
+        partitions=partitions,
         restarts=RestartLimits(max_restarts=1, window_s=1.0, wait_s=1.0),
     )
     controller = Controller(setup)
@@ -50,7 +50,7 @@ def fold(controller: Controller, *entries: Entry) -> list[Action]:
 
 
 def decided(controller: Controller, params: str) -> Entry:
-    """What follows from votes that tell of these parameters, a letter for each group."""
+    """What follows from votes with these parameter digests, a letter for each group."""
     cast = {
         GroupId(group): Vote(is_complete=True, plan_digest="p", params_digest=digest)
         for group, digest in enumerate(params)
@@ -139,15 +139,15 @@ def test_what_two_commits_have_compared_counts_whatever_is_found_later(later: in
 
 def test_what_was_saved_before_a_restart_counts_whatever_is_found_later() -> None:
     controller = make_controller(2)
-    lives = tuple(Member(GroupId(group), 1) for group in range(2))
-    fold(controller, Commit(step=0, attempt=0, save=True), Restart(step=1, members=lives))
+    incarnations = tuple(Member(GroupId(group), 1) for group in range(2))
+    fold(controller, Commit(step=0, attempt=0, save=True), Restart(step=1, members=incarnations))
     assert not refusals_in(fold(controller, decided(controller, "ab"))), "they have loaded the same, and it is whole"
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_where_all_gather_anew_and_nobody_is_put_out_what_was_saved_before_does_not_count(*, is_last: bool) -> None:
+def test_where_all_gather_anew_and_no_group_is_fenced_earlier_saves_do_not_count(*, is_last: bool) -> None:
     """An owner has sent what it does not hold: its hosts are right, and the group that saves may have the wrong one."""
-    controller = make_controller(slices=PartitionSetup(num_groups=4, redundancy=3))
+    controller = make_controller(partitions=PartitionSetup(num_groups=4, redundancy=3))
     [save] = saves_in(fold(controller, Commit(step=0, attempt=0, save=True, is_last=is_last)))
     actions = fold(controller, Retry(step=1, attempt=1, recompute=True, gather=True))
     assert [(one.step, one.member) for one in refusals_in(actions)] == [(1, save.member)]
@@ -156,47 +156,47 @@ def test_where_all_gather_anew_and_nobody_is_put_out_what_was_saved_before_does_
     assert all(one.member != save.member for one in again), "who wrote the first may be at it still"
 
 
-def test_whoever_starts_again_after_the_end_of_the_time_ends_with_the_same_step() -> None:
+def test_a_group_that_restarts_after_the_time_limit_ends_with_the_same_step() -> None:
     """All groups were lost before they had voted on the last checkpoint, and that cannot be read."""
     controller = make_controller()
-    lives = tuple(Member(GroupId(group), 1) for group in range(4))
+    incarnations = tuple(Member(GroupId(group), 1) for group in range(4))
     fold(controller, Commit(step=0, attempt=0, save=True), Commit(step=1, attempt=1, save=True, is_last=True))
-    fold(controller, Restart(step=1, members=lives))
+    fold(controller, Restart(step=1, members=incarnations))
     last = decided(controller, "aaaa")
     assert last == Commit(step=1, attempt=3, save=True, is_last=True)
     assert isinstance(fold(controller, last)[-2], AttemptFinish)
 
 
-def test_whoever_starts_again_from_the_last_step_compares_it_and_ends() -> None:
+def test_a_group_that_restarts_from_the_last_step_compares_it_and_ends() -> None:
     controller = make_controller()
-    lives = tuple(Member(GroupId(group), 1) for group in range(4))
-    actions = fold(controller, LAST, Restart(step=1, members=lives))
+    incarnations = tuple(Member(GroupId(group), 1) for group in range(4))
+    actions = fold(controller, LAST, Restart(step=1, members=incarnations))
     assert isinstance(actions[-2], AttemptFinish)
     assert fold(controller, decided(controller, "aaaa")) == [FinishRun(step=1)]
 
 
-def doubtful_in(controller: Controller, *entries: Entry) -> tuple[int, ...]:
+def unproven_in(controller: Controller, *entries: Entry) -> tuple[int, ...]:
     """With the save that the last of some entries asks for."""
     [save] = saves_in(fold(controller, *entries))
     return save.doubtful
 
 
-def test_what_two_commits_have_not_come_after_is_doubtful_and_does_not_supersede_what_is_right() -> None:
+def test_a_checkpoint_followed_by_fewer_than_two_commits_is_unproven_and_supersedes_no_valid_one() -> None:
     controller = make_controller()
-    found = [doubtful_in(controller, Commit(step=step, attempt=step, save=True)) for step in range(4)]
+    found = [unproven_in(controller, Commit(step=step, attempt=step, save=True)) for step in range(4)]
     assert found == [(1,), (1, 2), (2, 3), (3, 4)]
 
 
-def test_what_is_refused_or_undone_stays_doubtful_until_it_is_saved_again() -> None:
+def test_a_refused_or_undone_checkpoint_stays_unproven_until_it_is_saved_again() -> None:
     controller = make_controller()
-    lives = tuple(Member(GroupId(group), 1) for group in range(4))
+    incarnations = tuple(Member(GroupId(group), 1) for group in range(4))
     commits = [Commit(step=step, attempt=step, save=True) for step in range(4)]
-    fold(controller, *commits, Restart(step=2, members=lives))
+    fold(controller, *commits, Restart(step=2, members=incarnations))
     again = [Commit(step=step, attempt=step + 3, save=step != 3) for step in range(2, 5)]
-    assert doubtful_in(controller, again[0]) == (3, 4)
-    assert doubtful_in(controller, *again[1:]) == (4, 5), "undone, and not compared yet"
+    assert unproven_in(controller, again[0]) == (3, 4)
+    assert unproven_in(controller, *again[1:]) == (4, 5), "undone, and not compared yet"
     refused = fold(controller, Fence(group=GroupId(1), incarnation=1, reason="it differs", discard=True))
     assert [one.step for one in refusals_in(refused)] == [5]
     retry = Retry(step=5, attempt=8, recompute=True)
     later = [retry, Commit(step=5, attempt=9), Commit(step=6, attempt=10, save=True)]
-    assert doubtful_in(controller, *later) == (4, 5, 7)
+    assert unproven_in(controller, *later) == (4, 5, 7)

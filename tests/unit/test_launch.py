@@ -81,7 +81,7 @@ def make_environment(checkout: Path, path: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_an_environment_that_somebody_else_made_is_kept(tmp_path: Path) -> None:
+def test_an_environment_of_another_user_is_kept(tmp_path: Path) -> None:
     """It was replaced, and so was one that the quick start has users make by hand."""
     own = tmp_path / ".venv" / "lib" / "own.py"
     own.parent.mkdir(parents=True)

@@ -128,7 +128,7 @@ def test_a_rank_that_waits_for_one_without_a_processor_has_as_long_while_it_beat
     assert found == (1.5, "no heartbeat for 1.5 s")
 
 
-def test_who_polls_is_missed_sooner_than_who_does_something_for_the_first_time() -> None:
+def test_a_polling_rank_is_suspected_sooner_than_one_that_runs_something_for_the_first_time() -> None:
     found = found_at_s(Operation.JOIN, beats=True, progresses=False, slowest_s=0.0, until_s=FIRST_LIMIT_S)
     assert found == (10.0, "no progress for 10.0 s")
 

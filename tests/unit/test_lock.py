@@ -17,7 +17,7 @@ def hold(folder: Path, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_a_second_job_is_told_who_has_the_directory_and_may_have_it_once_that_one_is_killed(tmp_path: Path) -> None:
+def test_a_second_job_learns_who_has_the_directory_and_may_have_it_once_that_one_is_killed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     holder = context.Process(target=hold, args=(tmp_path / "run", theirs))

@@ -1,4 +1,4 @@
-"""A log of months: whoever reads it from its first entry asks for many at a time."""
+"""A log of months: a reader that starts at its first entry asks for many at a time."""
 
 import math
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def test_a_long_log_is_followed_in_few_requests() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 700])
-def test_who_asks_again_is_told_what_is_new(length: int) -> None:
+def test_a_second_read_returns_only_new_entries(length: int) -> None:
     store = Store(*(f"entry {index}" for index in range(length)))
     log = DecisionLog(store)  # type: ignore[arg-type]
     head = 0

@@ -14,7 +14,7 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, first_owner
 MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
 SAVE = SaveCheckpoint(step=8, member=MEMBERS[0], voters=MEMBERS, epoch=3)
 OWNERSHIP = first_ownership(PartitionSetup(num_groups=4, redundancy=2), MEMBERS)
-SAVE_OF_SLICES = replace(SAVE, hosts=OWNERSHIP.hosts, owners=OWNERSHIP.owners)
+SAVE_OF_PARTITIONS = replace(SAVE, hosts=OWNERSHIP.hosts, owners=OWNERSHIP.owners)
 COMMIT = Commit(step=8, attempt=8)
 ANEW = Retry(step=8, attempt=8, recompute=True)
 
@@ -32,24 +32,24 @@ def raised(group: int) -> Fence:
 
 
 REFUSED: dict[str, tuple[Sequence[Entry], str]] = {
-    "its writer is put out": ([wrong(0)], "group 0: it differs"),
+    "its writer is fenced": ([wrong(0)], "group 0: it differs"),
     "what is wrong shows one update later": ([COMMIT, wrong(0)], "group 0: it differs"),
-    "its writer is lost before another is put out": ([killed(0), wrong(2)], "group 2: it differs"),
-    "its writer is lost after another was put out": ([wrong(2), ANEW, killed(0)], "group 2: it differs"),
-    "its writer is put out after it was lost": ([killed(0), wrong(0)], "group 0: it differs"),
+    "its writer is lost before another is fenced": ([killed(0), wrong(2)], "group 2: it differs"),
+    "its writer is lost after another was fenced": ([wrong(2), ANEW, killed(0)], "group 2: it differs"),
+    "its writer is fenced after it was lost": ([killed(0), wrong(0)], "group 0: it differs"),
     "its writer raises": ([raised(0)], "group 0: the gradient of step 8 is not finite"),
     "its writer raises one update later": ([COMMIT, raised(0)], "group 0: the gradient of step 8 is not finite"),
-    "nobody knows who is wrong": ([Halt(step=8, reason="all differ", discard=True)], "all differ"),
+    "no group is known to be wrong": ([Halt(step=8, reason="all differ", discard=True)], "all differ"),
     "that shows one update later": ([COMMIT, Halt(step=9, reason="all differ", discard=True)], "all differ"),
     "all gather anew": ([ANEW], "groups hold different parameters, and it is unknown which are right"),
 }
 COUNTED: dict[str, Sequence[Entry]] = {
     "two commits have come after it": [COMMIT, COMMIT, wrong(0), ANEW, raised(0)],
-    "another is put out": [wrong(2), ANEW, COMMIT, wrong(1)],
+    "another is fenced": [wrong(2), ANEW, COMMIT, wrong(1)],
     "its writer is killed": [killed(0), COMMIT, wrong(2)],
-    "its writer is killed when it was compared, and another is put out": [COMMIT, killed(0), wrong(2)],
+    "its writer is killed when it was compared, and another is fenced": [COMMIT, killed(0), wrong(2)],
     "another raises": [raised(2), COMMIT, raised(1)],
-    "a later life of its writer is put out": [killed(0), COMMIT, wrong(0, 1)],
+    "a later incarnation of its writer is fenced": [killed(0), COMMIT, wrong(0, 1)],
     "the run halts for something else": [Halt(step=8, reason="groups have different plans")],
     "an attempt fails": [Retry(step=8, attempt=8)],
     "it was loaded": [Restart(step=8, members=MEMBERS), wrong(0)],
@@ -59,12 +59,12 @@ COUNTED: dict[str, Sequence[Entry]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_does_not_count_where(case: str) -> None:
     entries, reason = REFUSED[case]
-    doubts = CheckpointValidity()
-    doubts.on_save(SAVE)
-    *before, found = map(doubts.fold, entries)
+    validity = CheckpointValidity()
+    validity.on_save(SAVE)
+    *before, found = map(validity.fold, entries)
     assert found == (RefuseCheckpoint(step=8, member=SAVE.member, epoch=3, reason=reason),)
     assert not any(before)
-    assert doubts.fold(wrong(0)) == (), "that is said once"
+    assert validity.fold(wrong(0)) == (), "that is said once"
     assert why_refused(SAVE, iter(entries)) == reason
 
 
@@ -74,18 +74,18 @@ def test_a_checkpoint_counts_where(case: str) -> None:
 
 
 @pytest.mark.parametrize("loss", [wrong(3), raised(3)])
-def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong(loss: Fence) -> None:
+def test_any_host_of_a_state_partition_may_have_written_wrong_state(loss: Fence) -> None:
     assert why_refused(SAVE, iter([loss])) == ""
-    assert why_refused(SAVE_OF_SLICES, iter([COMMIT, loss])).startswith("group 3: ")
+    assert why_refused(SAVE_OF_PARTITIONS, iter([COMMIT, loss])).startswith("group 3: ")
 
 
 def test_two_checkpoints_may_be_compared_at_a_time() -> None:
-    doubts = CheckpointValidity()
-    doubts.on_save(SAVE)
-    doubts.fold(COMMIT)
-    doubts.on_save(replace(SAVE, step=9, member=MEMBERS[1]))
-    assert [refused.step for refused in doubts.fold(wrong(1))] == [9]
-    assert [refused.step for refused in doubts.fold(wrong(0))] == [8]
+    validity = CheckpointValidity()
+    validity.on_save(SAVE)
+    validity.fold(COMMIT)
+    validity.on_save(replace(SAVE, step=9, member=MEMBERS[1]))
+    assert [refused.step for refused in validity.fold(wrong(1))] == [9]
+    assert [refused.step for refused in validity.fold(wrong(0))] == [8]
 
 
 def test_no_more_of_the_log_is_read_than_may_say_something() -> None:

@@ -1,4 +1,4 @@
-"""A group that reads the log in a new life, and the clock that it goes on with."""
+"""A group that reads the log in a new incarnation, and the clock that it goes on with."""
 
 import time
 from collections import deque

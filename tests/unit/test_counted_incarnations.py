@@ -1,4 +1,4 @@
-"""How often groups were lost: each of their lives counts."""
+"""How often groups were lost: each of their incarnations counts."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from spare_megatron.journal.run_state import RunState
 from tests.unit.journal_in_memory import summarize
 
 RUN = RunRecord(
-    name="lives",
+    name="incarnations",
     num_groups=3,
     ranks_per_group=1,
     redundancy=3,
@@ -22,12 +22,12 @@ RUN = RunRecord(
 )
 
 
-def fence(group: int, **life: int) -> dict[str, Any]:
-    return {"entry": "fence", "group": group, "reason": "", "error": "", **life}
+def fence(group: int, **incarnation: int) -> dict[str, Any]:
+    return {"entry": "fence", "group": group, "reason": "", "error": "", **incarnation}
 
 
 def test_a_group_that_comes_back_and_is_lost_again_is_lost_twice() -> None:
-    """Groups that rejoined were counted by their lives, and those that were lost by number: 1 lost, 2 rejoined."""
+    """Groups that rejoined counted by incarnation, those that were lost by number: 1 lost, 2 rejoined."""
     join = {"entry": "join", "group": 1}
     entries = [
         fence(1, incarnation=0),
@@ -37,8 +37,8 @@ def test_a_group_that_comes_back_and_is_lost_again_is_lost_twice() -> None:
         {**join, "incarnation": 2},
         fence(2),
     ]
-    told = [EntryRecord(group=0, index=index, entry=entry) for index, entry in enumerate(entries)]
-    lines = [Line(source="told", at_s=float(at_s), record=record) for at_s, record in enumerate((RUN, *told))]
+    records = [EntryRecord(group=0, index=index, entry=entry) for index, entry in enumerate(entries)]
+    lines = [Line(source="test", at_s=float(at_s), record=record) for at_s, record in enumerate((RUN, *records))]
     run_state = RunState()
     for line in lines:
         run_state.add_line(line)

@@ -28,6 +28,7 @@ class NodeFacts:
         store_failures: etcd endpoint -> why it does not answer here.
         store_refusal: Why etcd does not report its size; empty if it does, or is unreachable.
         store_space: Size of etcd's database; None if not reported.
+        sees_folder: The file that the driver wrote to the checkpoint folder is visible.
         corpus_bytes: Sizes of the corpus's two files; None for one that cannot be read.
     """
 

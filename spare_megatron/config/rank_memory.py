@@ -30,6 +30,7 @@ class RankMemory:
 
 
 def rank_memory(config: RunConfig) -> RankMemory:
+    """The memory of the fullest rank of a configuration without problems."""
     layout = config.layout
     parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
     weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)

@@ -48,6 +48,7 @@ class Machine:
         can_isolate: The process is root and has `ip` and `nsenter`, so it can give nodes separate networks.
         can_listen: `control.listen_address` is an address of this machine.
         corpus_failure: Why the corpus cannot be used; empty if it can.
+        memory_bytes: Memory of one machine.
         process_memory_bytes: Memory that one process may use.
     """
 

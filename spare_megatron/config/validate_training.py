@@ -179,7 +179,7 @@ def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
 
 
 def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:
-    """Whether CPU ranks exceed a machine's memory (None: unknown), without activations, whose size is an estimate."""
+    """Whether CPU ranks of an otherwise valid configuration exceed a machine's memory, activations left out."""
     memory, num_ranks = rank_memory(config), ranks_per_machine(config)
     needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
     if machine_bytes is not None and needed > machine_bytes:

@@ -20,7 +20,7 @@ class SaveCheckpoint:
     """Save the parameters and all state after this many committed steps.
 
     Attributes:
-        member: The group that saves everything but the state partitions.
+        member: The group that saves everything, or everything but the state partitions.
         voters: The groups that take part then and may still be writing an earlier checkpoint.
         hosts: For each state partition, its hosts; empty if every group holds all state.
         owners: For each state partition, the host that writes it (`core.partition_saves`).
@@ -168,6 +168,7 @@ class LoadCheckpoint:
     Attributes:
         hosts: For each state partition, the members that load it; empty if every group loads all state.
         snapshot: Attempt of the snapshot to load from node memory instead of a checkpoint.
+        members: The groups that take part from here on; all of them load.
     """
 
     step: int

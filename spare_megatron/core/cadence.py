@@ -35,9 +35,9 @@ def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float) -> float:
     """Seconds from the start of one save to the start of the next that leave the most time for training.
 
     T_c* = t T_f with the one positive t for which t + exp(-t) = 1 + e, e = T_s / T_f: the maximum over T_c of the
-    availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever T_r is (J. T. Daly, Future Generation
-    Computer Systems 22, 2006). For rare failures near sqrt(2 T_s T_f) (Young, 1974). With s = sqrt(2 e) the root is s +
-    s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
+    availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever the restart time T_r is (J. T. Daly,
+    Future Generation Computer Systems 22, 2006). For rare failures it is near sqrt(2 T_s T_f) (Young, 1974). With
+    s = sqrt(2 e) the root is s + s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
 
     T_s = `save_s` is the stall of a save and T_f = `mean_time_to_failure_s` the mean time to a wipe-out (not a mere
     lost group); ValueError unless both are above 0.

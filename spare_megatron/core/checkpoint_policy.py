@@ -183,7 +183,8 @@ _FIRST_RETRY = 1 / 8
 class SavePolicy:
     """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never.
 
-    With `group_life_s`, the prior mean time until a given group is lost, the interval is measured.
+    With `group_life_s`, the prior mean time until a given group is lost, the interval follows from measurements.
+    `saves_last` also saves the last step of the run.
     """
 
     interval_s: float | None = None

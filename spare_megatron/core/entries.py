@@ -102,7 +102,7 @@ class Retry:
 class Finish:
     """All steps are committed, and every group holds all parameters; answers AttemptFinish.
 
-    Not written without state partitions and without a save after the last commit.
+    Not written if there are neither state partitions nor a save after the last commit.
     """
 
     step: int

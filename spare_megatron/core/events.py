@@ -36,9 +36,7 @@ class RestartState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRead:
-    """Groups that have ever waited for a restart, and seconds for which `group` has waited; reported by waiting
-    leaders.
-    """
+    """Groups that have ever waited for a restart, and seconds that `group` has; only waiting leaders report it."""
 
     group: GroupId
     waiting: tuple[RestartState, ...]

@@ -33,9 +33,7 @@ def restart_delay_s(num_restarts: int, most_restarts: int, num_short: int, inter
 
 
 class NextStart(NamedTuple):
-    """The next start of a lost group: seconds from its fence, and whether it may use spares (not after a short
-    incarnation).
-    """
+    """The next start of a lost group: seconds from its fence; spares only if its incarnation was not short."""
 
     delay_s: float
     takes_spares: bool
@@ -90,7 +88,7 @@ class PartReadiness:
         self._beats: dict[int, tuple[str | None, float]] = {}  # the last beat, and when it moved
 
     def poll(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
-        """Whether all nodes are ready and present at this monotonic time; `beats` is None without heartbeat."""
+        """Whether all nodes are in `ready` and present at this monotonic time; `beats` is None without heartbeat."""
         for node in self._nodes:
             beat, since_s = self._beats.get(node, (beats[node], -math.inf))  # the first beat seen may be stale
             self._beats[node] = (beat, since_s) if beats[node] in (None, beat) else (beats[node], now_s)

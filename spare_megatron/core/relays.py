@@ -11,7 +11,7 @@ from spare_megatron.stacking.layout import Member
 
 
 class Blocks:
-    """The voters of an attempt by block of at most `fan_in` groups; one block alone has no relays but each itself."""
+    """The voters of an attempt by block, at most `fan_in` each; in a single block each is its own relay."""
 
     def __init__(self, voters: Sequence[Member], fan_in: int) -> None:
         blocks: dict[int, list[Member]] = {}

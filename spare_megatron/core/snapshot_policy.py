@@ -55,6 +55,7 @@ class SnapshotPolicy:
     """When snapshots are taken, and how often each is copied.
 
     Attributes:
+        every_steps: Steps from one to the next, at least 2.
         redundancy: Nodes that may be lost; each rank position has one holder more.
         num_partitions: Partitions of the optimizer state; 0 if every group has all of it.
     """

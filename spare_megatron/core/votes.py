@@ -10,9 +10,7 @@ from spare_megatron.stacking.state_partitions import Ownership
 
 
 class PartitionDigest(NamedTuple):
-    """A host's digest, over all ranks, of a partition's parameters and optimizer state; an unproven copy repeats its
-    donor.
-    """
+    """A host's digest, over all ranks, of a partition's parameters and state; an unproven one repeats its donor's."""
 
     partition: PartitionId
     sha256: str

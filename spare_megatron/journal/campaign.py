@@ -17,9 +17,7 @@ from spare_megatron.journal.summary import Summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultCount:
-    """Faults of one kind: `due` if the run reached their moment with the group to be hit, `masked` if the step
-    committed.
-    """
+    """Faults of one kind: `due` if the run reached their moment and group, `masked` if their step was committed."""
 
     planned: int
     due: int

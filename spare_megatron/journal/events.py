@@ -1,4 +1,4 @@
-"""User-visible texts of run events, one line each: losses, returns, restarts, saves, the end."""
+"""User-visible texts of run events, one line each: losses, returns, restarts, saves, the end. Steps count from 0."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

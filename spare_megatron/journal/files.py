@@ -98,7 +98,7 @@ class AppendingFile:
             os.close(fd)
 
     def close(self) -> None:
-        """Retries held text for some seconds, then closes the file; raises BytesLost if text is still held."""
+        """Retries held text for some seconds, then closes; BytesLost if the file ends early, with a whole line."""
         end_s = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(OSError):
             while self._held and time.monotonic() < end_s:

@@ -18,7 +18,7 @@ class Finding:
 
     Attributes:
         severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
-        place: Sort key among the findings of a rule.
+        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
     """
 
     severity: Severity
@@ -85,7 +85,7 @@ class Fold:
         fenced: Index of each such fence -> (group, incarnation).
         discarded: (restarts, committed steps before) -> groups whose contribution to the step was discarded.
         computed_anew: Steps, as (restarts, committed steps before them), that began again from zero sums.
-        opened: Attempt -> members when it began, as group -> incarnation.
+        opened: Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies.
         known: State before the first gap; later entries may contradict records only because of the gap.
     """
 

@@ -76,6 +76,7 @@ class JournalView(Protocol):
     """A journal that is read in parts.
 
     Attributes:
+        rare: Lines with `is_rare` records, in time order.
         entries: Log index -> entry, as first read.
         origin_code: Code digest in `origin.json` beside the journal; None without such a file.
         settings: Terms of the run by the settings beside the journal; empty if unknown.

@@ -75,6 +75,7 @@ class StepTable:
     """Figures of attempts (rows) and groups (columns); NaN if unreported.
 
     Attributes:
+        loss: Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate.
         step_s: Seconds from the start of the step to its update; shape (attempts, groups), as `load`.
     """
 

@@ -25,7 +25,7 @@ RECOVERY_NAMES: Mapping[RecoveryStage, str] = {
 
 @dataclass(slots=True)
 class RecoveryTimes:
-    """The stages of one recovery, timed one after the other, up to `timed_until_s` on the clock of the stages."""
+    """Stages of one recovery, one after the other; `timed_until_s` is on their clock, `_at_s` fields are wall clock."""
 
     computed_at_s: float
     noticed_at_s: float
@@ -57,6 +57,7 @@ class Span:
     """An activity of a rank's main thread.
 
     Attributes:
+        name: An operation of `core.failure_detector`, a forward or backward pass, or a stage of a recovery.
         began_s: On the monotonic clock of the rank's machine, as `ended_s`.
         microbatch: (shard, index) of a pass.
     """

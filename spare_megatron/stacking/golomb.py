@@ -1,7 +1,7 @@
 """Offsets for cyclic placements: modular Golomb rulers that mix well.
 
-r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs N
->= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement, max over k != 0 of
+r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs
+N >= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement, max over k != 0 of
 |sum_o exp(2 pi i k o / N)|. With failure domains of d consecutive groups, few hosts per domain take precedence. The
 argument is in docs/protocol.md.
 """

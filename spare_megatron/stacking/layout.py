@@ -8,7 +8,7 @@ GroupId = NewType("GroupId", int)
 
 
 class Member(NamedTuple):
-    """One incarnation of a group, from 0 up. Placements name groups; votes, fences and admissions name members."""
+    """A group in one incarnation: 0 at first, then ever higher. Votes, fences and admissions name members."""
 
     group: GroupId
     incarnation: int = 0
@@ -30,6 +30,7 @@ class Layout:
     context_parallel: int = 1
     pipeline_parallel: int = 1
     num_nodes: int = 1
+    """Machines; each holds an equal block of consecutive ranks."""
 
     @property
     def ranks_per_group(self) -> int:

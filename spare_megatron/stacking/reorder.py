@@ -23,6 +23,7 @@ class Reorder:
     Attributes:
         owners: Read-only, shape (num_shards, m): the owner of each microbatch.
         makespan: Largest number of microbatches of any group.
+        num_moves: Microbatches whose owner changed, those of lost groups included.
         path: "orphans" if only microbatches without a surviving owner moved, else "chains".
     """
 

@@ -22,9 +22,7 @@ StackArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackOrder:
-    """How groups compute their stacks: the first `depth` shards of each row of `stacks`, shape (num_groups,
-    redundancy).
-    """
+    """Each group computes the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy)."""
 
     stacks: StackArray
     depth: int

@@ -120,6 +120,8 @@ class Ownership:
 def first_ownership(setup: PartitionSetup, members: Iterable[Member]) -> Ownership:
     """The ownership when every group can take any partition: at the start of a run and after loading a checkpoint.
 
+    The hosts are those of the placement; other members replace those that do not take part.
+
     >>> ring = first_ownership(PartitionSetup(num_groups=3, redundancy=2), [Member(g) for g in range(3)])
     >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
     ([[0, 2], [0, 1], [1, 2]], [0, 1, 2])

@@ -105,7 +105,7 @@ def test_a_metrics_service_receives_no_cluster_settings(tmp_path: Path, monkeypa
     configs: list[dict[str, Any]] = []
     opened: list[Any] = []
     monkeypatch.setattr(telemetry, "WandbSink", lambda run_dir, project, run_id, name, config: configs.append(config))
-    monkeypatch.setattr(telemetry, "DetachedSink", lambda name, open_sink, failed: opened.append(open_sink()))
+    monkeypatch.setattr(telemetry, "DetachedSink", lambda name, open_sink, failed, rest_s: opened.append(open_sink()))
     telemetry.open_sinks(SECRET, tmp_path, lambda event: None)
     assert len(opened) == len(configs) == 1
     assert "k3y" not in str(configs)

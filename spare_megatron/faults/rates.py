@@ -142,7 +142,7 @@ class _Condition:
     recovery_steps: int
     num_rejoins: int
     has_last_resort: bool
-    slices: PartitionLossBudget | None
+    partitions: PartitionLossBudget | None
     hit_until: dict[GroupId, float] = field(default_factory=dict)
     lost_until: dict[GroupId, float] = field(default_factory=dict)
     gone_from: dict[GroupId, int] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class _Condition:
         all_groups = frozenset(GroupId(group) for group in range(self.placement.num_groups))
         left = all_groups - lost - groups
         num_members, is_flip = len(all_groups - lost), draw.kind == "param_flip"
-        if self.slices is not None and not self.slices.allows(step, len(groups), num_members, is_flip=is_flip):
+        if self.partitions is not None and not self.partitions.allows(step, len(groups), num_members, is_flip=is_flip):
             return False
         gone = {group for group in lost if self.gone_from.get(group, math.inf) <= step}
         if draw.is_for_good and self.num_rejoins:
@@ -188,12 +188,13 @@ class _Condition:
                 self.hit_until[group] = self.lost_until[group]
         if draw.kind in _CORRUPTIONS:
             self.corrupt_until = until
-        if draw.costs and self.slices is not None:
-            self.slices.hit(step, len(groups), is_flip=draw.kind == "param_flip")
+        if draw.costs and self.partitions is not None:
+            self.partitions.hit(step, len(groups), is_flip=draw.kind == "param_flip")
 
     def next_change(self, step: int) -> float:
         """The first later step at which more may be allowed; infinity if there is none."""
-        changes = [*self.hit_until.values(), self.corrupt_until, *(self.slices.changes() if self.slices else ())]
+        of_partitions = self.partitions.changes() if self.partitions else ()
+        changes = (*self.hit_until.values(), self.corrupt_until, *of_partitions)
         return min((change for change in changes if change > step), default=math.inf)
 
 
@@ -213,7 +214,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         recovery_steps=faults.recovery_steps,
         num_rejoins=spare.rejoins,
         has_last_resort=config.data.access == "shared",
-        slices=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
+        partitions=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)

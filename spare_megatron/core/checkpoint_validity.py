@@ -3,7 +3,7 @@
 State is compared in the step after the save, and again after the next update, which brings errors in optimizer moments
 into the parameters: a checkpoint followed by two commits is right. Until then it is refused if a writer is fenced for
 wrong state or raised an error, if groups differ and it is unknown which is wrong, or if a writer is lost before the
-first of these commits in a step in which wrong state is found.
+first of these two commits and wrong state is found in the same step.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,7 @@
 """Verifies a checkpoint after a wipe-out: the waiting groups divide its files and read them.
 
-A file that is whole for one group is whole; what two groups find damaged is damaged, as one group's path to the storage
-may be bad.
+A file that is whole for one group is whole. It takes a quorum of two groups to call a file damaged, because one group's
+path to the storage may be bad.
 """
 
 from collections.abc import Iterable, Sequence

@@ -19,7 +19,8 @@ _FRESH_INTERVALS = 1.0
 def restart_delay_s(num_restarts: int, most_restarts: int, num_short: int, interval_s: float) -> float | None:
     """Seconds from the fence of a group to its next start; None after `most_restarts` restarts.
 
-    No delay after a stable incarnation; doubling delays after `num_short` in a row shorter than _STABLE_INTERVALS.
+    `num_short`: restarts since the last incarnation of _STABLE_INTERVALS or more. The first has no delay; then it
+    doubles.
 
     >>> [restart_delay_s(n, 5, n, 1.0) for n in range(6)]
     [0.0, 1.0, 2.0, 4.0, 8.0, None]
@@ -33,7 +34,7 @@ def restart_delay_s(num_restarts: int, most_restarts: int, num_short: int, inter
 
 
 class NextStart(NamedTuple):
-    """The next start of a lost group: seconds from its fence; spares only if its incarnation was not short."""
+    """The next start of a lost group: seconds from its fence; spares only for the first after a stable incarnation."""
 
     delay_s: float
     takes_spares: bool
@@ -58,6 +59,7 @@ class RestartBudget:
         if up_s >= _STABLE_INTERVALS * self._interval_s:
             self._num_short[group] = 0
         num_short = self._num_short[group]
+        # After a wipe-out all groups restart, and no budget is spent.
         num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
         delay_s = restart_delay_s(num_restarts, most_restarts, num_short, self._interval_s)
         if delay_s is None:

@@ -1,6 +1,7 @@
 """Relays: which groups vote through which other group, and what a relay collects.
 
-The first remaining group of a block of consecutive ids writes the votes of its block into the control store at once.
+The first remaining group of a block of consecutive ids is its relay: it writes all votes of its block into the control
+store with one write.
 Relays only reduce the load of the store: duplicates of a vote count once.
 """
 

@@ -21,8 +21,8 @@ from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
 _PR_SET_CHILD_SUBREAPER = 36
 _LEAST_SAMPLES = 16
 _ENOUGH_SAMPLES = 120
-"""Samples from which a process's growth is judged, or half of the longest series, but at least `_LEAST_SAMPLES`. What a
-rank holds depends on the number of groups, so a rank admitted a few steps ago shows nothing."""
+"""A process is judged for growth from this many samples on. In a shorter run half of the longest series suffices, but
+at least `_LEAST_SAMPLES`: what a new rank holds still changes."""
 _FAREWELL_S = 5.0
 """How long processes may take to end after the run."""
 

@@ -67,9 +67,9 @@ class GradientPart:
     """A contiguous range of a bucket.
 
     Attributes:
-        number: The state partition of these gradients; None if every group needs them.
+        number: The state partition of these gradients; None if every data-parallel group needs them.
         place: The range in the bucket.
-        counted: The ranges within it that Megatron counts for the norm; empty if every group needs them.
+        counted: The ranges within it that Megatron counts for the norm; empty where `number` is None.
     """
 
     number: PartitionId | None

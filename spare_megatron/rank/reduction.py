@@ -71,7 +71,9 @@ class Reduction:
         self._buckets.communicator.start_build(action.key, action.members)
 
     def start_attempt(self, action: AttemptReduce) -> None:
-        """Settles the attempt before, once, before the patch of this one is computed (`BucketExchange`)."""
+        """Accounts for the buckets of the previous attempt, once per attempt and before its patch (microbatches of lost
+        groups) is computed; see `BucketExchange.start_attempt`.
+        """
         if self._attempt != action.attempt:
             self._attempt, self._is_early = action.attempt, False
             self._buckets.start_attempt(action)

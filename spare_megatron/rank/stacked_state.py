@@ -1,4 +1,4 @@
-"""Stacked optimizer state between the steps of one rank: gathers of all parameters, and repairs of partitions."""
+"""Stacked optimizer state (each partition on a few groups) on one rank: gathers all parameters, repairs partitions."""
 
 from spare_megatron.core.actions import GatherParams, StartRepairs
 from spare_megatron.rank.group_saves import GroupSaves
@@ -37,7 +37,7 @@ class StackedState:
         lacked = progress.lacks_params
         try:
             self._gather.run(action)
-        finally:  # even if the store is lost: this may be the last whole copy
+        finally:  # even if the store is lost: a gather that is complete can still be saved
             if lacked and not progress.lacks_params:
                 progress.num_steps = action.step
                 self._digests.compare_if_due(action.step, progress.num_restarts)

@@ -29,7 +29,7 @@ def consequence_of(code: int, *, is_group_lost: bool, is_store_given_up: bool) -
         return Consequence.RUN_RESTARTS
     if is_group_lost or is_store_given_up:
         return Consequence.NONE
-    # Without the store all nodes may be: by then the link knows.
+    # All nodes may have lost the store; an interval later the supervisor's own connection has noticed.
     return Consequence.GROUP_LOST_LATER if code == ExitCode.STORE_LOST else Consequence.GROUP_LOST
 
 

@@ -94,7 +94,7 @@ class Voting:
     def read_votes(self, attempt: int, voters: Sequence[Member], num_left: int) -> VotesRead | None:
         """After a loss, the votes cast so far; `num_left` of the voters that began the attempt are left.
 
-        None if the group's relay reads them, or a vote is still missing: its caster reads after its cast.
+        None if the group's relay reads them, or if a vote is still missing: the group that casts it reads them all.
         """
         if self._reliance.is_placed or self.agreement.num_votes(attempt) < num_left:
             return None

@@ -28,7 +28,8 @@ _POLL_S = 0.05
 _POLL_S_PER_GROUP = 0.001
 """Every group reads the keys of all groups from the store."""
 _TURN_SHARE = 0.25
-"""Share of the time limit after which the leader answers the ranks that wait for it."""
+"""The other ranks of a group wait for their leader, which polls the store. It reports to them after this share of their
+time limit, even without news."""
 _READ_TIMEOUT_S = 60.0
 """An entry that is known to be written arrives at once."""
 
@@ -155,7 +156,7 @@ class PartitionSaver:
         self._end_s = time.monotonic() + timeout_s
         self._mine: list[WrittenShare] = []
         self.shares: list[WrittenShare] = []
-        """On the leader of the group that saves, what all groups have written, once everything is there."""
+        """What all groups have written, once that is everything; on the leader of the group that publishes."""
 
     def run(self) -> bool:
         """Writes the group's partitions and waits. True if this group is to publish the checkpoint: all is written.

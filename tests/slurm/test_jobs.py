@@ -39,7 +39,7 @@ def test_the_demo_as_a_job_loses_two_groups_and_proves_itself(
     spare("submit", "--config", str(preset), "--run-dir", str(folder), *words, "--wait")
     job = Job(folder=folder)
     assert "3 nodes, 0 problems" in job.log  # the spare one, too
-    warning = "warning: rack rack1 has 2 groups (0, 1), and with spare.groups_per_domain=1 some of them may be all"
+    warning = "warning: rack rack1 has 2 groups (0, 1), and with spare.groups_per_domain=1 all hosts of a"
     assert warning in job.log
     assert job.state == "COMPLETED"
     assert spare("check", str(job.run())).startswith("valid: 24 steps")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.driver.shutdown import end_processes, kill
+from spare_megatron.driver.shutdown import await_exit, end_processes, kill
 from spare_megatron.process import processes
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.processes import Child, fork_server, start_child
@@ -139,3 +139,19 @@ def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child],
     assert ends == ["in order", "interrupted" if is_first else "goes on"]
     assert time.monotonic() - began_s < PATIENT_S
     assert [ended.process.exitcode for ended in (supervisor, store)] == [-signal.SIGKILL] * 2
+
+
+def test_a_killed_process_with_much_memory_has_exited_once_it_is_awaited() -> None:
+    code = "import sys; memory = bytearray(1 << 29); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+        await_exit([process.pid])
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_is_gone_is_not_awaited() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    await_exit([process.pid])

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spare_megatron.driver.gpus import visible_gpus
 from tests.integration.etcd_cluster import find_etcd
-
-DEVICE_FILES = Path("/dev")
 
 # The same examples every time, and none fails for the time it takes: a busy machine may have others to serve first.
 settings.register_profile(
@@ -53,8 +52,8 @@ def gpus_needed(item: pytest.Item) -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    needed, found = gpus_needed(item), len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
-    if found < needed:
+    needed = gpus_needed(item)
+    if needed and (found := len(visible_gpus())) < needed:
         pytest.skip(f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {found}")
 
 

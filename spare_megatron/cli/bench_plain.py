@@ -13,11 +13,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.shutdown import kill
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
-from spare_megatron.process.interrupts import Deferral, deferred
+from spare_megatron.process.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.process.processes import (
     Child,
     end_child,
     fork_server,
+    rank_context,
     start_child,
     start_embedded_store,
     stop_children,
@@ -35,12 +36,14 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
     with deferred() as interrupts:
         context = fork_server()
         store, spec = start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
-        ranks = [
-            start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
-            for rank in range(config.parallel.num_ranks)
-        ]
+        ranks_from = rank_context(config.cluster.device, context)
+        with never_in_children():
+            ranks = [
+                start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec)
+                for rank in range(config.parallel.num_ranks)
+            ]
         try:
-            ends = [_hear(rank, interrupts) for rank in ranks]
+            ends = [_receive_ends(rank, interrupts) for rank in ranks]
             pids = [child.process.pid for child in ranks if child.process.pid is not None]
             memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
             stop_children(ranks)
@@ -69,7 +72,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
         parent.recv()
 
 
-def _hear(child: Child, interrupts: Deferral) -> list[float]:
+def _receive_ends(child: Child, interrupts: Deferral) -> list[float]:
     interrupts.wait([child.reports])
     try:
         ends: list[float] = child.reports.recv()

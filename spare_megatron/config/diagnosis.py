@@ -130,17 +130,24 @@ def _counts(names: Iterable[str]) -> str:
 
 def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
     if facts.torch_failure:
-        yield NodeFinding(node=name, check="versions", text=f"torch cannot be loaded: {facts.torch_failure}")
+        yield NodeFinding(node=name, check="versions", text=f"torch cannot be used: {facts.torch_failure}")
         return
     if config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus):
         return
+    if facts.gpus and not facts.versions.get("CUDA"):
+        yield NodeFinding(
+            node=name,
+            check="versions",
+            text=f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
+            f"install its build for CUDA, or set cluster.device=cpu",
+        )
     ranks = ranks_per_machine(config)
     if len(facts.gpus) < ranks:
         yield NodeFinding(
             node=name,
             check="gpus",
-            text=f"torch sees {len(facts.gpus)} GPUs, and its {ranks} ranks need one each; see `nvidia-smi` there, "
-            f"take the node out, or change layout or cluster.num_nodes",
+            text=f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need one each; see `nvidia-smi` and "
+            f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes",
         )
     needed = run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:ranks]):

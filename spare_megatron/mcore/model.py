@@ -52,57 +52,54 @@ class Chunk:
 
 
 def build_chunks(
-    config: RunConfig, transformer: TransformerConfig, groups: ProcessGroupCollection, device: torch.device
+    config: RunConfig,
+    transformer: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    reduction: DistributedDataParallelConfig | None = None,
 ) -> list[Chunk]:
-    """This rank's chunks in layer order; several if the pipeline is virtual. Equal in every data-parallel group.
+    """This rank's chunks on `device`, in layer order; several if the pipeline is virtual. Equal in every data-parallel
+    group. `reduction` says how Megatron's wrapper reduces gradients, for plain Megatron; ours never ask it to.
 
     Collective over: all ranks of the group (stages that share embeddings synchronize them).
     """
     spec = layer_spec(config, transformer, device)
-    return [
-        _build_chunk(config, transformer, spec, groups, device, virtual)
-        for virtual in range(config.layout.virtual_pipeline)
-    ]
+    chunks = []
+    for virtual in range(config.layout.virtual_pipeline):
+        stage = virtual * groups.pp.size() + groups.pp.rank()
+        rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
+        # Megatron leaves position embeddings and the norms of torch on the CPU.
+        model = _build_model(config, transformer, spec, groups, stage).to(device)
+        module = DistributedDataParallel(
+            transformer,
+            reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            Float16Module(transformer, model) if transformer.bf16 else model,
+            pg_collection=groups,
+        )
+        chunks.append(Chunk(module=module, stage=stage, is_first=model.pre_process, is_last=model.post_process))
+    return chunks
 
 
-def _build_chunk(
+def _build_model(
     config: RunConfig,
     transformer: TransformerConfig,
     spec: ModuleSpec,
     groups: ProcessGroupCollection,
-    device: torch.device,
-    virtual: int,
-) -> Chunk:
-    num_stages = groups.pp.size() * config.layout.virtual_pipeline
-    stage = virtual * groups.pp.size() + groups.pp.rank()
-    is_first, is_last = stage == 0, stage == num_stages - 1
-    rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
-    model: torch.nn.Module = GPTModel(
+    stage: int,
+) -> GPTModel:
+    return GPTModel(
         config=transformer,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
         max_sequence_length=config.model.seq_length,
-        pre_process=is_first,
-        post_process=is_last,
+        pre_process=stage == 0,
+        post_process=stage == groups.pp.size() * config.layout.virtual_pipeline - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,
         pg_collection=groups,
-        vp_stage=virtual if config.layout.virtual_pipeline > 1 else None,
+        vp_stage=stage // groups.pp.size() if config.layout.virtual_pipeline > 1 else None,
     )
-    if device.type == "cuda":
-        model.cuda(device)
-    if transformer.bf16:
-        model = Float16Module(transformer, model)
-    module = DistributedDataParallel(
-        transformer,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-        model,
-        # Megatron sends nothing during the backward pass, so it needs no buckets.
-        disable_bucketing=True,
-        pg_collection=groups,
-    )
-    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 
 def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:

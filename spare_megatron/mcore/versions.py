@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 class Range(NamedTuple):
     first: str
-    before: str | None = None
+    before: str
 
     def __str__(self) -> str:
-        return f">={self.first}" + (f",<{self.before}" if self.before else "")
+        return f">={self.first},<{self.before}"
 
 
 SUPPORTED = {
     "torch": Range("2.13", "2.14"),
     "megatron-core": Range("0.16.1", "0.17"),
-    "transformer-engine": Range("2.0"),
+    "transformer-engine": Range("2.9", "2.12"),
     # Aborting a communicator may hang in older versions (reported by torchft).
     "NCCL": Range("2.26", "3"),
 }
@@ -32,8 +32,7 @@ def check_version(package: str, installed: str | None) -> None:
     remedy = _REMEDIES.get(package, f"pip install '{package}{wanted}'")
     if installed is None:
         raise ImportError(f"{package}{wanted} is not installed: {remedy}")
-    is_below_end = wanted.before is None or _release(installed) < _release(wanted.before)
-    if _release(installed) < _release(wanted.first) or not is_below_end:
+    if not _release(wanted.first) <= _release(installed) < _release(wanted.before):
         raise ImportError(f"{package} {installed} is installed, spare_megatron needs {wanted}: {remedy}")
 
 

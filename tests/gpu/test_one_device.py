@@ -1,6 +1,8 @@
 """What a GPU computes, on one of them, and the same on the CPU."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.mcore.data import prepare_index
 from tests.gpu import one_device
 from tests.gpu.one_device import DEVICES, GPU, run_on
@@ -89,6 +92,13 @@ def test_training_begins_at_the_entropy_of_guessing_and_learns(
     losses = run_on(device, one_device.losses_of_steps, config, 4)
     assert losses[0] == pytest.approx(math.log(256), rel=0.1)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+def test_devices_are_counted_as_torch_numbers_them() -> None:
+    script = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert [gpu.name for gpu in visible_gpus()] == done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spare_megatron.cli.bench_plain import run_plain
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
@@ -46,6 +48,14 @@ def test_a_group_alone_trains_on_one_gpu(text_corpus: Path, tmp_path: Path) -> N
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     assert len(losses_of(run.journal)) == config.train.steps
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_plain_megatron_trains_beside_it(text_corpus: Path, device: Any) -> None:
+    config = alert_config(text_corpus, LayoutConfig(num_groups=1), cluster=ClusterConfig(device=device), **MODEL)
+    ends, memory = run_plain(config)
+    assert len(ends) == config.train.steps
+    assert (memory.device_bytes > 0) == (device == "gpu")
 
 
 @pytest.mark.gpu(count=4)

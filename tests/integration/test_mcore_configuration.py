@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.requirements import Requirement
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
@@ -41,7 +43,7 @@ def with_megatron(**megatron: Any) -> RunConfig:
     [
         *(("megatron-core", version) for version in (None, "0.15.3", "0.16.0", "0.17.0", "1.16.1", "0.16.0rc1")),
         *(("torch", version) for version in (None, "2.12.1", "2.14.0", "2.14.0a0+git1234")),
-        *(("transformer-engine", version) for version in (None, "1.13.0")),
+        *(("transformer-engine", version) for version in (None, "1.13.0", "2.8.0", "2.12.0")),
     ],
 )
 def test_other_versions_are_refused_with_the_remedy(package: str, installed: str | None) -> None:
@@ -54,7 +56,7 @@ def test_other_versions_are_refused_with_the_remedy(package: str, installed: str
     [
         *(("megatron-core", version) for version in ("0.16.1", "0.16.2+cu128", "0.16.10")),
         *(("torch", version) for version in ("2.13.0", "2.13.1+cpu", "2.13.0a0+nv26.1")),
-        *(("transformer-engine", version) for version in ("2.0.0", "2.11+abc")),
+        *(("transformer-engine", version) for version in ("2.9.0", "2.11+abc")),
     ],
 )
 def test_supported_versions_are_accepted(package: str, installed: str) -> None:
@@ -69,6 +71,14 @@ def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
     assert {package: str(SUPPORTED[package]) for package in packages} == {
         package: wanted[package] for package in packages
     }
+
+
+def test_transformer_engine_is_of_the_versions_that_megatron_core_asks_for() -> None:
+    """It was of any from 2.0 on; Megatron calls what some of them do not have."""
+    (asked,) = [Requirement(text) for text in requires("megatron-core") or () if text.startswith("transformer-engine")]
+    ours = Requirement(f"transformer-engine{SUPPORTED['transformer-engine']}")
+    versions = ("2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "3.0.0")
+    assert [version in ours.specifier for version in versions] == [version in asked.specifier for version in versions]
 
 
 @pytest.mark.parametrize("installed", ["2.25.1", "3.0.1"])

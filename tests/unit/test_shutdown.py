@@ -78,6 +78,14 @@ def be_driver() -> None:
     signal.pause()
 
 
+def be_parent_without_server() -> None:
+    """The same, whose child is spawned, as ranks on GPUs are."""
+    child = start_child(multiprocessing.get_context("spawn"), "rank", _stop)
+    child.reports.recv()
+    print(child.pid, flush=True)
+    signal.pause()
+
+
 def be_driver_of_stopped_server() -> None:
     """The same, whose fork server is stopped for good; it reports that process."""
     processes._IMPORTED = ()  # for seconds of a processor
@@ -95,7 +103,7 @@ def _await_status(process: psutil.Process, *wanted: str) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server])
+@pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server, be_parent_without_server])
 def test_a_process_that_stays_stopped_does_not_survive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
     """It cannot see that the driver is gone. What a stopped fork server has forked was left behind with it."""
     command = [sys.executable, "-c", f"from {__name__} import {role.__name__} as be; be()"]

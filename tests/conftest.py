@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.integration.etcd_cluster import find_etcd
+from tests.search_path import put_checkout_first
 
 DEVICE_FILES = Path("/dev")
 
@@ -77,8 +78,7 @@ def warm_fork_server() -> None:
     """For all tests that fork ranks, before any of them does: only the first list of modules to import counts."""
     from spare_megatron.process.processes import fork_server
 
-    # The fork server does not look where pytest does.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    put_checkout_first()
     fork_server()
 
 

@@ -182,8 +182,8 @@ def _torch_facts() -> tuple[dict[str, str], str, tuple[Gpu, ...]]:
         import torch
 
         versions = {"torch": torch.__version__, "CUDA": torch.version.cuda or "", "NCCL": ""}
-        if torch.version.cuda:
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version()))
         gpus = []
         for index in range(torch.cuda.device_count()):
             free, memory = torch.cuda.mem_get_info(index)

@@ -19,9 +19,12 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.mcore.probe import Probe
+from spare_megatron.mcore.versions import check_names
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
+
+check_names("torch", dist, "ProcessGroupGloo._allgather_base")  # of all backends
 
 _POLL_S = 0.0005
 _PAUSE_S = 0.050

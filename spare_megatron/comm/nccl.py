@@ -16,7 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spare_megatron.mcore.versions import check_version
+from spare_megatron.mcore.versions import check_names, check_version
+
+if dist.is_nccl_available():  # builds for CPUs have none of it
+    check_names(
+        "torch",
+        dist,
+        "ProcessGroupNCCL.Options._timeout",
+        "ProcessGroupNCCL.Options.config",
+        "ProcessGroupNCCL.NCCLConfig.blocking",
+        "ProcessGroupNCCL.get_runtime_nccl_version",
+        "ProcessGroupNCCL.eager_connect_single_device",
+        "ProcessGroupNCCL.abort",
+        "ProcessGroupNCCL._start_coalescing",
+        "ProcessGroupNCCL._end_coalescing",
+    )
 
 _OF_A_RANK: Mapping[str, str] = {
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
@@ -52,8 +66,9 @@ def prepare_process() -> None:
 
 
 def check_nccl() -> None:
-    """Raises ImportError if the NCCL version is not supported. Touches no GPU."""
-    check_version("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    """Raises ImportError if the NCCL that is loaded is not supported. Touches no GPU."""
+    # torch.cuda.nccl.version() would be that of the NCCL that torch was built with.
+    check_version("NCCL", ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version())))
 
 
 def connect(

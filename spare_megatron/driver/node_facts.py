@@ -184,8 +184,8 @@ def _torch_facts(*, has_gpus: bool) -> tuple[dict[str, str], str]:
         import torch
 
         versions = {"torch": torch.__version__, "CUDA": torch.version.cuda or "", "NCCL": ""}
-        if torch.version.cuda:
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version()))
             if has_gpus:
                 torch.cuda.init()
     except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a driver that is too old

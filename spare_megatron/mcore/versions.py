@@ -2,6 +2,7 @@
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -14,7 +15,7 @@ class Range(NamedTuple):
 
 
 SUPPORTED = {
-    "torch": Range("2.13", "2.14"),
+    "torch": Range("2.11", "2.14"),
     "megatron-core": Range("0.16.1", "0.17"),
     "transformer-engine": Range("2.9", "2.12"),
     # Aborting a communicator may hang in older versions (reported by torchft).
@@ -34,6 +35,22 @@ def check_version(package: str, installed: str | None) -> None:
         raise ImportError(f"{package}{wanted} is not installed: {remedy}")
     if not _release(wanted.first) <= _release(installed) < _release(wanted.before):
         raise ImportError(f"{package} {installed} is installed, spare_megatron needs {wanted}: {remedy}")
+
+
+def check_names(package: str, owner: object, *names: str) -> None:
+    """Raises ImportError if `owner`, of the package, lacks one of these dotted names.
+
+    For private or undocumented names: a module that uses some looks them up when it is imported, not during a fault.
+    """
+    for name in names:
+        try:
+            attrgetter(name)(owner)
+        except AttributeError:
+            where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+            raise ImportError(
+                f"{package} {installed_version(package)} has no {where}, which spare_megatron uses: "
+                f"pip install '{package}{SUPPORTED[package]}'"
+            ) from None
 
 
 def installed_version(package: str) -> str | None:

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from spare_megatron.mcore import host_copies
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
+from tests.search_path import put_checkout_first
 
 GPU = "cuda:0"
 DEVICES = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu)]
@@ -38,7 +38,7 @@ def run_on(device: str, task: Callable[..., Any], config: RunConfig, *arguments:
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA cannot be forked
     context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    put_checkout_first()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(device, sender, task, config, arguments))
     process.start()

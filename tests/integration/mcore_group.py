@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.recording_probe import RecordingProbe
+from tests.search_path import put_checkout_first
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 100.0
@@ -66,8 +66,7 @@ def run_ranks(num_ranks: int, task: Callable[..., Any], config: RunConfig, *argu
     # Paid once for all tests: a child starts with torch and megatron imported.
     context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
     os.environ["OMP_NUM_THREADS"] = "1"
-    # The fork server does not look where pytest does.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    put_checkout_first()
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]

@@ -3,13 +3,18 @@
 A backend stands in for torch's, which needs a GPU; tests/gpu has what it does there.
 """
 
+import ast
 import os
+import re
+import runpy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from spare_megatron.comm import nccl, sum_watch
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.versions import installed_version
 from spare_megatron.stacking.layout import GroupId
 
 PATIENCE = timedelta(seconds=30)
@@ -218,7 +224,9 @@ def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(m
 def test_processes_of_ranks_start_with_a_supported_nccl_alone(
     monkeypatch: pytest.MonkeyPatch, found: tuple[int | str, ...], is_refused: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found)
+    backend = SimpleNamespace(get_runtime_nccl_version=lambda: found)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", backend, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))  # that of torch's build, whatever is loaded
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.setenv(name, "")  # so that it is put back
@@ -228,6 +236,36 @@ def test_processes_of_ranks_start_with_a_supported_nccl_alone(
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+@pytest.mark.parametrize(
+    "missing", ["Options._timeout", "NCCLConfig.blocking", "abort", "_start_coalescing", "get_runtime_nccl_version"]
+)
+def test_a_torch_without_a_name_that_is_used_is_refused_at_import(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    complete = MagicMock(Options=MagicMock(_timeout=None))
+    owner, _, name = missing.rpartition(".")
+    delattr(getattr(complete, owner) if owner else complete, name)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", complete, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    found = f"torch {installed_version('torch')} has no torch.distributed.ProcessGroupNCCL.{missing}, "
+    with pytest.raises(ImportError, match=re.escape(found) + ".*pip install"):
+        runpy.run_path(nccl.__file__)
+
+
+def test_every_private_name_of_torch_is_looked_up_at_import() -> None:
+    """In each module that sums over the groups: private attributes of what is not its own."""
+    for path in Path(nccl.__file__).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        used = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
+        }
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
+        names = [word.value for call in calls for word in call.args if isinstance(word, ast.Constant)]
+        assert used <= {str(name).rpartition(".")[2] for name in names}, path.name
 
 
 # -------------------------------------------------------------------------------------------------------- the watch

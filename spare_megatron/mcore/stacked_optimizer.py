@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.partitions import Fragment, StatePartitions
@@ -197,15 +197,14 @@ class StackedOptimizer:
             if self._hosted[number].state.numel():
                 yield self._hosted[number].state[-_NUM_MOMENTS]
 
-    def state_sha256(self, number: PartitionId) -> str:
-        """SHA-256 of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
-        digest = sha256()
+    def state_digest(self, number: PartitionId) -> TensorsDigest:
+        """Digest of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
         with self._lock:
-            for fragment in self.partitions.fragments(number, slice(0, self.partitions.length(number))):
-                digest.update(_bytes_of(fragment.values))
+            fragments = self.partitions.fragments(number, slice(0, self.partitions.length(number)))
+            tensors = [("parameters", fragment.values) for fragment in fragments]
             if number in self._hosted:
-                digest.update(_bytes_of(self._hosted[number].state))
-        return digest.hexdigest()
+                tensors.append(("state", self._hosted[number].state))
+            return TensorsDigest(tensors)
 
     def read_piece(self, number: PartitionId, piece: int) -> PieceState:
         """The state of a held piece, consistent as of one update."""
@@ -294,10 +293,6 @@ class StackedOptimizer:
 
     def _num_installed(self, number: PartitionId) -> int:
         return len(self._hosted[number].installed_at) if number in self._hosted else 0
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return memoryview(values.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _build_adam(

@@ -10,11 +10,12 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore import host_copies
+from spare_megatron.mcore import host_copies, parameters, state
+from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
@@ -126,6 +128,27 @@ def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
     loss_sum = reduce_alone(trainer).loss_sum
     trainer.update(loss_sum)
     return before, memory[:], _whole_state(trainer)
+
+
+def digests_of_copies(device: torch.device, config: RunConfig) -> tuple[list[str], list[str]]:
+    """Of parameters and optimizer state after a step and of bytes of any length: there, and of copies on the CPU."""
+    trainer = GroupTrainer(config, device)
+    _train(trainer, config, 0)
+    generator = torch.Generator().manual_seed(1)
+    sizes = (0, 1, 4097, 3 * 10**7 + 1)
+    odd = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)[1:] for size in sizes]
+    named = [(item.name, item.parameter) for item in trainer.parameters_named()]
+    tensors = [*named, *((str(len(each)), each) for each in odd)]
+    there = [TensorsDigest(tensors), trainer.params_digest(), trainer.rest_of_state()]
+    params, rest = trainer.params_digest, trainer.rest_of_state
+    here = [TensorsDigest([(name, tensor.cpu()) for name, tensor in tensors])]
+    with mock.patch.object(parameters, "TensorsDigest", _on_cpu), mock.patch.object(state, "TensorsDigest", _on_cpu):
+        here += [params(), rest()]
+    return [each.hexdigest() for each in there], [each.hexdigest() for each in here]
+
+
+def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]], head: str = "") -> TensorsDigest:
+    return TensorsDigest([(name, tensor.cpu()) for name, tensor in tensors], head)
 
 
 def _whole_state(trainer: GroupTrainer) -> bytes:

@@ -99,5 +99,13 @@ def test_a_copy_made_beside_training_is_the_state_before_it(make_config: MakeCon
     assert after != before
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_digests_are_those_of_the_same_bytes_on_the_cpu(make_config: MakeConfig, device: str) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local")
+    there, here = run_on(device, one_device.digests_of_copies, config)
+    assert there == here
+    assert len(set(there)) == 3
+
+
 def precision_of(device: str) -> str:
     return "bf16" if device == GPU else "fp32"

@@ -67,11 +67,11 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
         _train(other, config, step)
     newcomer = GroupTrainer(config, CPU)
     hand_over(donor, newcomer)
-    found = [(one.rest_of_state().sha256(), one.params_sha256()) for one in (donor, other, newcomer)]
+    found = [(one.rest_of_state().hexdigest(), one.params_sha256()) for one in (donor, other, newcomer)]
     corrupt(newcomer, "moment_flip", 0)
-    found.append((newcomer.rest_of_state().sha256(), newcomer.params_sha256()))
+    found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     next(iter(newcomer._optimizer.megatron.optimizer.state.values()))["step"] += 1.0
-    found.append((newcomer.rest_of_state().sha256(), newcomer.params_sha256()))
+    found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     return [rest for rest, _ in found], [params for _, params in found]
 
 

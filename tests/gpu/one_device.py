@@ -4,6 +4,7 @@ Tasks take the device and the configuration first and return something that can 
 CPU, which shows on every machine that they measure what they say.
 """
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -23,10 +24,14 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.pieces import pieces_of
 from spare_megatron.mcore import host_copies, parameters, state
 from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.transfer.piece_client import PieceClient
+from spare_megatron.state.transfer.piece_server import PieceServer
+from spare_megatron.state.transfer.state_source import StateSource
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
 
 GPU = "cuda:0"
@@ -128,6 +133,49 @@ def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
     loss_sum = reduce_alone(trainer).loss_sum
     trainer.update(loss_sum)
     return before, memory[:], _whole_state(trainer)
+
+
+def joined_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, tuple[str, ...]]:
+    """A state after a step and what a newcomer has of it that fetches it, over a socket, while the next step computes.
+
+    Also the digests of parameters and of all else of both, after the same step more.
+    """
+    donor, newcomer = GroupTrainer(config, device), GroupTrainer(config, device)
+    _train(donor, config, 0)
+    before, source = _whole_state(donor), StateSource()
+    outgoing = donor.outgoing_state()
+    source.offer(1, {"tensors": outgoing.tensors})
+    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    server.start()
+    failures: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            incoming = newcomer.incoming_state(outgoing.description)
+            with contextlib.closing(PieceClient(server.address, TIMEOUT_S)) as client, incoming.tensors.writing() as to:
+                for piece in pieces_of(outgoing.tensors.num_bytes):
+                    client.fetch("tensors", 1, piece, to.room(piece.size))
+                    to.write(piece)
+            incoming.install()
+        except Exception as error:  # noqa: BLE001  (raised below)
+            failures.append(error)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    donor.begin_step(1)
+    donor.compute(all_work(config))
+    thread.join()
+    if failures:
+        raise failures[0]
+    with source.changing(2):
+        donor.update(reduce_alone(donor).loss_sum)
+    server.close()
+    taken = _whole_state(newcomer)
+    _train(newcomer, config, 1)
+    digests = (
+        one.hexdigest() for trainer in (donor, newcomer) for one in (trainer.params_digest(), trainer.rest_of_state())
+    )
+    return before, taken, tuple(digests)
 
 
 def digests_of_copies(device: torch.device, config: RunConfig) -> tuple[list[str], list[str]]:

@@ -119,9 +119,11 @@ def hand_over(donor: GroupTrainer, newcomer: GroupTrainer) -> int:
     """The donor's state into the newcomer, in many small pieces; returns its bytes."""
     outgoing = donor.outgoing_state()
     incoming = newcomer.incoming_state(outgoing.description)
-    for start in range(0, outgoing.tensors.num_bytes, _ODD):
-        piece = Piece(start, min(start + _ODD, outgoing.tensors.num_bytes))
-        incoming.tensors.write(piece, memoryview(bytearray(outgoing.tensors.read(piece))))
+    with incoming.tensors.writing() as writer:
+        for start in range(0, outgoing.tensors.num_bytes, _ODD):
+            piece = Piece(start, min(start + _ODD, outgoing.tensors.num_bytes))
+            writer.room(piece.size)[:] = outgoing.tensors.read(piece)
+            writer.write(piece)
     incoming.install()
     return outgoing.tensors.num_bytes
 
@@ -156,4 +158,4 @@ def _train(trainer: GroupTrainer, config: RunConfig, step: int) -> UpdateResult:
 
 
 def _whole(tensors: TensorBytes) -> bytes:
-    return tensors.read(Piece(0, tensors.num_bytes))
+    return bytes(tensors.read(Piece(0, tensors.num_bytes)))

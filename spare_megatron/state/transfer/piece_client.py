@@ -40,9 +40,12 @@ class PieceClient:
             raise
         self._channel = wire.Channel(self._connection, address.token, nonce, timeout_s, is_over)
 
-    def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
-        """The piece of the state of this name and step. Raises `WrongStep`, `NotOffered` or `TransferBroken`."""
-        return self._channel.ask(wire.Request(name=name, step=step, piece=piece))
+    def fetch(self, name: str, step: int, piece: Piece, into: memoryview | None = None) -> memoryview:
+        """The piece of the state of this name and step, in memory of its own or `into` memory of its size.
+
+        Raises `WrongStep`, `NotOffered` or `TransferBroken`; what is in that memory then is not the piece.
+        """
+        return self._channel.ask(wire.Request(name=name, step=step, piece=piece), into)
 
     def close(self) -> None:
         self._connection.close()

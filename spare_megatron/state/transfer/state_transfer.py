@@ -166,10 +166,12 @@ class _Fetch(threading.Thread):
                     self.failure = "it lacks parameters itself"
                     return
                 state = self._trainer.incoming_state(description)
-                for piece in pieces_of(state.tensors.num_bytes):
-                    state.tensors.write(piece, self._piece(client, _TENSORS, piece))
-                    if not piece.start:
-                        self._probe(FaultPoint.JOIN_TRANSFER)
+                with state.tensors.writing() as writer:
+                    for piece in pieces_of(state.tensors.num_bytes):
+                        self._piece(client, _TENSORS, piece, into=writer.room(piece.size))
+                        writer.write(piece)
+                        if not piece.start:
+                            self._probe(FaultPoint.JOIN_TRANSFER)
                 self.state = state
         except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
             self.failure = "it is lost" if self.is_left else str(error)
@@ -189,10 +191,10 @@ class _Fetch(threading.Thread):
         pieces = LengthFirst.pieces(length)
         return b"".join(self._piece(client, _DESCRIPTION, piece) for piece in pieces)
 
-    def _piece(self, client: PieceClient, name: str, piece: Piece) -> memoryview:
+    def _piece(self, client: PieceClient, name: str, piece: Piece, into: memoryview | None = None) -> memoryview:
         if self.is_left:
             raise TransferBroken("it is lost")
-        return client.fetch(name, self._step, piece)
+        return client.fetch(name, self._step, piece, into)
 
 
 class _Probed:
@@ -203,7 +205,7 @@ class _Probed:
         self._probe = probe
         self.num_bytes = content.num_bytes
 
-    def read(self, piece: Piece) -> bytes:
+    def read(self, piece: Piece) -> bytes | memoryview:
         if not piece.start:
             self._probe(FaultPoint.JOIN_TRANSFER)
         return self._content.read(piece)

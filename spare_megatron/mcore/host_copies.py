@@ -57,15 +57,18 @@ def places(parts: Sequence[Tensor], memory: Tensor) -> Iterator[Tensor]:
         start += part.numel()
 
 
-def _pinned_buffers(num_bytes: int, device: torch.device, after: torch.cuda.Event) -> list[PinnedBuffer]:
+def _pinned_buffers(num_bytes: int, device: torch.device, after: torch.cuda.Event | None) -> list[PinnedBuffer]:
     """Two buffers with a stream of their own, which starts after the GPU work before the marker `after`."""
     stream = torch.cuda.Stream(device)
-    stream.wait_event(after)
+    if after is not None:
+        stream.wait_event(after)
     return [PinnedBuffer(num_bytes, stream) for _ in range(_NUM_BUFFERS)]
 
 
-def _issued(device: torch.device) -> torch.cuda.Event:
-    """A marker of the GPU work issued so far by this thread."""
+def issued_on(device: torch.device) -> torch.cuda.Event | None:
+    """A marker of the GPU work issued so far by this thread; None on a CPU."""
+    if device.type != "cuda":
+        return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
@@ -77,16 +80,17 @@ def _issued(device: torch.device) -> torch.cuda.Event:
 class TensorBytes:
     """The concatenated bytes of contiguous tensors on any device, neither copied nor protected from changes.
 
-    They are read as of the GPU work that this thread has issued before it makes this, in any thread.
+    Any thread reads and writes them after the GPU work before the marker `after`, by default the work issued so far,
+    and waits for no other.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], after: torch.cuda.Event | None = None) -> None:
         # view, not reshape, which would silently copy a tensor that is not contiguous and then write to the copy.
         self._parts = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         self._ends = list(accumulate(part.numel() for part in self._parts))
         self.num_bytes = self._ends[-1] if self._ends else 0
         gpu = next((part.device for part in self._parts if part.is_cuda), None)
-        self._gpu = None if gpu is None else (gpu, _issued(gpu))
+        self._gpu = None if gpu is None else (gpu, after or issued_on(gpu))
         self._of_thread = threading.local()
 
     def read(self, piece: Piece) -> bytes | memoryview:
@@ -199,7 +203,7 @@ class HostCopies:
 
     def now(self) -> torch.cuda.Event | None:
         """A marker of the GPU work issued so far by this thread; None on a CPU."""
-        return _issued(self._device) if self._device.type == "cuda" else None
+        return issued_on(self._device)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
         """Copies tensors into contiguous host tensors, after GPU work issued before the marker `after` of `now`.

@@ -28,6 +28,7 @@ from spare_megatron.core.pieces import pieces_of
 from spare_megatron.mcore import host_copies, parameters, state
 from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
@@ -176,6 +177,25 @@ def joined_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
         one.hexdigest() for trainer in (donor, newcomer) for one in (trainer.params_digest(), trainer.rest_of_state())
     )
     return before, taken, tuple(digests)
+
+
+def partitions_copied_beside_training(device: torch.device, config: RunConfig) -> tuple[list[bytes], list[bytes]]:
+    """The state of all partitions after a step; and of a newcomer that installs it while the next step computes."""
+    numbers = [PartitionId(number) for number in range(config.layout.num_groups)]
+    donor, newcomer = GroupTrainer(config, device, hosted=numbers), GroupTrainer(config, device)
+    assert donor.stacked is not None
+    assert newcomer.stacked is not None
+    _train(donor, config, 0)
+    before = [rows.cpu().numpy().tobytes() for rows in donor.stacked.whole_partitions().values()]
+    newcomer.stacked.schedule.step(increment=1)
+    donor.begin_step(1)
+    donor.compute(all_work(config))
+    newcomer.begin_step(1)
+    newcomer.compute(all_work(config))
+    for number in numbers:
+        for piece in range(donor.stacked.partitions.num_pieces(number)):
+            assert newcomer.stacked.install_piece(number, piece, donor.stacked.read_piece(number, piece))
+    return before, [rows.cpu().numpy().tobytes() for rows in newcomer.stacked.whole_partitions().values()]
 
 
 def digests_of_copies(device: torch.device, config: RunConfig) -> tuple[list[str], list[str]]:

@@ -109,6 +109,17 @@ def test_a_newcomer_gets_all_bytes_of_a_donor_that_computes(make_config: MakeCon
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_partitions_that_are_copied_beside_training_are_those_of_the_last_update(
+    make_config: MakeConfig, device: str
+) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local", hidden_size=256)
+    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked"))
+    before, copied = run_on(device, one_device.partitions_copied_beside_training, config)
+    assert len(before) == config.layout.num_groups
+    assert copied == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_digests_are_those_of_the_same_bytes_on_the_cpu(make_config: MakeConfig, device: str) -> None:
     config = make_config(precision=precision_of(device), transformer_impl="local")
     there, here = run_on(device, one_device.digests_of_copies, config)

@@ -101,8 +101,17 @@ class Channel:
         """Client: the bytes of a piece, in `into` if given. WrongStep, NotOffered: refused. TransferBroken: no valid
         answer has come.
         """
-        head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
+        self.send_request(request)
+        return self.await_answer(request, into)
+
+    def send_request(self, request: Request) -> None:
+        """Client: the first half of `ask`; several may be sent before their answers are taken, in the same order."""
+        head = _packed(request)
         self._send(head + self._mac(head))
+
+    def await_answer(self, request: Request, into: memoryview | None = None) -> memoryview:
+        """Client: the second half of `ask`."""
+        head = _packed(request)
         answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s, is_over=self._is_over)
         status, step, num_bytes = _ANSWER.unpack_from(answer)
         if num_bytes not in (0, request.piece.size):
@@ -151,6 +160,10 @@ class Channel:
             self._connection.sendall(data)
         except OSError as error:
             raise TransferBroken(f"the other side takes nothing: {error}") from error
+
+
+def _packed(request: Request) -> bytes:
+    return _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
 
 
 def receive(

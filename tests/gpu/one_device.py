@@ -154,8 +154,7 @@ def joined_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
         try:
             incoming = newcomer.incoming_state(outgoing.description)
             with contextlib.closing(PieceClient(server.address, TIMEOUT_S)) as client, incoming.tensors.writing() as to:
-                for piece in pieces_of(outgoing.tensors.num_bytes):
-                    client.fetch("tensors", 1, piece, to.room(piece.size))
+                for piece in client.fetch_each("tensors", 1, pieces_of(outgoing.tensors.num_bytes), to.room):
                     to.write(piece)
             incoming.install()
         except Exception as error:  # noqa: BLE001  (raised below)

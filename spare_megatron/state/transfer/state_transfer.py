@@ -167,8 +167,9 @@ class _Fetch(threading.Thread):
                     return
                 state = self._trainer.incoming_state(description)
                 with state.tensors.writing() as writer:
-                    for piece in pieces_of(state.tensors.num_bytes):
-                        self._piece(client, _TENSORS, piece, into=writer.room(piece.size))
+                    pieces = pieces_of(state.tensors.num_bytes)
+                    for piece in client.fetch_each(_TENSORS, self._step, pieces, writer.room):
+                        self._require_donor()
                         writer.write(piece)
                         if not piece.start:
                             self._probe(FaultPoint.JOIN_TRANSFER)
@@ -181,7 +182,7 @@ class _Fetch(threading.Thread):
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                length = self._piece(client, _DESCRIPTION, LengthFirst.PIECE)
+                length = self._piece(client, LengthFirst.PIECE)
                 break
             except (NotOffered, WrongStep) as error:
                 is_too_late = isinstance(error, WrongStep) and error.present > self._step
@@ -189,12 +190,15 @@ class _Fetch(threading.Thread):
                     raise
             time.sleep(_POLL_S)
         pieces = LengthFirst.pieces(length)
-        return b"".join(self._piece(client, _DESCRIPTION, piece) for piece in pieces)
+        return b"".join(self._piece(client, piece) for piece in pieces)
 
-    def _piece(self, client: PieceClient, name: str, piece: Piece, into: memoryview | None = None) -> memoryview:
+    def _piece(self, client: PieceClient, piece: Piece) -> memoryview:
+        self._require_donor()
+        return client.fetch(_DESCRIPTION, self._step, piece)
+
+    def _require_donor(self) -> None:
         if self.is_left:
             raise TransferBroken("it is lost")
-        return client.fetch(name, self._step, piece, into)
 
 
 class _Probed:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spare_megatron.mcore import digests
+from spare_megatron.mcore import digests, parameters
 from spare_megatron.mcore.digests import BLOCK_WORDS, TensorsDigest, block_sums
 
 MASK = (1 << 64) - 1
@@ -168,3 +169,18 @@ def test_multipliers_are_such_that_no_exchange_and_no_two_signs_escape(lane: int
     low = {value % 2**33 for value in found} | {-value % 2**33 for value in found}
     assert len(low) == 2 * BLOCK_WORDS
     assert all(value % 2 for value in found)
+
+
+# ---------------------------------------------------------------------------------------------------------- SHA-256
+
+
+def test_sha256_is_that_of_all_bytes_and_reports_progress_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for a large model, and a rank without progress is lost."""
+    named = [SimpleNamespace(name=name, parameter=values(size)) for name, size in (("one", 100), ("other", 1))]
+    monkeypatch.setattr(parameters, "named_parameters", lambda _: named)
+    monkeypatch.setattr(parameters, "_HASHED_BYTES", 64)
+    moments: list[int] = []
+    found = parameters.parameters_sha256([], lambda: moments.append(1))
+    content = b"".join(each.name.encode() + bytes_of(each.parameter) for each in named)
+    assert found == sha256(content).hexdigest()
+    assert len(moments) == 7 + 1

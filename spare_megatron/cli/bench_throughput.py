@@ -46,6 +46,8 @@ class Speed:
     """Speed over all runs of one kind.
 
     Attributes:
+        step_s: The median step; `tokens_per_s`, `tflops_per_rank` and `mfu` are those of it.
+        mean_step_s: The mean, which includes what happens every few steps, such as comparisons of parameters.
         tokens_per_s: Of the global batch.
         tflops_per_rank: 10^12 model operations a second by `flops_per_token`, without redundant or repeated ones.
         mfu: `tflops_per_rank` over `metrics.peak_tflops`; None if that is absent.
@@ -54,6 +56,7 @@ class Speed:
     """
 
     step_s: float
+    mean_step_s: float
     tokens_per_s: float
     tflops_per_rank: float
     mfu: float | None
@@ -65,12 +68,13 @@ class Speed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
     """The measured speeds by kind of run. `ratio`: median step of ours over that of plain Megatron; None without it.
-    `ratios`: the same for each pair of runs.
+    `ratios`: the same for each pair of runs; `ratio_of_means`: of the mean steps.
     """
 
     speeds: Mapping[str, Speed]
     ratio: float | None
     ratios: Sequence[float]
+    ratio_of_means: float | None
 
 
 def training_alone(config: RunConfig) -> RunConfig:
@@ -131,8 +135,12 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Calla
             ours_s, plain_s = (statistics.median(runs[way][-1].step_s) for way in (OURS, PLAIN))
             ratios.append(ours_s / plain_s)
     speeds = {way: _speed(config, some) for way, some in runs.items()}
-    ratio = speeds[OURS].step_s / speeds[PLAIN].step_s if has_plain else None
-    return Throughput(speeds=speeds, ratio=ratio, ratios=ratios)
+    return Throughput(
+        speeds=speeds,
+        ratio=speeds[OURS].step_s / speeds[PLAIN].step_s if has_plain else None,
+        ratios=ratios,
+        ratio_of_means=speeds[OURS].mean_step_s / speeds[PLAIN].mean_step_s if has_plain else None,
+    )
 
 
 def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
@@ -176,6 +184,7 @@ def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
     peak = config.metrics.peak_tflops
     return Speed(
         step_s=step_s,
+        mean_step_s=statistics.mean(steps),
         tokens_per_s=tokens / step_s,
         tflops_per_rank=tflops,
         mfu=None if peak is None else tflops / peak,

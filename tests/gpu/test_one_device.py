@@ -109,5 +109,33 @@ def test_a_copy_made_beside_training_is_the_state_before_it(make_config: MakeCon
     assert after != before
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_newcomer_gets_all_bytes_of_a_donor_that_computes(make_config: MakeConfig, device: str) -> None:
+    """Some 10 MB, of many tensors that are smaller than a piece and some that are larger."""
+    config = make_config(precision=precision_of(device), transformer_impl="local", mode="reproducible", hidden_size=256)
+    before, taken, (params, rest, *others) = run_on(device, one_device.joined_beside_training, config)
+    assert taken == before
+    assert [params, rest] == others
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_partitions_that_are_copied_beside_training_are_those_of_the_last_update(
+    make_config: MakeConfig, device: str
+) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local", hidden_size=256)
+    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked"))
+    before, copied = run_on(device, one_device.partitions_copied_beside_training, config)
+    assert len(before) == config.layout.num_groups
+    assert copied == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_digests_are_those_of_the_same_bytes_on_the_cpu(make_config: MakeConfig, device: str) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local")
+    there, here = run_on(device, one_device.digests_of_copies, config)
+    assert there == here
+    assert len(set(there)) == 3
+
+
 def precision_of(device: str) -> str:
     return "bf16" if device == GPU else "fp32"

@@ -3,6 +3,7 @@
 Tasks run in the ranks: they take the configuration first and return something that can be pickled.
 """
 
+import hashlib
 import math
 import multiprocessing
 import os
@@ -325,15 +326,18 @@ def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arr
     return {key: torch.stack([batch[key] for batch in batches]).numpy() for key in ("tokens", "labels")}
 
 
-def fingerprints(config: RunConfig) -> list[str]:
-    """SHA-256 of the parameters: as built, with one element nudged by the least, and restored."""
+def fingerprints(config: RunConfig) -> list[tuple[str, str]]:
+    """SHA-256 and digest of the parameters: as built, with one element nudged by the least, and restored."""
     trainer = GroupTrainer(config, CPU)
     element = list(trainer.parameters_named())[3].parameter.data.view(-1)[:1]
     original = element.clone()
     answers = []
     for value in (original, torch.nextafter(original, original + 1), original):
         element.copy_(value)
-        answers.append(trainer.params_sha256())
+        hashed = trainer.params_sha256()
+        content = [(named.name.encode(), named.parameter.detach().numpy()) for named in trainer.parameters_named()]
+        assert hashed == hashlib.sha256(b"".join(name + values.tobytes() for name, values in content)).hexdigest()
+        answers.append((hashed, trainer.params_digest().hexdigest()))
     return answers
 
 

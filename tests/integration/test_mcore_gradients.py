@@ -262,6 +262,7 @@ def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfi
     assert built == restored
     assert built[0] != nudged[0]
     assert built[1] != nudged[1]
+    assert built[0] != built[1]
 
 
 # --------------------------------------------------------------------------------------------------------- probes

@@ -1,7 +1,8 @@
 """Sums one rank's gradient buckets over the groups, in order and a few at a time (`core.bucket_window`).
 
 A local sum is checked, copied to a staging buffer and summed over the groups, and the sum replaces the local one once
-every group holds it. A commit writes all staged sums, a new attempt only those that are kept.
+every group holds it. A commit writes all staged sums, a new attempt only those that are kept. During backward passes
+the ranks of a group post at the same points (docs/protocol.md, Order of posts).
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
 from spare_megatron.mcore.probe import Probe
@@ -21,14 +23,16 @@ from spare_megatron.mcore.trainer import GroupTrainer
 class BucketExchange:
     """The buckets of the rank at index `position` of its group, attempt by attempt.
 
-    A bucket's gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check. `finding`
-    is that of the first unsound bucket of this attempt; SOUND if there is none.
+    `is_alone`: the group has no other rank. A bucket's gradient norm is an outlier above `outlier_factor` times its
+    usual one; 0 disables the check. `finding` is that of the first unsound bucket of this attempt; SOUND if there is
+    none.
     """
 
     def __init__(
         self,
         *,
         position: int,
+        is_alone: bool,
         trainer: GroupTrainer,
         communicator: CrossGroupCommunicator,
         bucket_sums: BucketSums,
@@ -37,6 +41,7 @@ class BucketExchange:
         probe: Probe,
     ) -> None:
         self._position = position
+        self._is_alone = is_alone
         self._trainer = trainer
         self._sums = trainer.gradients
         self.communicator = communicator
@@ -49,6 +54,7 @@ class BucketExchange:
         self._window = BucketWindow(self._num_buckets, 0)
         self._first, self._middle = 0, self._num_buckets // 2
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
+        self._may_go_on = True  # whether this attempt may send more
 
     # ---------------------------------------------------------------------------------------------- what is summed
 
@@ -84,7 +90,7 @@ class BucketExchange:
         self._sums.mark_kept(num_kept)
         self._window = BucketWindow(self._num_buckets, num_kept)
         self._first, self._middle = num_kept, (num_kept + self._num_buckets) // 2
-        self.finding = GradientFinding.SOUND
+        self.finding, self._may_go_on = GradientFinding.SOUND, True
         self.communicator.start_attempt()
         self._bucket_sums.start_attempt(action)
 
@@ -122,30 +128,58 @@ class BucketExchange:
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def send_ready(self, num_ready: int, step: int, num_computed: int) -> None:
-        """Sends the first `num_ready` buckets as far as the window allows, each once it is checked. Never waits."""
-        if self.communicator.is_ready():
-            self._receive()
-            self._send(num_ready, lambda bucket: self._may_send_early(bucket, step, num_computed))
+    def send_ready(self, num_ready: int, is_decided: Callable[[], bool], step: int, num_computed: int) -> None:
+        """Called in a backward pass, which goes on afterwards: sends the first `num_ready` buckets, once checked.
+
+        A rank alone in its group sends as far as the window allows and never waits. Others wait for the communicator
+        and the window, so that all of them post at the same point; after a failure this attempt sends no more. Raises
+        UnsoundGradient there, as the others may wait for this rank later in the pass.
+        """
+
+        def may_send(bucket: int) -> bool:
+            return self._may_send_early(bucket, step, num_computed)
+
+        if self._is_alone:
+            if self.communicator.is_ready():
+                self._receive()
+                self._send(num_ready, may_send)
+        elif self._may_go_on and self._window.num_posted < num_ready:
+            with self._probe.during(Operation.REDUCE, in_backward=True):
+                self._send_all(num_ready, may_send, is_decided)
+            if self.finding is not GradientFinding.SOUND:
+                raise self.error(self.finding, step)
 
     def sum_rest(self, is_decided: Callable[[], bool], step: int, num_computed: int, *, is_early: bool) -> None:
         """Sums until this rank is complete, the log decides the attempt, or the connection breaks.
 
         Collective over: rank j of every member group. `is_early`: `send_ready` may have sent some, and buckets are
-        checked as they are sent; otherwise all are checked before.
+        checked as they are sent; otherwise all are checked before. After a failure this attempt sends no more.
         """
 
         def may_send(bucket: int) -> bool:
             return not is_early or self._may_send_early(bucket, step, num_computed)
 
         self._receive()
-        if self.is_complete or not self.communicator.connect(is_decided):
+        if self.is_complete:
             return
-        while self._send(self._num_buckets, may_send) and not self._window.is_complete:
-            if not self.communicator.wait(is_decided) or not self._receive():
-                return
-        if self._window.is_complete:
+        self._send_all(self._num_buckets, may_send, is_decided)
+        while self._may_go_on and not self._window.is_complete:
+            self._may_go_on = self._await_sum(is_decided)
+        if self._may_go_on:
             self._bucket_sums.finish_attempt(is_decided)
+
+    def _send_all(self, num_ready: int, may_send: Callable[[int], bool], is_decided: Callable[[], bool]) -> None:
+        """Sends the first `num_ready` buckets, waiting for the communicator and the window."""
+        self._receive()
+        self._may_go_on = self._may_go_on and self.communicator.connect(is_decided)
+        while self._may_go_on:
+            self._may_go_on = self._send(num_ready, may_send)
+            if self._window.num_posted >= num_ready:
+                return
+            self._may_go_on = self._may_go_on and self._await_sum(is_decided)
+
+    def _await_sum(self, is_decided: Callable[[], bool]) -> bool:
+        return self.communicator.wait(is_decided) and self._receive() > 0
 
     def _may_send_early(self, bucket: int, step: int, num_computed: int) -> bool:
         if self.finding is not GradientFinding.SOUND:

@@ -1,7 +1,8 @@
 """One rank's attempts to reduce a step: it checks its gradients, sums them over the groups and votes.
 
 Buckets (`comm.bucket_exchange`) are sent after everything is computed and checked; with overlap, as soon as the
-backward pass of the attempt's last microbatch has finished them, if the group has a microbatch to compute.
+backward pass of the attempt's last microbatch has finished them, if the group has a microbatch to compute. That pass
+waits there in groups of several ranks.
 """
 
 import math
@@ -89,7 +90,7 @@ class Reduction:
             return None
         self._write_contribution(action, brought)
         self._is_early = True
-        return lambda num_ready: self._buckets.send_ready(num_ready, action.step, len(brought))
+        return lambda num_ready: self._buckets.send_ready(num_ready, self._is_decided, action.step, len(brought))
 
     def commit(self) -> None:
         """Replaces the local sums by the sums of the committed attempt."""

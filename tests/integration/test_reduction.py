@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
+from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, UnsoundGradient
 from spare_megatron.core.votes import Digests, Vote
@@ -123,12 +125,13 @@ class Agreement:
     def __init__(self) -> None:
         self.votes: list[Vote] = []
         self.broken: set[int] = set()
+        self.head_is_written = False
 
     def is_broken(self, index: int) -> bool:
         return index in self.broken
 
     def is_written(self, _index: int) -> bool:
-        return False
+        return self.head_is_written
 
     def highest(self, value: int) -> int:
         return value
@@ -143,6 +146,7 @@ class Agreement:
 class Probe(SilentProbe):
     def __init__(self) -> None:
         self.calls: list[FaultPoint] = []
+        self.interrupted: list[Operation] = []
 
     def __call__(self, phase: FaultPoint, /) -> None:
         self.calls.append(phase)
@@ -150,17 +154,23 @@ class Probe(SilentProbe):
     def compute_s(self) -> float:
         return 0.5
 
+    def during(self, operation: Operation, /, *, in_backward: bool = False) -> AbstractContextManager[None]:
+        if in_backward:
+            self.interrupted.append(operation)
+        return nullcontext()
+
 
 class Rank:
     """A reduction and what it is made of here."""
 
-    def __init__(self, num_sums: int, *, overlaps: bool = False, repairs: Any = None) -> None:
+    def __init__(self, num_sums: int, *, overlaps: bool = False, is_alone: bool = True, repairs: Any = None) -> None:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         buckets = BucketExchange(
             position=0,
+            is_alone=is_alone,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             communicator=self.communicator,
             bucket_sums=AllReducedBuckets(self.communicator),  # type: ignore[arg-type]
@@ -360,3 +370,60 @@ def test_a_rank_raises_what_another_rank_of_its_group_found() -> None:
     rank.agreement.highest = lambda _value: int(GradientFinding.NOT_FINITE)
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
+
+
+# ------------------------------------------------------------------------------- leaving early, in a group of several
+
+
+def test_a_rank_of_several_posts_each_bucket_where_it_is_ready_and_waits_there_for_the_window() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    report = rank.compute(0)
+    for num_ready in (1, 2, 3, 7, 7, NUM_BUCKETS):
+        report(num_ready)
+        assert rank.num_posted == num_ready
+        assert rank.communicator.most_in_flight <= WINDOW
+    assert len(rank.sums.stagings) == MAX_STAGED
+    assert rank.probe.interrupted == [Operation.REDUCE] * 5, "once at each point"
+    assert rank.attempt(0).is_complete
+    rank.reduction.commit()
+    assert bool((rank.sums.local == 2.0).all())
+
+
+def test_a_rank_of_several_waits_for_its_communicator_at_the_first_point_and_sends_nothing_if_that_is_in_vain() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    rank.communicator.is_built = False
+    rank.compute(0)(1)
+    assert rank.num_posted == 1
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    rank.agreement.head_is_written = True
+    report = rank.compute(0)
+    report(1)
+    rank.agreement.head_is_written = False
+    report(2)
+    vote = rank.attempt(0)
+    assert (rank.num_posted, vote.is_complete, vote.num_complete) == (0, False, (0,))
+    assert rank.attempt(1).is_complete
+
+
+def test_a_rank_of_several_whose_wait_is_in_vain_sends_nothing_more_in_this_attempt() -> None:
+    rank = Rank(num_sums=2, overlaps=True, is_alone=False)
+    report = rank.compute(0)
+    report(6)
+    num_posted = rank.num_posted
+    assert 2 < num_posted < 6
+    rank.communicator.num_left = NUM_BUCKETS
+    report(NUM_BUCKETS)
+    vote = rank.attempt(0)
+    assert (rank.num_posted, vote.is_complete, vote.num_complete) == (num_posted, False, (2,))
+    assert rank.attempt(1, 2).is_complete
+
+
+def test_a_rank_of_several_raises_in_the_pass_that_finds_a_bucket_unsound() -> None:
+    """Others of its group may wait at their next point for groups that wait for its sums."""
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    rank.sums.of(3)[0] = math.nan
+    report = rank.compute(0)
+    report(3)
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        report(4)
+    assert rank.num_posted == 3

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.mcore.versions import check_version
+from spare_megatron.stacking.layout import Layout
 
 _OF_A_RANK: Mapping[str, str] = {
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
@@ -24,8 +25,6 @@ _OF_A_RANK: Mapping[str, str] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 _OF_A_RANK_UNLESS_SET: Mapping[str, str] = {
-    # Megatron relies on a single connection to order the kernels of overlapping transfers.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_RUNTIME_CONNECT": "0",
 }
 _BETWEEN_GROUPS: Mapping[str, str] = {
@@ -43,11 +42,18 @@ class NoLongerWanted(RuntimeError):
     pass
 
 
-def prepare_process() -> None:
-    """Sets NCCL's and torch's environment, before their first use. Raises ImportError for an unsupported NCCL."""
+def prepare_process(layout: Layout) -> None:
+    """Sets the environment of NCCL, torch and CUDA, before their first use, for a rank of a group with this layout.
+
+    Raises ImportError for an unsupported NCCL.
+    """
     os.environ.update(_OF_A_RANK)
     for name, value in _OF_A_RANK_UNLESS_SET.items():
         os.environ.setdefault(name, value)
+    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
+        # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would
+        # only let a sum over the groups hold up the backward pass.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_nccl()
 
 

@@ -19,7 +19,7 @@ from spare_megatron.comm import nccl, sum_watch
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, Layout
 
 PATIENCE = timedelta(seconds=30)
 GPU = torch.device("cuda", 0)
@@ -220,14 +220,32 @@ def test_processes_of_ranks_start_with_a_supported_nccl_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found)
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     with pytest.raises(ImportError, match=r"NCCL 2\.25\.1 is installed") if is_refused else nullcontext():
-        nccl.prepare_process()
+        nccl.prepare_process(Layout(num_groups=2))
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "before", "after"),
+    [
+        ({}, None, None),
+        ({"pipeline_parallel": 2}, None, None),
+        ({"tensor_parallel": 2}, None, "1"),
+        ({"context_parallel": 2}, None, "1"),
+        ({"tensor_parallel": 2}, "8", "8"),
+    ],
+)
+def test_kernels_are_ordered_by_one_connection_only_where_megatron_needs_it(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, int], before: str | None, after: str | None
+) -> None:
+    monkeypatch.setattr(nccl, "check_nccl", lambda: None)
+    monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before})
+    nccl.prepare_process(Layout(num_groups=2, **parallel))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 
 # -------------------------------------------------------------------------------------------------------- the watch

@@ -93,7 +93,7 @@ class GradientSums(Protocol):
 
 
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
-    bucket_bytes = round(config.reduce.bucket_mib * 2**20)
+    bucket_bytes = round(config.bucket_mib * 2**20)
     if config.reduce.mode == "fast":
         return FloatSums(chunks, device, bucket_bytes)
     num_tokens = config.train.micro_batch_size * config.model.seq_length

@@ -36,6 +36,8 @@ _BETWEEN_GROUPS: Mapping[str, str] = {
 }
 """Read by each constructor. The group's own world, built earlier, keeps torch's defaults, which end the process."""
 _HERE, _ALL_HERE = "here", "all-here"
+_PRIORITY_OF_WAITS = -1
+"""torch has a pool of 32 streams for each priority, which it hands out in turn; nothing else here uses this one."""
 
 
 class NoLongerWanted(RuntimeError):
@@ -85,6 +87,9 @@ def connect(
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.blocking = 1
+    # torch hands out the 32 streams of a pool in turn. That of the other priority is Megatron's: the stream of a later
+    # communicator would be that of the group's own collectives.
+    options.is_high_priority_stream = True
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     backend.eager_connect_single_device(device)
     return backend
@@ -112,6 +117,42 @@ def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object
         backend._start_coalescing()
         post()
         return backend._end_coalescing()
+
+
+class EndOfWork:
+    """Wakes a waiting thread when a work's kernels have ended. NCCL calls nobody back, so a thread waits for an event.
+
+    Costs a short thread and an event per wait, on a stream of its own, which no other work is issued to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._work: Any = None
+        self._has_ended = threading.Event()
+
+    def wait(self, work: Any, longest_s: float) -> None:
+        """Waits up to `longest_s` for the end of a work, with or without success."""
+        if self._work is not work:
+            self._work, self._has_ended = work, threading.Event()
+            event = self._event_after(work)
+            threading.Thread(target=self._run, args=(event, self._has_ended), daemon=True).start()
+        self._has_ended.wait(longest_s)
+
+    def _event_after(self, work: Any) -> torch.cuda.Event:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=_PRIORITY_OF_WAITS)
+        event = torch.cuda.Event(blocking=True)  # waiting for it takes no processor
+        with torch.cuda.stream(self._stream):
+            work.synchronize()  # on the device: the stream waits, not this thread
+            event.record()
+        return event
+
+    def _run(self, event: torch.cuda.Event, has_ended: threading.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # polling the work raises it
+            torch.cuda.set_device(self._device)  # of this thread only
+            event.synchronize()
+        has_ended.set()
 
 
 def abort(backend: Any) -> threading.Thread:

@@ -137,7 +137,8 @@ class EndOfWork:
             self._work, self._has_ended = work, threading.Event()
             event = self._event_after(work)
             threading.Thread(target=self._run, args=(event, self._has_ended), daemon=True).start()
-        self._has_ended.wait(longest_s)
+        if self._has_ended.wait(longest_s):
+            self._work = None  # it holds its tensors
 
     def _event_after(self, work: Any) -> torch.cuda.Event:
         if self._stream is None:

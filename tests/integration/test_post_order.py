@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,12 +13,17 @@ from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.mcore_group import CPU, run_group, work_of
-from tests.integration.whole_run import tiny_config
+from tests.integration.test_run_buckets import bucketed, run_of
+from tests.integration.test_run_corruption import wrong
+from tests.integration.whole_run import kill, losses_of, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
 
 MEMBERS = (GroupId(0), GroupId(1))
 WORK = work_of((0, 0), (1, 1))
@@ -135,3 +141,15 @@ def test_a_rank_that_has_given_up_takes_part_in_all_collectives_of_its_group(tex
 
 def order_when_given_up(config: RunConfig) -> list[str]:
     return order_of_posts(config, 2, is_alone=False)
+
+
+def test_a_run_of_tensor_parallel_groups_masks_losses_and_unsound_gradients_of_one_rank(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    layout = LayoutConfig(num_groups=4, tensor_parallel=2)
+    expected = run_of(bucketed(text_corpus, layout=layout), tmp_path / "none")
+    faults = [wrong("nan", FaultPoint.BACKWARD, 1, 2, 1), kill(FaultPoint.IN_REDUCE, 3, 1, 1)]
+    run = run_of(bucketed(text_corpus, faults, layout=layout, overlap=True), tmp_path / "faults")
+    assert run.summary.outcome == "finished"
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -8,7 +8,7 @@ otherwise, and no rank waits for its device to judge what it sends.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,8 +26,6 @@ NUM_EXTRAS = 3
 """Elements at the end of a staged bucket that are not gradients."""
 _UNSOUND, _COUNT, _LOSS = -3, -2, -1
 _WHOLE = (slice(None),)
-
-_PIECE = 1 << 20
 
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
@@ -123,6 +121,8 @@ class _Staged(ABC):
         self._num_kept = 0
         self._next = 0  # next bucket to stage; the last bucket once all are staged
         self._scale = scale
+        # Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more.
+        self._piece = 1 << (20 if device.type == "cpu" else 24)
         self._extras_of = [[0] * NUM_EXTRAS for _ in self.buckets]  # of the sums over groups
         self._copies = HostCopies(device, buffer_bytes=NUM_EXTRAS * dtype.itemsize)
         self._staged_at: dict[int, torch.cuda.Event | None] = {}
@@ -168,8 +168,7 @@ class _Staged(ABC):
         return round(self._extras_of[bucket][_UNSOUND])
 
     def squares(self, values: Tensor) -> Tensor:
-        # In pieces, whose fp64 copies stay in the cache.
-        squares = [piece.double().square_().sum() for piece in values.split(_PIECE)]
+        squares = [piece.double().square_().sum() for piece in values.split(self._piece)]
         return torch.stack(squares).sum() / self._scale**2
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
@@ -284,6 +283,7 @@ class FixedPointSums(_Staged):
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
+        self._add_rounded = _choose_add_rounded(device)
         for parameter in flat_parameters(chunks):
             self._watch(parameter)
 
@@ -315,8 +315,8 @@ class FixedPointSums(_Staged):
 
     def norm(self, bucket: int) -> Tensor:
         elements = self.buckets[bucket]
-        # torch has no norm of integers; in pieces, so that the float copies stay in the cache.
-        pieces = self._sums[elements.start : elements.stop].split(_PIECE)
+        # torch has no norm of integers.
+        pieces = self._sums[elements.start : elements.stop].split(self._piece)
         squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
         norm = torch.stack(squares).sum().sqrt() / self._fixed.scale
         return torch.where(self._largest <= self._fixed.largest, norm, math.inf)  # this form also catches NaN
@@ -352,11 +352,27 @@ class FixedPointSums(_Staged):
         flat.parameter.register_hook(add)
 
     def _add(self, sums: Tensor, values: Tensor) -> None:
-        scaled = values.detach().float() * self._fixed.scale
-        # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
-        lowest, highest = torch.aminmax(scaled)
-        torch.maximum(self._largest, torch.maximum(-lowest, highest), out=self._largest)
-        sums += scaled.round_().to(torch.int64)
+        self._add_rounded(sums, values, self._fixed.scale, self._largest)
+
+
+def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
+    """Adds values, scaled and rounded half to even, to integer sums; raises `largest` to their largest magnitude.
+
+    `largest` is NaN after a NaN. `scale` is a power of two and `largest` fp32, both before rounding.
+    """
+    scaled = values.detach().float() * scale
+    # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
+    lowest, highest = torch.aminmax(scaled)
+    torch.maximum(largest, torch.maximum(-lowest, highest), out=largest)
+    sums += scaled.round_().to(torch.int64)
+
+
+def _choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
+    if device.type != "cuda":
+        return add_rounded
+    from spare_megatron.mcore import fixed_point_kernel  # needs Triton
+
+    return fixed_point_kernel.add_rounded
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:

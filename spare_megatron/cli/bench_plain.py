@@ -59,7 +59,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
-        nccl.prepare_process()  # same NCCL settings as our ranks
+        nccl.prepare_process(config.parallel)  # same NCCL settings as our ranks
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []

@@ -11,7 +11,7 @@ from spare_megatron.cli.bench_machine import Memory, memory_of
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
-from spare_megatron.config.validate import resolve_device
+from spare_megatron.config.validate import on_device, resolve_device
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.journal.files import read_journal
@@ -121,8 +121,7 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Calla
     DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward pass if ours does.
     `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
     """
-    device = resolve_device(config, look_at_machine(config))
-    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
+    config = on_device(config, look_at_machine(config))
     ways: dict[str, Callable[[RunConfig], Run]] = {PLAIN: _plain, OURS: _ours} if has_plain else {OURS: _ours}
     runs: dict[str, list[Run]] = {way: [] for way in ways}
     ratios: list[float] = []

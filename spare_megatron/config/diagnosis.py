@@ -295,7 +295,7 @@ def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[Nod
     measured = [(node, node.link) for node in nodes if node.link is not None]
     speeds = [link.bytes_per_s for _, link in measured if not link.failure]
     usual = statistics.median(speeds) if len(speeds) >= _MIN_LINKS else 0.0
-    bucket = 2 * config.reduce.bucket_mib * 2**20 * ranks_per_machine(config)
+    bucket = 2 * config.bucket_mib * 2**20 * ranks_per_machine(config)
     for node, link in measured:
         if link.failure:
             yield NodeFinding(

@@ -42,7 +42,7 @@ def rank_memory(config: RunConfig) -> RankMemory:
     return RankMemory(
         weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,
-        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.reduce.bucket_mib * 2**20)),
+        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
         optimizer_bytes=round(parameters * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
     )

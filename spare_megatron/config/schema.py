@@ -131,8 +131,9 @@ class ReduceConfig:
     what."""
     overlap: bool = False
     """Reduces each bucket as soon as the backward pass has finished it, while other buckets are computed."""
-    bucket_mib: float = 32.0
-    """Size of a gradient bucket in MiB; each rank needs three times this memory beside the gradients."""
+    bucket_mib: float | None = None
+    """Size of a gradient bucket in MiB; each rank needs three times this memory beside the gradients. 128 on GPUs and
+    32 on CPUs if absent."""
     timeout_s: float = 120.0
     """Longest wait for one bucket of a cross-group reduction, or for building the communicator."""
 
@@ -404,3 +405,10 @@ class RunConfig:
             pipeline_parallel=self.layout.pipeline_parallel,
             num_nodes=self.cluster.num_nodes,
         )
+
+    @property
+    def bucket_mib(self) -> float:
+        """`reduce.bucket_mib`, or the default of the device; that of CPUs while `cluster.device` is `auto`."""
+        if self.reduce.bucket_mib is not None:
+            return self.reduce.bucket_mib
+        return 128.0 if self.cluster.device == "gpu" else 32.0

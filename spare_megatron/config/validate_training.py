@@ -235,8 +235,8 @@ def _sharding(config: RunConfig) -> Iterator[str]:
         )
     # A gather's staging buffer holds at least one number per group.
     least = 4 * (num_groups + 1) / 2**20
-    if config.reduce.bucket_mib < least:
+    if config.bucket_mib < least:
         yield (
-            f"reduce.bucket_mib={config.reduce.bucket_mib} must be at least {least:.2g} with "
+            f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "
             f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
         )

@@ -21,7 +21,7 @@ from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus, step_of
-from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.config.validate import Machine, on_device
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.driver.preflight import preflight
@@ -117,12 +117,15 @@ def start_run(
 
 
 def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration with this machine's device and corpus. Raises ValueError if the corpus cannot be used."""
+    """The configuration with this machine's device, what follows from that, and the corpus. Raises ValueError if the
+    corpus cannot be used.
+    """
     if machine.corpus is None:
         raise ValueError(machine.corpus_failure or f"data.corpus={config.data.corpus}: one of its files is missing")
-    cluster = dataclasses.replace(config.cluster, device=resolve_device(config, machine))
+    config = on_device(config, machine)
     data = dataclasses.replace(config.data, identity=machine.corpus.identity)
-    return dataclasses.replace(config, cluster=cluster, data=data)
+    reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)
+    return dataclasses.replace(config, reduce=reduce, data=data)
 
 
 def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:

@@ -193,10 +193,11 @@ Batch = Sequence[tuple[Tensor, Tensor]]
 
 
 class HostCopies:
-    """Copies from one device to host memory. Threads take turns at a GPU."""
+    """Copies from one device to host memory, `buffer_bytes` (BUFFER_BYTES) at a time. Threads take turns at a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int | None = None) -> None:
         self._device = device
+        self._buffer_bytes = buffer_bytes or BUFFER_BYTES
         self._turn = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._buffers: Sequence[PinnedBuffer] = ()
@@ -222,9 +223,11 @@ class HostCopies:
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):  # `contiguous` below must run on this stream
-            self._buffers = self._buffers or [PinnedBuffer(BUFFER_BYTES, self._stream) for _ in range(_NUM_BUFFERS)]
+            self._buffers = self._buffers or [
+                PinnedBuffer(self._buffer_bytes, self._stream) for _ in range(_NUM_BUFFERS)
+            ]
             flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
-            copy_through(self._buffers, batches(flat, BUFFER_BYTES))
+            copy_through(self._buffers, batches(flat, self._buffer_bytes))
 
 
 def copy_through(buffers: Sequence[PinnedBuffer], all_batches: Iterable[Batch]) -> None:

@@ -94,7 +94,7 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=is_sharded,
         overlap_grad_reduce=config.reduce.overlap,
-        bucket_size=round(config.reduce.bucket_mib * _ELEMENTS_PER_MIB) if config.reduce.overlap else None,
+        bucket_size=round(config.bucket_mib * _ELEMENTS_PER_MIB) if config.reduce.overlap else None,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     (chunk,) = build_chunks(config, transformer, groups, device, reduction)

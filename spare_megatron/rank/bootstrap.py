@@ -24,7 +24,7 @@ def choose_device(spec: RankSpec) -> torch.device:
     """Makes the rank's GPU, if it has one, current. Raises `ImportError` if its NCCL version is not supported."""
     device = torch.device(spec.device)
     if device.type == "cuda":
-        nccl.prepare_process()
+        nccl.prepare_process(spec.config.parallel)
         torch.cuda.set_device(device)
     return device
 

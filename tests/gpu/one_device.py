@@ -70,7 +70,6 @@ def _run(
     try:
         device = torch.device(name)
         if device.type == "cuda":
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
             torch.cuda.set_device(device)
         with tempfile.TemporaryDirectory() as folder:
             dist.init_process_group(

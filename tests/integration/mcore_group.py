@@ -29,7 +29,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.gradients import FloatSums, Totals
+from spare_megatron.mcore.gradients import NUM_EXTRAS, FloatSums, Totals
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
 from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
@@ -154,12 +154,15 @@ def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microba
 
 
 def staged(trainer: GroupTrainer) -> torch.Tensor:
-    """The local gradient sums of all buckets as they are staged, then their count and their loss."""
+    """The local gradient sums of all buckets as they are staged, then their extras; the last of those are those of all.
+
+    These are how many groups' sums are unsound, their count and their loss.
+    """
     sums = trainer.gradients
     parts = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
     assert {int(part[-2]) for part in parts} == {int(parts[-1][-2])}
     assert not any(part[-1] for part in parts[:-1])
-    return torch.cat([*(part[:-2] for part in parts), parts[-1][-2:]])
+    return torch.cat([*(part[:-NUM_EXTRAS] for part in parts), parts[-1][-NUM_EXTRAS:]])
 
 
 def kept_sums(
@@ -209,7 +212,7 @@ def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
     """Puts a sum over groups of what `staged` gives."""
     sums = trainer.gradients
     for bucket, elements in enumerate(sums.buckets):
-        extras = total[-2:].clone()
+        extras = total[-NUM_EXTRAS:].clone()
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
         staging = torch.cat([total[elements.start : elements.stop], extras])
@@ -313,7 +316,7 @@ def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray
         named.parameter.data.mul_(factor)
     trainer.begin_step(0)
     trainer.compute(work_of((0, 0), (1, 0)))
-    norms = [trainer.gradients.norm(bucket) for bucket in range(len(trainer.gradients.buckets))]
+    norms = [float(trainer.gradients.norm(bucket)) for bucket in range(len(trainer.gradients.buckets))]
     reduce_alone(trainer)
     trainer.gradients.finish()
     return math.hypot(*norms), np.concatenate([named.main_grad.numpy().ravel() for named in trainer.parameters_named()])

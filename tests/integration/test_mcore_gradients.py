@@ -21,6 +21,7 @@ from spare_megatron.config.schema import (
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.gradients import NUM_EXTRAS
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
 
@@ -138,7 +139,7 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
         np.testing.assert_array_equal(kept[:end], 3 * first[:end])
         np.testing.assert_array_equal(kept[end:], whole[end:])
         assert num_kept == 0 or np.any(first[:end])
-        assert np.any(first[end:-2] != whole[end:-2])
+        assert np.any(first[end:-NUM_EXTRAS] != whole[end:-NUM_EXTRAS])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Losses in the middle of a reduction of many buckets: what all survivors hold stays, and is still exactly once."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -136,3 +137,23 @@ def test_a_gradient_that_is_not_a_number_costs_its_group_also_where_buckets_leav
     reasons = {entry["group"]: entry["error"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
     assert reasons.keys() == {0, 2}
     assert all("is not finite" in reason for reason in reasons.values())
+    assert_survivors_received_it(run)
+
+
+def test_buckets_before_an_unsound_one_are_kept_and_the_bits_are_those_of_the_run_without_faults(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    expected = run_of(bucketed(text_corpus), tmp_path / "none")
+    faults = [wrong("nan", FaultPoint.IN_REDUCE, 1, 2, 1), wrong("nan", FaultPoint.IN_REDUCE, 3, 0, 0)]
+    run = run_of(bucketed(text_corpus, faults, overlap=True), tmp_path / "run")
+    assert_survivors_received_it(run)
+    assert kept_by(run).keys() == {1, 3}
+    assert all(len(kept) == 1 and max(kept[0]) > 0 for kept in kept_by(run).values())
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert params_of(run) == params_of(expected)
+
+
+def assert_survivors_received_it(run: Run) -> None:
+    """A vote on a failed attempt says so: no survivor needed to be torn off by the loss."""
+    evidence = [vote.evidence for vote in run.journal.of(VoteRecord) if not vote.is_complete]
+    assert any(re.fullmatch(r"bucket \d+: the gradients of 1 groups are unsound", text) for text in evidence), evidence

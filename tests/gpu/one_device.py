@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore import host_copies
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
+from tests.integration.mcore_state_group import hand_over
 
 GPU = "cuda:0"
 DEVICES = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu)]
@@ -63,6 +65,7 @@ def _run(
         device = torch.device(name)
         if device.type == "cuda":
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            choose_deterministic_kernels(config)
             torch.cuda.set_device(device)
         with tempfile.TemporaryDirectory() as folder:
             dist.init_process_group(
@@ -108,6 +111,23 @@ def losses_of_steps(device: torch.device, config: RunConfig, num_steps: int) -> 
     """The mean loss of each step."""
     trainer = GroupTrainer(config, device)
     return [_train(trainer, config, step) for step in range(num_steps)]
+
+
+def continued(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:
+    """The state after four steps: of one trainer; of one with its state after two, from its memory; from a file."""
+    through = GroupTrainer(config, device)
+    for step in range(2):
+        _train(through, config, step)
+    from_memory, from_file = GroupTrainer(config, device), GroupTrainer(config, device)
+    hand_over(through, from_memory)
+    with tempfile.TemporaryDirectory() as folder:
+        through.save_state(Path(folder) / "state")
+        from_file.load_state([Path(folder) / "state"])
+    trainers = through, from_memory, from_file
+    for step in range(2, 4):
+        for trainer in trainers:
+            _train(trainer, config, step)
+    return tuple(map(_whole_state, trainers))
 
 
 def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:

@@ -12,6 +12,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.shutdown import kill
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.process.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.process.processes import (
@@ -60,6 +61,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
     device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
         nccl.prepare_process(config.parallel)  # same NCCL settings as our ranks
+        choose_deterministic_kernels(config)
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []

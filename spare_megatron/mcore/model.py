@@ -38,6 +38,25 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
     }
 
 
+def choose_deterministic_kernels(config: RunConfig) -> None:
+    """With `reduce.mode=reproducible`, makes all GPU kernels of this process repeat their results bit for bit.
+
+    Call it before anything uses the GPU. Operations that have no such kernel raise RuntimeError afterwards.
+    """
+    if config.reduce.mode != "reproducible":
+        return
+    # cuBLAS reads this when it is first used; transformer-engine reads the other when it builds its attention.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if config.layout.tensor_parallel * config.layout.context_parallel > 1:
+        # Sums inside a group are floats, which switches of NVLink add in any order.
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    # Not `warn_only`: with it, attention keeps its nondeterministic backward pass.
+    torch.use_deterministic_algorithms(True)
+    # It would fill every new tensor; uninitialized memory is never read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Consecutive layers of the model on one rank, in Megatron's wrapper with one fp32 gradient buffer.
@@ -109,9 +128,6 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
     """
     if uses_transformer_engine(config, device):
         check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
-        if transformer.deterministic_mode:
-            # Megatron refuses deterministic attention unless transformer-engine is configured for it too.
-            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=transformer.qk_layernorm, multi_latent_attention=transformer.multi_latent_attention
         )

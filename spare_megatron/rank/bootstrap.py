@@ -9,6 +9,7 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import RankSpec
@@ -25,6 +26,7 @@ def choose_device(spec: RankSpec) -> torch.device:
     device = torch.device(spec.device)
     if device.type == "cuda":
         nccl.prepare_process(spec.config.parallel)
+        choose_deterministic_kernels(spec.config)
         torch.cuda.set_device(device)
     return device
 

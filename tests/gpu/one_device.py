@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import pieces_of
 from spare_megatron.mcore import host_copies, parameters, state
 from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
@@ -33,6 +35,7 @@ from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_source import StateSource
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
+from tests.integration.mcore_state_group import hand_over
 from tests.search_path import put_checkout_first
 
 GPU = "cuda:0"
@@ -70,6 +73,7 @@ def _run(
     try:
         device = torch.device(name)
         if device.type == "cuda":
+            choose_deterministic_kernels(config)
             torch.cuda.set_device(device)
         with tempfile.TemporaryDirectory() as folder:
             dist.init_process_group(
@@ -115,6 +119,23 @@ def losses_of_steps(device: torch.device, config: RunConfig, num_steps: int) -> 
     """The mean loss of each step."""
     trainer = GroupTrainer(config, device)
     return [_train(trainer, config, step) for step in range(num_steps)]
+
+
+def continued(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:
+    """The state after four steps: of one trainer; of one with its state after two, from its memory; from a file."""
+    through = GroupTrainer(config, device)
+    for step in range(2):
+        _train(through, config, step)
+    from_memory, from_file = GroupTrainer(config, device), GroupTrainer(config, device)
+    hand_over(through, from_memory)
+    with tempfile.TemporaryDirectory() as folder:
+        through.save_state(Path(folder) / "state")
+        from_file.load_state([Path(folder) / "state"])
+    trainers = through, from_memory, from_file
+    for step in range(2, 4):
+        for trainer in trainers:
+            _train(trainer, config, step)
+    return tuple(map(_whole_state, trainers))
 
 
 def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:

@@ -75,6 +75,43 @@ def test_reproducible_sums_depend_on_what_is_computed_alone(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "precision"), [("local", "bf16"), ("local", "fp32"), ("transformer_engine", "bf16")]
+)
+def test_reproducible_sums_of_long_sequences_repeat_themselves(
+    make_config: MakeConfig, implementation: str, precision: str
+) -> None:
+    """With many keys per query, attention's usual backward pass adds in any order."""
+    shape = {"seq_length": 4096, "hidden_size": 256, "num_attention_heads": 4, **DROPOUT}
+    config = make_config(mode="reproducible", precision=precision, transformer_impl=implementation, **shape)
+    ways = [[work_of((0, 0), (1, 1))]] * 6
+    first, *others = run_on(GPU, one_device.sums_of, config, *ways)
+    assert np.abs(first).max() > 0
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "megatron"),
+    [
+        pytest.param("cpu", {"transformer_impl": "local"}, {}, id="cpu"),
+        pytest.param(GPU, {"precision": "bf16", **DROPOUT}, FP8, id="gpu-fp8", marks=pytest.mark.gpu),
+    ],
+)
+def test_training_continues_bit_for_bit_from_a_copy_of_the_state(
+    make_config: MakeConfig, device: str, model: dict[str, Any], megatron: dict[str, Any]
+) -> None:
+    """In fp8 too: no scale is kept from one step to the next."""
+    config = make_config(mode="reproducible", megatron=megatron, **model)
+    through, from_memory, from_file = run_on(device, one_device.continued, config)
+    assert from_memory == through
+    assert from_file == through
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_recomputed_activations_drop_what_the_first_pass_dropped(make_config: MakeConfig, implementation: str) -> None:
     model = {"mode": "reproducible", "precision": "bf16", "transformer_impl": implementation, **DROPOUT}

@@ -1,8 +1,11 @@
 """A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
 
 import dataclasses
+import os
 import re
 import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.requirements import Requirement
 
+from spare_megatron.comm import nccl
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
@@ -22,9 +26,10 @@ from spare_megatron.config.validate_training import COUNTED_WITH
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
-from spare_megatron.mcore.model import layer_spec
+from spare_megatron.mcore.model import choose_deterministic_kernels, layer_spec
 from spare_megatron.mcore.transformer import fits, transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
+from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -202,9 +207,14 @@ def test_the_interleaved_schedule_never_batches_its_transfers() -> None:
         transformer_config(RunConfig(layout=LayoutConfig(virtual_pipeline=2)), CPU)
 
 
-def test_fused_gradient_accumulation_hides_what_fixed_point_must_see() -> None:
-    config = RunConfig(reduce=ReduceConfig(mode="reproducible"), megatron={"gradient_accumulation_fusion": True})
-    with pytest.raises(ValueError, match=r"reduce\.mode=fast"):
+@pytest.mark.parametrize(
+    "field",
+    [{"gradient_accumulation_fusion": True}, {"cross_entropy_loss_fusion": True}, {"fp4": "e2m1"}],
+    ids=lambda field: next(iter(field)),
+)
+def test_what_does_not_depend_on_the_microbatch_alone_is_refused_in_reproducible_mode(field: dict[str, Any]) -> None:
+    config = RunConfig(reduce=ReduceConfig(mode="reproducible"), megatron=field)
+    with pytest.raises(ValueError, match=rf"megatron\.{next(iter(field))}=.*set reduce\.mode=fast"):
         transformer_config(config, CPU)
 
 
@@ -215,6 +225,54 @@ def test_gpus_initialize_on_the_gpu_and_are_set_to_be_deterministic() -> None:
     assert gpu.params_dtype is gpu.pipeline_dtype is torch.bfloat16
     cpu = transformer_config(reproducible, CPU)
     assert (cpu.use_cpu_initialization, cpu.deterministic_mode) == (True, False)
+
+
+@pytest.fixture
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what `choose_deterministic_kernels` sets."""
+    for name in DETERMINISTIC:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_gpu_kernels_repeat_their_results_in_reproducible_mode_alone() -> None:
+    """Nothing asked for them: attention's backward pass on a GPU gave other bits each time."""
+    choose_deterministic_kernels(RunConfig())
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not DETERMINISTIC.keys() & os.environ.keys()
+
+    reproducible = RunConfig(reduce=ReduceConfig(mode="reproducible"))
+    choose_deterministic_kernels(reproducible)
+    # With warnings alone, torch's attention stays as it is.
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert {name: os.environ.get(name) for name in DETERMINISTIC} == {**DETERMINISTIC, "NCCL_ALGO": None}
+    choose_deterministic_kernels(replace(reproducible, layout=LayoutConfig(tensor_parallel=2)))
+    assert {name: os.environ.get(name) for name in DETERMINISTIC} == DETERMINISTIC
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_a_rank_on_a_gpu_chooses_its_kernels_first_of_all(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """cuBLAS and NCCL read their settings once."""
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(nccl, "prepare_process", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda _: seen.append((torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)),
+    )
+    spec = SimpleNamespace(device="cuda:0", config=RunConfig(reduce=ReduceConfig(mode=mode)))
+    assert choose_device(spec) == torch.device("cuda:0")
+    assert seen == [(mode == "reproducible", mode == "reproducible")]
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,11 @@ def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]
     """Names the kernels in use. Call it after `measure`: no process with a GPU can be started afterwards."""
     import torch
 
-    from spare_megatron.mcore.model import kernels_of
+    from spare_megatron.mcore.model import adam_of_megatron, kernels_of
 
     is_gpu = resolve_device(config, look_at_machine(config)) == "gpu"
     found = kernels_of(config, torch.device("cuda" if is_gpu else "cpu"))
-    return {name: value for name, value in found.items() if has_plain or name != "adam_of_plain"}
+    return {**found, "adam_of_plain": adam_of_megatron()} if has_plain else found
 
 
 def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:

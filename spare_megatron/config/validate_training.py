@@ -129,15 +129,21 @@ OF_TRANSFORMER_ENGINE = (
 """Megatron fields that only transformer-engine layers use; other layers silently ignore most of them."""
 
 
-ON_GPUS_ALONE = (
-    *OF_TRANSFORMER_ENGINE,
-    "fused_single_qkv_rope",
-    "gradient_accumulation_fusion",
+NOT_OF_TORCH_NORMS = (
     "layernorm_zero_centered_gamma",
     "memory_efficient_layer_norm",
     "persist_layer_norm",
-    "recompute_granularity",
     "sequence_parallel",
+)
+"""Megatron fields that need the norms of transformer-engine or apex; a norm of torch refuses them without a reason."""
+
+
+ON_GPUS_ALONE = (
+    *OF_TRANSFORMER_ENGINE,
+    *NOT_OF_TORCH_NORMS,
+    "fused_single_qkv_rope",
+    "gradient_accumulation_fusion",
+    "recompute_granularity",
 )
 """Megatron fields with which ranks on CPUs cannot be built or cannot compute."""
 

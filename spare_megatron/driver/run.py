@@ -39,6 +39,7 @@ from spare_megatron.process.lock import LOCK, locked
 from spare_megatron.process.processes import close_or_report, report_held
 from spare_megatron.process.reports import (
     CheckpointRejected,
+    KernelsChosen,
     RecordsHeld,
     RecordsLost,
     RunEvent,
@@ -106,7 +107,7 @@ def start_run(
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     with contextlib.ExitStack() as held:
         held.enter_context(leased(config))
-        preflight(config)
+        on_event(KernelsChosen(kernels=preflight(config)))
         with named_errors("--run-dir", run_dir):
             held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:

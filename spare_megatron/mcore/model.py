@@ -1,7 +1,7 @@
 """Builds a rank's chunks of the GPT model, with the layer kernels that the run and device select."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,26 +15,32 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_training import OF_TRANSFORMER_ENGINE, fields_set
+from spare_megatron.config.validate_training import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.versions import check_version
+from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.mcore.versions import SUPPORTED, check_version
 
 
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """Layer and Adam implementations. Raises ValueError if transformer-engine is required and not available."""
-    has_te = uses_transformer_engine(config, device)
-    megatrons = "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
+    """Layer and Adam implementations, and Megatron's fusions that are on. Raises ValueError as `layer_spec` does."""
+    transformer = transformer_config(config, device)
+    layers = f"transformer-engine {get_te_version()}"
+    if not uses_transformer_engine(config, device):
+        is_absent = device.type == "cuda" and not HAVE_TE
+        layers = "megatron-core (transformer-engine is not installed)" if is_absent else "megatron-core"
     stacked = "torch, fused" if device.type == "cuda" else "torch"
+    fusions = [field.name for field in fields(transformer) if "fus" in field.name]
     return {
-        "layers": f"transformer-engine {get_te_version()}" if has_te else "megatron-core",
-        "adam": stacked if config.optimizer.sharding == "stacked" else megatrons,
-        "adam_of_plain": megatrons,
+        "layers": layers,
+        "adam": stacked if config.optimizer.sharding == "stacked" else adam_of_megatron(),
+        "fusions": ", ".join(name for name in fusions if getattr(transformer, name) is True) or "none",
     }
 
 
@@ -55,6 +61,10 @@ def choose_deterministic_kernels(config: RunConfig) -> None:
     torch.use_deterministic_algorithms(True)
     # It would fill every new tensor; uninitialized memory is never read here.
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def adam_of_megatron() -> str:
+    return "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +134,7 @@ def _build_model(
 def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
     """The layer implementation. Raises ImportError for an unsupported version of transformer-engine.
 
-    Raises ValueError if it is required and not available, or used features need it.
+    Raises ValueError if it is required and not available, or used features need it, or norms other than torch's.
     """
     if uses_transformer_engine(config, device):
         check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
@@ -139,6 +149,13 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
     if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
         raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
     spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
+    refused = ", ".join(fields_set(config, NOT_OF_TORCH_NORMS))
+    if refused and spec.submodules.input_layernorm is WrappedTorchNorm:
+        raise ValueError(
+            f"{refused}: these layers have the norms of torch, which do not support it; remove it, or install "
+            f"'transformer-engine{SUPPORTED['transformer-engine']}' (or, for LayerNorm, apex) and set "
+            f"model.transformer_impl=auto, which is {config.model.transformer_impl}"
+        )
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     return spec
 

@@ -23,10 +23,11 @@ from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.config.validate_training import COUNTED_WITH
+from spare_megatron.mcore import model as model_module
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
-from spare_megatron.mcore.model import choose_deterministic_kernels, layer_spec
+from spare_megatron.mcore.model import choose_deterministic_kernels, kernels_of, layer_spec
 from spare_megatron.mcore.transformer import fits, transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
 from spare_megatron.rank.bootstrap import choose_device
@@ -170,6 +171,28 @@ def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device:
         transformer = transformer_config(config, torch.device(device))
         with pytest.raises(ValueError, match=rf"megatron\.{next(iter(fields))}=.*only layers of transformer-engine"):
             layer_spec(config, transformer, torch.device(device))
+
+
+@pytest.mark.parametrize("field", ["sequence_parallel", "persist_layer_norm"])
+def test_what_norms_of_torch_refuse_is_refused_before_one_is_built(field: str) -> None:
+    """Ranks ended with an assertion deep inside Megatron, where neither apex nor transformer-engine is."""
+    gpu, layout = torch.device("cuda"), LayoutConfig(tensor_parallel=2)
+    norm = {"normalization": "RMSNorm"}  # torch's also where apex is installed
+    config = RunConfig(model=ModelConfig(transformer_impl="local"), layout=layout, megatron={**norm, field: True})
+    with pytest.raises(ValueError, match=rf"^megatron\.{field}=true: .* install 'transformer-engine>=2\.9,<2\.12'"):
+        layer_spec(config, transformer_config(config, gpu), gpu)
+    without = dataclasses.replace(config, megatron=norm)
+    layer_spec(without, transformer_config(without, gpu), gpu)
+
+
+def test_kernels_are_named_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "HAVE_TE", False)
+    monkeypatch.setattr(model_module, "USING_PYTORCH_OPTIMIZER", True)
+    config = with_megatron(bias_dropout_fusion=True, bias_activation_fusion=False)
+    assert kernels_of(config, CPU) == {"layers": "megatron-core", "adam": "torch", "fusions": "bias_dropout_fusion"}
+    found = kernels_of(RunConfig(), torch.device("cuda"))
+    assert found["layers"] == "megatron-core (transformer-engine is not installed)"
+    assert found["fusions"] == "none"
 
 
 def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> None:

@@ -1,6 +1,8 @@
 """What the communicators between groups use of a CUDA build of torch, as far as it shows without a GPU."""
 
 import ast
+import mmap
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,14 @@ def test_every_attribute_that_is_used_of_a_backend_is_there() -> None:
     }
     assert {"allreduce", "abort", "_allgather_base", "_start_coalescing"} <= used
     assert used <= set(dir(dist.ProcessGroupNCCL))
+
+
+def test_torch_reads_the_variables_that_are_set() -> None:
+    set_here = set(re.findall(r'"(TORCH_NCCL_\w+)"', Path(nccl.__file__).read_text()))
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        read_there = {name for name in set_here if content.find(name.encode() + b"\0") >= 0}
+    assert read_there == set_here != set()
 
 
 def test_the_nccl_that_is_loaded_is_supported_and_reported(tmp_path: Path) -> None:

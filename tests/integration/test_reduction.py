@@ -49,6 +49,9 @@ class Sums:
     def stage(self, bucket: int, staging: torch.Tensor) -> torch.Tensor:
         return staging.copy_(self.of(bucket))
 
+    def extras(self, staged: torch.Tensor) -> torch.Tensor:
+        return staged[-1:]
+
     def norm(self, bucket: int) -> float:
         return float(torch.linalg.vector_norm(self.of(bucket)))
 
@@ -163,7 +166,7 @@ class Rank:
             position=0,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             communicator=self.communicator,
-            bucket_sums=AllReducedBuckets(self.communicator),  # type: ignore[arg-type]
+            bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,

@@ -30,7 +30,6 @@ from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
-_ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
 
 
 def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:
@@ -59,7 +58,9 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
 def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
     """Trains step by step in Megatron's world; a data-parallel rank computes the shard of its number.
 
-    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1).
+    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1). On
+    GPUs, and with `reduce.overlap`, gradients are reduced during the backward pass and the DistributedOptimizer gathers
+    parameters during the next forward pass: `start_param_sync(force_sync=True)` of the module gathers them before.
     """
     chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
     corpus, schedule = Corpus(config), get_forward_backward_func()
@@ -87,7 +88,8 @@ def build_rank(
     transformer = transformer_config(config, device)
     transformer.finalize_model_grads_func = finalize_model_grads
     chunk = _build(config, transformer, device, is_sharded)
-    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded)
+    gathers_later = chunk.module.ddp_config.overlap_param_gather
+    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
     optimizer = build_adam(adam, [chunk], ProcessGroupCollection.use_mpu_process_groups())
     return chunk, optimizer, make_schedule(config, optimizer)
 
@@ -108,15 +110,16 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
     )
     if transformer.bf16:
         model = Float16Module(transformer, model)
+    overlaps = config.reduce.overlap or device.type == "cuda"
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",
         use_distributed_optimizer=is_sharded,
-        overlap_grad_reduce=config.reduce.overlap,
-        bucket_size=round(config.reduce.bucket_mib * _ELEMENTS_PER_MIB) if config.reduce.overlap else None,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and is_sharded,
     )
     module = DistributedDataParallel(transformer, ddp, model)
     module.broadcast_params()
-    if config.reduce.overlap:
+    if overlaps:
         transformer.no_sync_func = module.no_sync
     return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 

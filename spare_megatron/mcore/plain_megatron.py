@@ -110,18 +110,22 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
     )
     if transformer.bf16:
         model = Float16Module(transformer, model)
+    module = DistributedDataParallel(transformer, transfers(config, device, is_sharded=is_sharded), model)
+    module.broadcast_params()
+    if module.ddp_config.overlap_grad_reduce:
+        transformer.no_sync_func = module.no_sync
+    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
+
+
+def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> DistributedDataParallelConfig:
+    """How ranks exchange gradients and updated parameters."""
     overlaps = config.reduce.overlap or device.type == "cuda"
-    ddp = DistributedDataParallelConfig(
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",
         use_distributed_optimizer=is_sharded,
         overlap_grad_reduce=overlaps,
         overlap_param_gather=overlaps and is_sharded,
     )
-    module = DistributedDataParallel(transformer, ddp, model)
-    module.broadcast_params()
-    if overlaps:
-        transformer.no_sync_func = module.no_sync
-    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 
 def _batches(

@@ -138,6 +138,11 @@ def _outside_range(config: RunConfig) -> Iterator[str]:
             f"reduce.bucket_mib={config.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
             f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
         )
+    if config.reduce.mode == "fast_bf16" and config.model.precision == "fp32":
+        yield (
+            f"reduce.mode=fast_bf16 rounds the gradients of model.precision={config.model.precision} to bf16; set "
+            f"reduce.mode=fast or model.precision=bf16"
+        )
     factor = config.train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
         yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to disable the check; change it"

@@ -3,7 +3,8 @@
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
 local sum survives a failed attempt. The last elements of a staged bucket are whether its local sums are unsound, its
 number of microbatches and, in the last bucket, the loss: a group that is lost after the reduction cannot report them
-otherwise, and no rank waits for its device to judge what it sends.
+otherwise, and no rank waits for its device to judge what it sends. They are never in bf16, which would not count beyond
+256.
 """
 
 import math
@@ -68,6 +69,9 @@ class GradientSums(Protocol):
     def norms(self) -> dict[int, float]:
         """The norms of the buckets measured since the last call in this attempt. Waits for the device."""
 
+    def extras(self, staged: Tensor) -> Tensor:
+        """What a staged bucket has beside gradients, in a format that counts exactly: a view of its end."""
+
     def norm(self, bucket: int) -> Tensor:
         """L2 norm of a bucket's local gradient sums, in fp64 on the device.
 
@@ -104,8 +108,9 @@ class GradientSums(Protocol):
 
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
     bucket_bytes = round(config.bucket_mib * 2**20)
-    if config.reduce.mode == "fast":
-        return FloatSums(chunks, device, bucket_bytes)
+    if config.reduce.mode != "reproducible":
+        staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
+        return FloatSums(chunks, device, bucket_bytes, staged_dtype)
     num_tokens = config.train.micro_batch_size * config.model.seq_length
     num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
     return FixedPointSums(chunks, device, bucket_bytes, fixed_point(num_tokens, num_microbatches))
@@ -120,11 +125,13 @@ class _Staged(ABC):
         self._device = device
         self._num_kept = 0
         self._next = 0  # next bucket to stage; the last bucket once all are staged
+        self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
+        self._per_extra = self._extras_dtype.itemsize // dtype.itemsize  # elements
         self._scale = scale
         # Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more.
         self._piece = 1 << (20 if device.type == "cpu" else 24)
         self._extras_of = [[0] * NUM_EXTRAS for _ in self.buckets]  # of the sums over groups
-        self._copies = HostCopies(device, buffer_bytes=NUM_EXTRAS * dtype.itemsize)
+        self._copies = HostCopies(device, buffer_bytes=NUM_EXTRAS * self._extras_dtype.itemsize)
         self._staged_at: dict[int, torch.cuda.Event | None] = {}
         self._norms: dict[int, Tensor] = {}
         self._is_unsound: dict[int, Tensor] = {}
@@ -152,18 +159,22 @@ class _Staged(ABC):
         pass
 
     def new_staging(self) -> Tensor:
-        return torch.empty(len(self.buckets[0]) + NUM_EXTRAS, dtype=self._dtype, device=self._device)
+        return torch.empty(self._staged_length(0), dtype=self._dtype, device=self._device)
+
+    def extras(self, staged: Tensor) -> Tensor:
+        return staged[-NUM_EXTRAS * self._per_extra :].view(self._extras_dtype)
 
     def _finish_staging(self, bucket: int, staged: Tensor) -> Tensor:
-        staged[_UNSOUND] = self._is_unsound.get(bucket, 0)
+        self.extras(staged)[_UNSOUND] = self._is_unsound.get(bucket, 0)
         self._next = min(bucket + 1, len(self.buckets) - 1)
         self._staged_at[bucket] = self._copies.now()
         return staged
 
     def on_summed(self, bucket: int, staging: Tensor) -> int:
-        extras = torch.empty(NUM_EXTRAS, dtype=self._dtype)
+        extras = torch.empty(NUM_EXTRAS, dtype=self._extras_dtype)
         # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
-        self._copies.copy([(self._part(bucket, staging)[-NUM_EXTRAS:], extras)], self._staged_at.get(bucket))
+        source = self.extras(self._part(bucket, staging))
+        self._copies.copy([(source, extras)], self._staged_at.get(bucket))
         self._extras_of[bucket] = extras.tolist()
         return round(self._extras_of[bucket][_UNSOUND])
 
@@ -172,19 +183,25 @@ class _Staged(ABC):
         return torch.stack(squares).sum() / self._scale**2
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
-        return staging[: len(self.buckets[bucket]) + NUM_EXTRAS]
+        return staging[: self._staged_length(bucket)]
+
+    def _staged_length(self, bucket: int) -> int:
+        """Elements of a staged bucket; the extras stand at a multiple of their size."""
+        return (-(-len(self.buckets[bucket]) // self._per_extra) + NUM_EXTRAS) * self._per_extra
 
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
 
 
 class FloatSums(_Staged):
-    """Sums in fp32, accumulated in Megatron's gradient buffers."""
+    """Sums in fp32, accumulated in Megatron's gradient buffers; staged, and summed over groups, in `staged_dtype`."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, staged_dtype: torch.dtype
+    ) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, torch.float32, device)
+        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device)
         self._parameters = list(flat_parameters(chunks))
         self._pieces = [_pieces(self._segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -211,8 +228,9 @@ class FloatSums(_Staged):
         for gradients, place in self._pieces[bucket]:
             staged[place].copy_(gradients)
         # fp32 is exact up to 2^24 microbatches.
-        staged[_COUNT] = self._count
-        staged[_LOSS] = self._loss if self._is_last(bucket) else 0.0
+        extras = self.extras(staged)
+        extras[_COUNT] = self._count
+        extras[_LOSS] = self._loss if self._is_last(bucket) else 0.0
         return self._finish_staging(bucket, staged)
 
     def norm(self, bucket: int) -> Tensor:

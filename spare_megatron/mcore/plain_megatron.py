@@ -27,7 +27,6 @@ from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
-_ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
 
 
 def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:
@@ -56,7 +55,9 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
 def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
     """Trains step by step in Megatron's world; a data-parallel rank computes the shard of its number.
 
-    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1).
+    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1). On
+    GPUs, and with `reduce.overlap`, gradients are reduced during the backward pass and the DistributedOptimizer gathers
+    parameters during the next forward pass: `start_param_sync(force_sync=True)` of the module gathers them before.
     """
     chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
     corpus, schedule = Corpus(config), get_forward_backward_func()
@@ -84,24 +85,30 @@ def build_rank(
     transformer = transformer_config(config, device)
     transformer.finalize_model_grads_func = finalize_model_grads
     chunk = _build(config, transformer, device, is_sharded)
-    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded)
+    gathers_later = chunk.module.ddp_config.overlap_param_gather
+    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
     optimizer = build_adam(adam, [chunk], ProcessGroupCollection.use_mpu_process_groups())
     return chunk, optimizer, make_schedule(config, optimizer)
 
 
 def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded: bool) -> Chunk:
-    reduction = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=is_sharded,
-        overlap_grad_reduce=config.reduce.overlap,
-        bucket_size=round(config.bucket_mib * _ELEMENTS_PER_MIB) if config.reduce.overlap else None,
-    )
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (chunk,) = build_chunks(config, transformer, groups, device, reduction)
+    (chunk,) = build_chunks(config, transformer, groups, device, transfers(config, device, is_sharded=is_sharded))
     chunk.module.broadcast_params()
-    if config.reduce.overlap:
+    if chunk.module.ddp_config.overlap_grad_reduce:
         transformer.no_sync_func = chunk.module.no_sync
     return chunk
+
+
+def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> DistributedDataParallelConfig:
+    """How ranks exchange gradients and updated parameters."""
+    overlaps = config.reduce.overlap or device.type == "cuda"
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",
+        use_distributed_optimizer=is_sharded,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and is_sharded,
+    )
 
 
 def _batches(

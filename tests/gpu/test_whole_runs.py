@@ -25,7 +25,12 @@ TWICE = {
 
 
 def on_gpus(
-    corpus: Path, faults: Sequence[FaultConfig], *, rejoins: int = 0, sharding: str = "replicated"
+    corpus: Path,
+    faults: Sequence[FaultConfig],
+    *,
+    rejoins: int = 0,
+    sharding: str = "replicated",
+    mode: str = "reproducible",
 ) -> RunConfig:
     # Of three hosts of a state partition two may be lost in one step.
     optimizer = OptimizerConfig(sharding=sharding, redundancy=3)
@@ -34,7 +39,7 @@ def on_gpus(
         GROUPS,
         steps=6,
         faults=faults,
-        mode="reproducible",
+        mode=mode,
         cluster=ON_GPU,
         rejoins=rejoins,
         optimizer=optimizer,
@@ -68,6 +73,14 @@ def test_killed_ranks_are_masked_bit_for_bit(text_corpus: Path, tmp_path: Path, 
         assert_masked(run)
         assert losses_of(run.journal) == losses_of(expected.journal)
         assert run.summary.params_sha256 == expected.summary.params_sha256
+
+
+@pytest.mark.gpu(count=4)
+@pytest.mark.parametrize("sharding", ["replicated", "stacked"])
+def test_sums_in_bf16_are_masked_too(text_corpus: Path, tmp_path: Path, sharding: str) -> None:
+    config = on_gpus(text_corpus, [kill("in_reduce", 2, 1)], sharding=sharding, mode="fast_bf16")
+    config = replace(config, reduce=replace(config.reduce, overlap=True))
+    assert_masked(complete_run(config, tmp_path / "run"))
 
 
 @pytest.mark.gpu(count=4)

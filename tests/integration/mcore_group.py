@@ -188,6 +188,30 @@ def kept_sums(
     return list(sums.buckets), first, kept, staged(trainer).numpy()
 
 
+def summed_in_bf16(config: RunConfig, num_counted: int) -> tuple[np.ndarray, np.ndarray, Totals, float]:
+    """Local sums of step 0, the same after they were staged, tripled and put back, the totals, and the local loss.
+
+    `num_counted` microbatches are counted beside those that are computed.
+    """
+    trainer = GroupTrainer(config, CPU)
+    sums = trainer.gradients
+    trainer.begin_step(0)
+    trainer.compute(all_work(config))
+    sums.add_count(num_counted)
+    before = torch.cat(list(sums.local_sums()))
+    loss = float(sums.extras(sums.stage(len(sums.buckets) - 1, sums.new_staging()))[-1])
+    for bucket, elements in enumerate(sums.buckets):
+        staging = sums.new_staging()
+        staged = sums.stage(bucket, staging)
+        assert staged.dtype is torch.bfloat16
+        staged[: len(elements)] *= 3
+        sums.extras(staged).mul_(3)
+        sums.on_summed(bucket, staging)
+        sums.put(bucket, staging)
+    sums.mark_kept(0)
+    return before.numpy(), torch.cat(list(sums.local_sums())).numpy(), sums.totals(), loss
+
+
 def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[int], int, bool]:
     """Ready buckets that the trainer reports during the last of some calls, how many there are, and whether each
     had its last bit when it was reported ready."""

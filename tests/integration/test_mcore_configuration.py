@@ -22,12 +22,14 @@ from spare_megatron.comm import nccl
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
+from spare_megatron.config.validate import Machine, problems
 from spare_megatron.config.validate_training import COUNTED_WITH
 from spare_megatron.mcore import model as model_module
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
 from spare_megatron.mcore.model import choose_deterministic_kernels, kernels_of, layer_spec
+from spare_megatron.mcore.plain_megatron import transfers
 from spare_megatron.mcore.transformer import fits, transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
 from spare_megatron.rank.bootstrap import choose_device
@@ -208,6 +210,23 @@ def test_fields_that_say_which_model_it_is_have_megatrons_defaults() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     theirs = {name: defaults[name] for name in FUNCTION_IN_MEGATRON}
     assert theirs | {"activation_func": theirs["activation_func"].__name__} == FUNCTION_IN_MEGATRON
+
+
+def test_the_fp8_recipe_that_is_refused_is_megatrons_default() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    assert defaults["fp8_recipe"] == "delayed"
+    found = problems(with_megatron(fp8="hybrid"), Machine(num_gpus=8, num_cores=8, has_corpus=True))
+    assert any("megatron.fp8_recipe=delayed, the default" in text for text in found)
+
+
+@pytest.mark.parametrize(("device", "overlaps"), [("cuda", True), ("cpu", False)])
+def test_plain_megatron_overlaps_its_transfers_on_gpus_whatever_ours_do(device: str, overlaps: bool) -> None:
+    """It reduced after the backward pass wherever ours did, and gathered parameters before the next step."""
+    for mode, is_fp32 in (("fast", True), ("fast_bf16", False)):
+        chosen = transfers(RunConfig(reduce=ReduceConfig(mode=mode)), torch.device(device), is_sharded=True)
+        assert (chosen.overlap_grad_reduce, chosen.overlap_param_gather) == (overlaps, overlaps)
+        assert chosen.bucket_size is None
+        assert chosen.grad_reduce_in_fp32 is is_fp32
 
 
 def test_megatrons_defaults_fit_its_types() -> None:

@@ -80,7 +80,7 @@ def order_of_posts(config: RunConfig, late_sums: int, *, is_alone: bool) -> list
         is_alone=is_alone,
         trainer=trainer,
         communicator=communicator,
-        bucket_sums=AllReducedBuckets(communicator),
+        bucket_sums=AllReducedBuckets(trainer.gradients, communicator),
         staging=Staging(trainer.gradients.new_staging),
         outlier_factor=0.0,
         probe=SilentProbe(),

@@ -67,6 +67,9 @@ class Sums:
         assert math.isnan(staging[0]) or float(staging[1]) == 2.0, "only what is complete has arrived"
         return int(staging[10])
 
+    def extras(self, staged: torch.Tensor) -> torch.Tensor:
+        return staged[-1:]
+
     def put(self, bucket: int, staging: torch.Tensor, _places: Sequence[slice]) -> None:
         self.put_back.append(bucket)
         self.of(bucket).copy_(staging[:10])
@@ -196,7 +199,7 @@ class Rank:
             is_alone=is_alone,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             communicator=self.communicator,
-            bucket_sums=AllReducedBuckets(self.communicator),  # type: ignore[arg-type]
+            bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,

@@ -1,9 +1,11 @@
 """Losses in the middle of a reduction of many buckets: what all survivors hold stays, and is still exactly once."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +41,9 @@ def bucketed(
     mode: str = "reproducible",
     layout: LayoutConfig = STAGES,
     overlap: bool = False,
+    **settings: Any,
 ) -> RunConfig:
-    config = tiny_config(corpus, layout, steps=5, faults=faults, mode=mode, **DROPOUT)
+    config = tiny_config(corpus, layout, steps=5, faults=faults, mode=mode, **DROPOUT, **settings)
     bucket_mib = 1 / 128 if mode == "reproducible" else 1 / 256
     # No rank stops here without dying, and a busy machine shall not make one look so.
     config = replace(config, control=replace(config.control, heartbeat_interval_s=4.0))
@@ -110,6 +113,19 @@ def test_float_sums_of_buckets_kept_and_reduced_again_are_the_gradient_of_the_wh
     assert_exact(run, range(5))
     assert all(max(kept[0]) > 0 for kept in kept_by(run).values())
     assert kept_by(run).keys() == {1, 3}
+
+
+def test_sums_in_bf16_count_more_microbatches_than_bf16_can(text_corpus: Path, tmp_path: Path) -> None:
+    """261 of them, which it would round to 260."""
+    faults = [kill(FaultPoint.IN_REDUCE, 1, 1)]
+    settings = {"layout": LayoutConfig(num_groups=3), "num_microbatches": 87, "precision": "bf16"}
+    for overlap in (False, True):
+        config = bucketed(text_corpus, faults, mode="fast_bf16", overlap=overlap, **settings)
+        run = run_of(config, tmp_path / f"overlap-{overlap}")
+        assert_masked(run)
+        assert max(kept_by(run)[1][0]) > 0
+        [(loss, _)] = losses_of(run.journal)[0]
+        assert loss == pytest.approx(math.log(256), rel=0.1)
 
 
 def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_sums_were(

@@ -22,9 +22,9 @@ def test_buckets_are_the_whole_space_in_order_and_equal_but_for_the_last() -> No
             assert 1 <= len(buckets[-1]) <= size
 
 
-@pytest.mark.parametrize(("mode", "number_bytes"), [("fast", 4), ("reproducible", 8)])
+@pytest.mark.parametrize(("mode", "number_bytes"), [("fast", 4), ("fast_bf16", 2), ("reproducible", 8)])
 def test_the_memory_of_a_reduction_is_that_of_all_gradients_or_of_the_staged_buckets(
-    mode: Literal["fast", "reproducible"], number_bytes: int
+    mode: Literal["fast", "fast_bf16", "reproducible"], number_bytes: int
 ) -> None:
     for bucket_mib in (1 / 64, 32.0):
         config = RunConfig(reduce=ReduceConfig(mode=mode, bucket_mib=bucket_mib))

@@ -163,7 +163,7 @@ def finish(work: Any) -> None:
     """
     result = work.get_future_result()  # has an error before the work counts as ended, a success up to 0.1 s later
     if result.done() and result.value() != _SUCCESS:
-        raise RuntimeError(f"NCCL failed: WorkResult {result.value()}")
+        raise RuntimeError(f"a sum of NCCL failed (WorkResult {result.value()}); torch has logged the error")
     work.block_current_stream()
 
 

@@ -54,9 +54,10 @@ def _all_gather(received: torch.Tensor, sent: torch.Tensor) -> Call:
 
 
 def _doubling(largest: int) -> Iterator[int]:
-    """1, 2, 4 and so on, and the largest."""
-    yield from (1 << exponent for exponent in range((largest - 1).bit_length()))
-    yield largest
+    """1, 2, 4 and so on, and the largest; nothing if that is 0."""
+    if largest:
+        yield from (1 << exponent for exponent in range((largest - 1).bit_length()))
+        yield largest
 
 
 def connecting(pairs: Sequence[tuple[int, int]], rank: int, device: torch.device) -> Call:

@@ -112,7 +112,7 @@ def test_a_sum_that_failed_is_given_up_without_a_wait_that_would_abort_here(
     for work in backend.works:
         work.has_come, work.result = True, 2
     assert communicator.poll() == 0
-    assert communicator.evidence == "connection: NCCL failed: WorkResult 2"
+    assert communicator.evidence == "connection: a sum of NCCL failed (WorkResult 2); torch has logged the error"
     assert backend.is_aborted.wait(PATIENCE.total_seconds())
 
 
@@ -286,6 +286,7 @@ def test_a_warm_up_makes_the_calls_of_later_sums_up_to_the_largest() -> None:
     for call in warm_up(lambda: torch.empty(1), 2, is_stacked=False):
         call.start(backend)
     assert sizes["sums"][-1:] == [1]
+    assert len(list(warm_up(lambda: torch.empty(2), 2, is_stacked=True))) == 3  # too small to gather
 
 
 class Warming:

@@ -390,6 +390,7 @@ def _choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float
         return add_rounded
     from spare_megatron.mcore import fixed_point_kernel  # needs Triton
 
+    fixed_point_kernel.check(device)
     return fixed_point_kernel.add_rounded
 
 

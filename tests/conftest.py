@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         action="append",
         default=[],
-        choices=["gpu", "gpus", "slurm"],
-        help="what must be there, one GPU, several, or a Slurm: tests that would be skipped for lack of it fail",
+        choices=["gpu", "gpus", "slurm", "cuda_build"],
+        help="what must be there, one GPU, several, a Slurm, or a torch for GPUs: tests skipped for lack of it fail",
     )
 
 
@@ -66,8 +66,8 @@ def pytest_runtest_makereport(
     report = yield
     required = item.config.getoption("--require")
     most = math.inf if "gpus" in required else 1 if "gpu" in required else 0
-    needs_slurm = "slurm" in required and item.get_closest_marker("slurm") is not None
-    if report.skipped and (needs_slurm or 0 < gpus_needed(item) <= most):
+    is_required = any(name in required and item.get_closest_marker(name) for name in ("slurm", "cuda_build"))
+    if report.skipped and (is_required or 0 < gpus_needed(item) <= most):
         report.outcome = "failed"
         report.longrepr = f"--require: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
     return report

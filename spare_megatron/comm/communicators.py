@@ -88,7 +88,7 @@ class CrossGroupCommunicator:
         self._num_shares = 0  # posted to this communicator
         self._in_flight: deque[Transfer] = deque()
         self._linked: set[tuple[GroupId, GroupId]] = set()  # pairs that can send, of which this group is one
-        self._aborted: list[SharedBackend] = []
+        self._aborted: list[SharedBackend] = []  # until their devices are found sound
         self._abandoned: list[Transfer] = []
         self._abandoned_builds: list[_Build] = []
         self._rendezvous: deque[tuple[str, int]] = deque()  # the latest rendezvous, with this rank's index in each
@@ -287,8 +287,7 @@ class CrossGroupCommunicator:
     @property
     def may_break_device(self) -> bool:
         """Whether a memory error of the device may be due to communicators that are being aborted, here or at peers."""
-        self._aborted = [connection for connection in self._aborted if connection.may_break_device]
-        return bool(self._aborted)
+        return any(connection.may_break_device for connection in self._aborted)
 
     def _all_in_flight(self) -> list[Transfer]:
         if self._device.type != "cuda":
@@ -423,6 +422,7 @@ class CrossGroupCommunicator:
             connection.abort(reason)
 
     def _sweep(self) -> None:
+        self._aborted = [connection for connection in self._aborted if connection.may_break_device]
         self._abandoned = [transfer for transfer in self._abandoned if transfer.may_write]
         for build in self._abandoned_builds:
             if build.is_over:

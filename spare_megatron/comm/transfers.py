@@ -60,12 +60,12 @@ class SharedBackend:
     @property
     def is_ending(self) -> bool:
         """Whether the backend was aborted and has not ended; its works must not be asked, as they hold the GIL."""
-        return self._abort is not None and not self._abort.has_ended
+        return bool(self.end_reason) and not (self._abort is not None and self._abort.has_ended)
 
     @property
     def may_break_device(self) -> bool:
         """Whether the device may still report an access to memory that this abort, or a peer's, has freed."""
-        return self._abort is not None and not self._abort.is_harmless
+        return bool(self.end_reason) and not (self._abort is not None and self._abort.is_harmless)
 
     def finish(self, work: Any) -> None:
         """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed."""

@@ -7,6 +7,7 @@ in its own thread. An aborted sum looks complete: `comm.communicators` records w
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,15 @@ def prepare_process() -> None:
     for name, value in _OF_A_RANK_UNLESS_SET.items():
         os.environ.setdefault(name, value)
     check_nccl()
+
+
+def share_gpu(slot: int) -> None:
+    """Lets this rank share its GPU with ranks of other `slot`s; call it before the first communicator.
+
+    NCCL refuses two ranks of one host on a device, so each slot poses as a host of its own, and slots exchange data
+    over sockets. NCCL_MULTI_RANK_GPU_ENABLE would need NCCL 2.30; torch 2.11 to 2.13 bring 2.28 and 2.29.
+    """
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{slot}"
 
 
 def check_nccl() -> None:

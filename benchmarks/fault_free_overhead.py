@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.cli.bench_throughput import measure, training_alone
+from spare_megatron.cli.bench_throughput import measure, problems_of, training_alone
 from spare_megatron.config.loader import load_run_config
 
 
@@ -25,20 +25,27 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     config = training_alone(load_run_config(options.config, [f"train.steps={options.steps}", *options.set]).config)
+    if problems := list(problems_of(config, has_plain=True)):
+        parser.error("; ".join(problems))
     found = measure(config, options.pairs, has_plain=True, report=lambda text: print(text, file=sys.stderr))
     ours, plain = found.speeds["ours"], found.speeds["plain"]
     if options.json:
         result = {
             "ratio": found.ratio,
             "ratio_of_each_pair": list(found.ratios),
+            "ratio_of_means": found.ratio_of_means,
             "ours_step_s": ours.step_s,
             "plain_step_s": plain.step_s,
+            "ours_mean_step_s": ours.mean_step_s,
+            "plain_mean_step_s": plain.mean_step_s,
             "steps_measured": ours.num_steps,
         }
         print(json.dumps(result | origin()))
         return
     print(f"median step: ours {ours.step_s * 1e3:.1f} ms, plain {plain.step_s * 1e3:.1f} ms")
-    print(f"ratio {found.ratio:.4f} (pairs: {', '.join(f'{ratio:.3f}' for ratio in found.ratios)})")
+    print(f"mean step: ours {ours.mean_step_s * 1e3:.1f} ms, plain {plain.mean_step_s * 1e3:.1f} ms")
+    pairs = ", ".join(f"{ratio:.3f}" for ratio in found.ratios)
+    print(f"ratio {found.ratio:.4f} (pairs: {pairs}), of means {found.ratio_of_means:.4f}")
 
 
 if __name__ == "__main__":

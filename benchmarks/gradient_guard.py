@@ -1,4 +1,7 @@
-"""What it costs to judge a group's gradients before each reduction and to hash its parameters, beside a whole step."""
+"""What it costs to judge a group's gradients before each reduction and to digest its parameters, beside a whole step.
+
+SHA-256 of the same parameters, which a run takes only at its end, is measured beside.
+"""
 
 import argparse
 import json
@@ -25,6 +28,7 @@ from spare_megatron.rank.step_executor import StepExecutor
 
 NUM_WARMUP = 3
 """Steps at the start of a run that are not measured."""
+_PARTS = ("norm", "hash", "sha256")
 
 
 class _TimedExecutor(StepExecutor):
@@ -32,12 +36,13 @@ class _TimedExecutor(StepExecutor):
 
     def __init__(self, spec: RankSpec, **parts: Any) -> None:
         self._file = spec.run_dir / f"timed-{spec.name}.jsonl"
-        self._spent_s = {"norm": 0.0, "hash": 0.0}
+        self._spent_s = dict.fromkeys(_PARTS, 0.0)
         self._began_s = time.process_time()
         self._lines: list[str] = []
         trainer = parts["trainer"]
         trainer.gradients.norm = self._timed("norm", trainer.gradients.norm)
-        trainer.params_sha256 = self._timed("hash", trainer.params_sha256)
+        trainer.params_digest = self._timed("hash", trainer.params_digest)
+        self._sha256 = self._timed("sha256", trainer.params_sha256)
         super().__init__(**parts)
 
     def _timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,12 +56,13 @@ class _TimedExecutor(StepExecutor):
 
     def update_model(self, action: UpdateModel) -> None:
         super().update_model(action)
-        now_s = time.process_time()
-        self._lines.append(json.dumps({**self._spent_s, "step": now_s - self._began_s}))
-        self._spent_s, self._began_s = {"norm": 0.0, "hash": 0.0}, now_s
+        step_s = time.process_time() - self._began_s
+        self._sha256()
+        self._lines.append(json.dumps({**self._spent_s, "step": step_s}))
+        self._spent_s, self._began_s = dict.fromkeys(_PARTS, 0.0), time.process_time()
 
-    def stop(self, step: int) -> None:
-        super().stop(step)
+    def stop(self, step: int, *, is_final: bool) -> None:
+        super().stop(step, is_final=is_final)
         self._file.write_text("\n".join(self._lines[NUM_WARMUP:]) + "\n")
 
 
@@ -73,7 +79,7 @@ def measure(config: RunConfig) -> dict[str, Any]:
         summary = start_run(config, folder, lambda _: None, rank_main=run_timed_rank)
         assert summary.verdict == "valid", summary.reasons
         lines = [json.loads(line) for file in folder.glob("timed-*") for line in file.read_text().splitlines()]
-    medians = {what: statistics.median(line[what] for line in lines) for what in ("norm", "hash", "step")}
+    medians = {what: statistics.median(line[what] for line in lines) for what in (*_PARTS, "step")}
     return {
         "norm_share": statistics.median(line["norm"] / (line["step"] - line["hash"]) for line in lines),
         "hash_share": statistics.median(line["hash"] / (line["step"] - line["hash"]) for line in lines),
@@ -96,7 +102,8 @@ def main() -> None:
         return
     print(f"processor time of a rank's step: {(result['step_s'] - result['hash_s']) * 1e3:.1f} ms without comparisons")
     print(f"judging its gradients: {result['norm_s'] * 1e3:.2f} ms, {result['norm_share']:.2%} of it")
-    print(f"hashing its parameters: {result['hash_s'] * 1e3:.2f} ms, {result['hash_share']:.2%} of it")
+    print(f"digest of its parameters: {result['hash_s'] * 1e3:.2f} ms, {result['hash_share']:.2%} of it")
+    print(f"SHA-256 of them: {result['sha256_s'] * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

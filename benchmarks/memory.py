@@ -182,7 +182,7 @@ def measure(config_file: Path, overrides: list[str]) -> dict[str, Any]:
     return {
         "rows": rows,
         "ratio": rows["ours, stacked, r_o = 2"]["moments"] / rows["Megatron DDP"]["moments"],
-        "bucket_bytes": round(whole.reduce.bucket_mib * 2**20),
+        "bucket_bytes": round(whole.bucket_mib * 2**20),
         "num_groups": whole.layout.num_groups,
         "precision": whole.model.precision,
         **origin(),

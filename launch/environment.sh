@@ -76,6 +76,18 @@ install_torch() {
     "${pip[@]}" "torch==$torch_version" || fail "pip could not install torch $torch_version; its message is above"
 }
 
+# The gpu extra: built against the torch that is there. Without it, layers are slower, and the rest works.
+install_gpu_extra() {
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile) wanted
+    wanted="$("$venv/bin/python" -c 'import sys, tomllib
+print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]["gpu"])' "$root/pyproject.toml")"
+    say "installing $wanted (NVIDIA driver found); where it has no wheel for this torch, it compiles for minutes"
+    "${pip[@]}" setuptools wheel packaging ninja && "${pip[@]}" --no-build-isolation "$wanted" && return
+    say "warning: pip could not install $wanted; its message is above. Runs take the slower layers of megatron-core," \
+        "without fp8 and context parallelism. To build it, install the CUDA toolkit (nvcc) of torch's version, then:" \
+        "${pip[*]} --no-build-isolation '$wanted'"
+}
+
 make_environment() {
     local python="$1" stamp="$2"
     need_venv_module "$python"
@@ -91,6 +103,7 @@ make_environment() {
     say "installing spare_megatron and its dependencies"
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile --editable \
         "$root[test,dev]" || fail "pip could not install spare_megatron; its message is above"
+    [ "$(torch_build)" = cpu ] || install_gpu_extra
     # What pip would do on one processor. Some packages have templates, which do not compile.
     "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
     printf '%s\n' "$stamp" >"$venv/stamp.new"

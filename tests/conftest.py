@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spare_megatron.driver.gpus import visible_gpus
 from tests.integration.etcd_cluster import find_etcd
-
-DEVICE_FILES = Path("/dev")
+from tests.search_path import put_checkout_first
 
 # The same examples every time, and none fails for the time it takes: a busy machine may have others to serve first.
 settings.register_profile(
@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         action="append",
         default=[],
-        choices=["gpu", "gpus", "slurm"],
-        help="what must be there, one GPU, several, or a Slurm: tests that would be skipped for lack of it fail",
+        choices=["gpu", "gpus", "slurm", "cuda_build"],
+        help="what must be there, one GPU, several, a Slurm, or a torch for GPUs: tests skipped for lack of it fail",
     )
 
 
@@ -53,8 +53,8 @@ def gpus_needed(item: pytest.Item) -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    needed, found = gpus_needed(item), len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
-    if found < needed:
+    needed = gpus_needed(item)
+    if needed and (found := len(visible_gpus())) < needed:
         pytest.skip(f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {found}")
 
 
@@ -65,8 +65,8 @@ def pytest_runtest_makereport(
     report = yield
     required = item.config.getoption("--require")
     most = math.inf if "gpus" in required else 1 if "gpu" in required else 0
-    needs_slurm = "slurm" in required and item.get_closest_marker("slurm") is not None
-    if report.skipped and (needs_slurm or 0 < gpus_needed(item) <= most):
+    is_required = any(name in required and item.get_closest_marker(name) for name in ("slurm", "cuda_build"))
+    if report.skipped and (is_required or 0 < gpus_needed(item) <= most):
         report.outcome = "failed"
         report.longrepr = f"--require: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
     return report
@@ -77,8 +77,7 @@ def warm_fork_server() -> None:
     """For all tests that fork ranks, before any of them does: only the first list of modules to import counts."""
     from spare_megatron.process.processes import fork_server
 
-    # The fork server does not look where pytest does.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    put_checkout_first()
     fork_server()
 
 

@@ -24,7 +24,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId, Layout, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.tcp_store import TcpControlStore, listen
 
@@ -82,7 +82,7 @@ def sum_and_abort(group: int, name: str, port: int, num_bytes: int, answer: Conn
     """Sends the memory in use with each of the communicators; all but the last were aborted in a sum of group 0."""
     device = torch.device(name)
     if device.type == "cuda":
-        nccl.prepare_process()
+        nccl.prepare_process(Layout(num_groups=2))
         nccl.share_gpu(group)
         torch.cuda.set_device(device)
     communicator = CrossGroupCommunicator(
@@ -178,7 +178,7 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
         copying.join()
 
     return {
-        "digest of the parameters": _median_s(trainer.params_sha256, device),
+        "digest of the parameters": _median_s(lambda: trainer.params_digest().hexdigest(), device),
         "norms of all buckets": _median_s(lambda: [sums.norm(bucket) for bucket in range(len(sums.buckets))], device),
         "staging of all buckets": _median_s(stage_all, device),
         "two microbatches": _median_s(lambda: trainer.compute(work), device),

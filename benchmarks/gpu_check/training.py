@@ -33,7 +33,7 @@ def has_transformer_engine() -> bool:
 
 def run_tests(scene: Scene) -> None:
     """Raises RuntimeError if a test fails; what passed until then is reported line by line."""
-    chosen = ["-k", _SHORT] if scene.is_dry else ["-m", "gpu", "--require", "gpu"]
+    chosen = ["-k", _SHORT] if scene.is_dry else ["-m", "gpu or cuda_build", "--require", "gpu"]
     if not scene.is_dry and not has_transformer_engine():
         chosen += ["-k", _WITHOUT_TE]
         scene.report(left_out="tests of transformer-engine, which is not installed")

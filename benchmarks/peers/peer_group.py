@@ -17,7 +17,6 @@ import torch
 from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.pieces import Piece
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault, resolve_trace
 from spare_megatron.mcore.probe import SilentProbe
@@ -98,7 +97,8 @@ class PeerGroup:
         """Takes over what `state` gave on another group."""
         incoming = self._trainer.incoming_state(state["description"])
         tensors = state["tensors"]
-        incoming.tensors.write(Piece(0, tensors.numel()), memoryview(tensors.numpy()))
+        for part, place in incoming.tensors.beside(tensors):
+            part.copy_(place)
         incoming.install()
 
     def update(self, step: int) -> None:

@@ -112,12 +112,15 @@ def _print(result: "Throughput", console: Console) -> None:
     if result.ratio is not None:
         pairs = ", ".join(f"{ratio:.3f}" for ratio in result.ratios)
         console.print(
-            f"step of ours over plain Megatron's: {result.ratio:.3f} (pairs of runs: {pairs})", highlight=False
+            f"step of ours over plain Megatron's: {result.ratio:.3f} (pairs of runs: {pairs}); "
+            f"of the mean steps: {result.ratio_of_means:.3f}",
+            highlight=False,
         )
 
 
 def _cells(speed: "Speed") -> Iterator[tuple[str, str]]:
     yield "median step", f"{speed.step_s * 1e3:.1f} ms"
+    yield "mean step", f"{speed.mean_step_s * 1e3:.1f} ms"
     yield "tokens/s", f"{speed.tokens_per_s:,.0f}"
     yield "TFLOP/s of a rank", f"{speed.tflops_per_rank:.4g}"
     yield "MFU", "set metrics.peak_tflops" if speed.mfu is None else f"{speed.mfu:.1%}"

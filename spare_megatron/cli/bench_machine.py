@@ -2,19 +2,18 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from spare_megatron.driver.gpus import visible_gpus
+
 
 def describe_machine() -> str:
     """Processor, number of cores, GPUs if any, and the Python version."""
-    import torch
-
     parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores"]
-    if num_gpus := torch.cuda.device_count():
-        parts.append(f"{num_gpus} x {torch.cuda.get_device_name(0)}")
+    if gpus := visible_gpus():
+        parts.append(f"{len(gpus)} x {gpus[0].name}")
     return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
@@ -24,16 +23,13 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-_QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Memory in bytes.
 
     Attributes:
         host_bytes: Largest peak (VmHWM, proc(5)) of any of the processes.
-        device_bytes: Memory in use on the fullest GPU, allocator reserves included; 0 without GPUs.
+        device_bytes: Memory in use on the fullest visible GPU, reserves of driver and allocator included; 0 on CPUs.
     """
 
     host_bytes: int
@@ -42,10 +38,7 @@ class Memory:
 
 def memory_of(pids: Iterable[int], *, is_gpu: bool) -> Memory:
     """Memory of these local processes; those that have ended count as zero."""
-    device_bytes = 0
-    if is_gpu:
-        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True).stdout
-        device_bytes = max(int(line) for line in answer.split()) * 2**20
+    device_bytes = max(gpu.memory_bytes - gpu.free_bytes for gpu in visible_gpus()) if is_gpu else 0
     return Memory(host_bytes=max(map(_most_ever, pids), default=0), device_bytes=device_bytes)
 
 

@@ -12,12 +12,14 @@ from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.shutdown import kill
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
-from spare_megatron.process.interrupts import Deferral, deferred
+from spare_megatron.process.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.process.processes import (
     Child,
     end_child,
     fork_server,
+    rank_context,
     start_child,
     start_embedded_store,
     stop_children,
@@ -35,12 +37,14 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
     with deferred() as interrupts:
         context = fork_server()
         store, spec = start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
-        ranks = [
-            start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
-            for rank in range(config.parallel.num_ranks)
-        ]
+        ranks_from = rank_context(config.cluster.device, context)
+        with never_in_children():
+            ranks = [
+                start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec)
+                for rank in range(config.parallel.num_ranks)
+            ]
         try:
-            ends = [_hear(rank, interrupts) for rank in ranks]
+            ends = [_receive_ends(rank, interrupts) for rank in ranks]
             pids = [child.process.pid for child in ranks if child.process.pid is not None]
             memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
             stop_children(ranks)
@@ -56,11 +60,13 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
-        nccl.prepare_process()  # same NCCL settings as our ranks
+        nccl.prepare_process(config.parallel)  # same NCCL settings as our ranks
+        choose_deterministic_kernels(config)
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []
-    for _ in train_steps(config, device, is_sharded=config.optimizer.sharding == "stacked"):
+    is_sharded = config.optimizer.sharding == "stacked" or device.type == "cuda"
+    for _ in train_steps(config, device, is_sharded=is_sharded):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         ends.append(time.time())
@@ -69,7 +75,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
         parent.recv()
 
 
-def _hear(child: Child, interrupts: Deferral) -> list[float]:
+def _receive_ends(child: Child, interrupts: Deferral) -> list[float]:
     interrupts.wait([child.reports])
     try:
         ends: list[float] = child.reports.recv()

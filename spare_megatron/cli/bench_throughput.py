@@ -11,7 +11,7 @@ from spare_megatron.cli.bench_machine import Memory, memory_of
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
-from spare_megatron.config.validate import resolve_device
+from spare_megatron.config.validate import on_device, resolve_device
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.journal.files import read_journal
@@ -46,6 +46,8 @@ class Speed:
     """Speed over all runs of one kind.
 
     Attributes:
+        step_s: The median step; `tokens_per_s`, `tflops_per_rank` and `mfu` are those of it.
+        mean_step_s: The mean, which includes what happens every few steps, such as comparisons of parameters.
         tokens_per_s: Of the global batch.
         tflops_per_rank: 10^12 model operations a second by `flops_per_token`, without redundant or repeated ones.
         mfu: `tflops_per_rank` over `metrics.peak_tflops`; None if that is absent.
@@ -54,6 +56,7 @@ class Speed:
     """
 
     step_s: float
+    mean_step_s: float
     tokens_per_s: float
     tflops_per_rank: float
     mfu: float | None
@@ -65,12 +68,13 @@ class Speed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
     """The measured speeds by kind of run. `ratio`: median step of ours over that of plain Megatron; None without it.
-    `ratios`: the same for each pair of runs.
+    `ratios`: the same for each pair of runs; `ratio_of_means`: of the mean steps.
     """
 
     speeds: Mapping[str, Speed]
     ratio: float | None
     ratios: Sequence[float]
+    ratio_of_means: float | None
 
 
 def training_alone(config: RunConfig) -> RunConfig:
@@ -118,12 +122,11 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
 
 
 def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Callable[[str], None]) -> Throughput:
-    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first. Plain Megatron uses its
-    DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward pass if ours does.
+    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first. On GPUs plain Megatron uses
+    its DistributedOptimizer and overlaps all its transfers; on CPUs only if our optimizer is stacked, and ours overlap.
     `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
     """
-    device = resolve_device(config, look_at_machine(config))
-    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
+    config = on_device(config, look_at_machine(config))
     ways: dict[str, Callable[[RunConfig], Run]] = {PLAIN: _plain, OURS: _ours} if has_plain else {OURS: _ours}
     runs: dict[str, list[Run]] = {way: [] for way in ways}
     ratios: list[float] = []
@@ -136,8 +139,12 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Calla
             ours_s, plain_s = (statistics.median(runs[way][-1].step_s) for way in (OURS, PLAIN))
             ratios.append(ours_s / plain_s)
     speeds = {way: _speed(config, some) for way, some in runs.items()}
-    ratio = speeds[OURS].step_s / speeds[PLAIN].step_s if has_plain else None
-    return Throughput(speeds=speeds, ratio=ratio, ratios=ratios)
+    return Throughput(
+        speeds=speeds,
+        ratio=speeds[OURS].step_s / speeds[PLAIN].step_s if has_plain else None,
+        ratios=ratios,
+        ratio_of_means=speeds[OURS].mean_step_s / speeds[PLAIN].mean_step_s if has_plain else None,
+    )
 
 
 def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
@@ -166,11 +173,11 @@ def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]
     """Names the kernels in use. Call it after `measure`: no process with a GPU can be started afterwards."""
     import torch
 
-    from spare_megatron.mcore.model import kernels_of
+    from spare_megatron.mcore.model import adam_of_megatron, kernels_of
 
     is_gpu = resolve_device(config, look_at_machine(config)) == "gpu"
     found = kernels_of(config, torch.device("cuda" if is_gpu else "cpu"))
-    return {name: value for name, value in found.items() if has_plain or name != "adam_of_plain"}
+    return {**found, "adam_of_plain": adam_of_megatron()} if has_plain else found
 
 
 def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
@@ -181,6 +188,7 @@ def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
     peak = config.metrics.peak_tflops
     return Speed(
         step_s=step_s,
+        mean_step_s=statistics.mean(steps),
         tokens_per_s=tokens / step_s,
         tflops_per_rank=tflops,
         mfu=None if peak is None else tflops / peak,

@@ -37,10 +37,11 @@ def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) 
     from spare_megatron.cli.config_table import print_settings, print_sizes
     from spare_megatron.config.resolved import settings
     from spare_megatron.config.run_sizes import run_sizes
+    from spare_megatron.config.validate import on_device
 
     with explained_errors("config show"):
         config, loaded = load_without_problems(preset, overrides or (), fitting_machine)
-        facts = run_sizes(config)
+        facts = run_sizes(on_device(config, fitting_machine(config)))
         endured = _endured_losses(config)
     if as_json:
         table = {

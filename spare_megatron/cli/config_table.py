@@ -39,6 +39,7 @@ def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:
     yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
     yield "tokens of the run", format_large(facts.tokens)
     yield "losses endured", f"{format_count(endured_losses)} on average, without rejoins"
+    yield "gradient bucket", f"{facts.bucket_mib:g} MiB"
     yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, plus libraries"
     for name, size in (
         ("parameters", memory.weights_bytes),

@@ -27,6 +27,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    KernelsChosen,
     MetricsLost,
     RanksReady,
     RecordsHeld,
@@ -99,6 +100,8 @@ class RunProgress:
         match event:
             case Starting(what=what):
                 self._show(f"starting: {what}")
+            case KernelsChosen(kernels=kernels):
+                self._show(", ".join(f"{name}: {value}" for name, value in kernels.items()))
             case RanksReady(group=group) if group in self._absent:
                 self._absent.discard(group)  # each node of the group reports it
                 self._show(f"group {group} is up again and waits for the end of a step")

@@ -1,7 +1,9 @@
 """Sums one rank's gradient buckets over the groups, in order and a few at a time (`core.bucket_window`).
 
-A local sum is checked, copied to a staging buffer and summed over the groups, and the sum replaces the local one once
-every group holds it. A commit writes all staged sums, a new attempt only those that are kept.
+A local sum is judged on the device, copied to a staging buffer and summed over the groups, and the sum replaces the
+local one once every group holds it. A commit writes all staged sums, a new attempt only those that are kept. A sum to
+which a group brings unsound gradients arrives with their number: it ends the attempt on every rank that receives it.
+During backward passes the ranks of a group post at the same points (docs/protocol.md, Order of posts).
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
 from spare_megatron.mcore.probe import Probe
@@ -21,14 +24,15 @@ from spare_megatron.mcore.trainer import GroupTrainer
 class BucketExchange:
     """The buckets of the rank at index `position` of its group, attempt by attempt.
 
-    A bucket's gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check. `finding`
-    is that of the first unsound bucket of this attempt; SOUND if there is none.
+    `is_alone`: the group has no other rank. A bucket's gradient norm is an outlier above `outlier_factor` times its
+    usual one; 0 disables the check.
     """
 
     def __init__(
         self,
         *,
         position: int,
+        is_alone: bool,
         trainer: GroupTrainer,
         communicator: CrossGroupCommunicator,
         bucket_sums: BucketSums,
@@ -37,6 +41,7 @@ class BucketExchange:
         probe: Probe,
     ) -> None:
         self._position = position
+        self._is_alone = is_alone
         self._trainer = trainer
         self._sums = trainer.gradients
         self.communicator = communicator
@@ -45,10 +50,12 @@ class BucketExchange:
         self._probe = probe
         self._num_buckets = len(self._sums.buckets)
         self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
-        self.finding, self._finder = GradientFinding.SOUND, self._guards[-1]
+        self._finding, self._finder = GradientFinding.SOUND, self._guards[-1]
         self._window = BucketWindow(self._num_buckets, 0)
+        self._is_unsound = False  # some group's gradients in the next bucket to complete
         self._first, self._middle = 0, self._num_buckets // 2
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
+        self._may_go_on = True  # whether this attempt may send more
 
     # ---------------------------------------------------------------------------------------------- what is summed
 
@@ -84,7 +91,7 @@ class BucketExchange:
         self._sums.mark_kept(num_kept)
         self._window = BucketWindow(self._num_buckets, num_kept)
         self._first, self._middle = num_kept, (num_kept + self._num_buckets) // 2
-        self.finding = GradientFinding.SOUND
+        self._finding, self._is_unsound, self._may_go_on = GradientFinding.SOUND, False, True
         self.communicator.start_attempt()
         self._bucket_sums.start_attempt(action)
 
@@ -104,61 +111,93 @@ class BucketExchange:
 
     # ------------------------------------------------------------------------------------------ checks of gradients
 
-    def check_all(self, step: int, num_computed: int) -> None:
-        """Checks the local sums of `num_computed` microbatches, up to the first unsound one."""
+    def measure_all(self, step: int, num_computed: int) -> None:
+        """Has the device judge the local sums of `num_computed` microbatches."""
         for bucket in range(self._first, self._num_buckets):
-            if not self._is_sound(bucket, step, num_computed):
-                break
+            self._measure(bucket, step, num_computed)
+
+    def judge(self, step: int, num_computed: int) -> GradientFinding:
+        """The finding about the first unsound local sum that this attempt has measured. Waits for the device, once."""
+        for bucket, norm in self._sums.norms().items():
+            finding = self._guards[bucket].on_norm(step, norm, num_computed)
+            if self._finding is GradientFinding.SOUND:
+                self._finding, self._finder = finding, self._guards[bucket]
+        return self._finding
 
     def error(self, finding: GradientFinding, step: int) -> UnsoundGradient:
         """The error for a finding of any rank of the group."""
         return self._finder.error(finding, step)
 
-    def _is_sound(self, bucket: int, step: int, num_computed: int) -> bool:
-        """Checks a local sum. After a finding the rank sends nothing more in this attempt."""
-        self._finder = self._guards[bucket]
-        self.finding = self._finder.judge(step, self._sums.norm(bucket), num_computed)
-        return self.finding is GradientFinding.SOUND
+    def _measure(self, bucket: int, step: int, num_computed: int) -> None:
+        self._sums.measure(bucket, self._guards[bucket].limit(step, num_computed))
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def send_ready(self, num_ready: int, step: int, num_computed: int) -> None:
-        """Sends the first `num_ready` buckets as far as the window allows, each once it is checked. Never waits."""
-        if self.communicator.is_ready():
-            self._receive()
-            self._send(num_ready, lambda bucket: self._may_send_early(bucket, step, num_computed))
+    def send_ready(self, num_ready: int, is_decided: Callable[[], bool], step: int, num_computed: int) -> None:
+        """Called in a backward pass, which goes on afterwards: sends the first `num_ready` buckets.
+
+        A rank alone in its group sends as far as the window allows and never waits. Others wait for the communicator
+        and the window, so that all of them post at the same point; after a failure this attempt sends no more.
+        """
+
+        def before(bucket: int) -> None:
+            self._before_early(bucket, step, num_computed)
+
+        if self._is_alone:
+            if self.communicator.is_ready():
+                self._receive()
+                self._send(num_ready, before)
+        elif self._may_go_on and self._window.num_posted < num_ready:
+            with self._probe.during(Operation.REDUCE, in_backward=True):
+                self._send_all(num_ready, before, is_decided)
 
     def sum_rest(self, is_decided: Callable[[], bool], step: int, num_computed: int, *, is_early: bool) -> None:
         """Sums until this rank is complete, the log decides the attempt, or the connection breaks.
 
         Collective over: rank j of every member group. `is_early`: `send_ready` may have sent some, and buckets are
-        checked as they are sent; otherwise all are checked before.
+        measured as they are sent; otherwise all are measured before. After a failure this attempt sends no more.
         """
 
-        def may_send(bucket: int) -> bool:
-            return not is_early or self._may_send_early(bucket, step, num_computed)
+        def before(bucket: int) -> None:
+            if is_early:
+                self._before_early(bucket, step, num_computed)
 
         self._receive()
-        if self.is_complete or not self.communicator.connect(is_decided):
+        if self.is_complete:
             return
-        while self._send(self._num_buckets, may_send) and not self._window.is_complete:
-            if not self.communicator.wait(is_decided) or not self._receive():
-                return
-        if self._window.is_complete:
+        self._send_all(self._num_buckets, before, is_decided)
+        while self._may_go_on and not self._window.is_complete:
+            self._may_go_on = self._await_sum(is_decided)
+        if self._may_go_on:
             self._bucket_sums.finish_attempt(is_decided)
 
-    def _may_send_early(self, bucket: int, step: int, num_computed: int) -> bool:
-        if self.finding is not GradientFinding.SOUND:
-            return False
+    def _send_all(self, num_ready: int, before: Callable[[int], None], is_decided: Callable[[], bool]) -> None:
+        """Sends the first `num_ready` buckets, waiting for the communicator and the window."""
+        self._receive()
+        self._may_go_on = self._may_go_on and self.communicator.connect(is_decided)
+        while self._may_go_on:
+            self._may_go_on = self._send(num_ready, before)
+            if self._window.num_posted >= num_ready:
+                return
+            self._may_go_on = self._may_go_on and self._await_sum(is_decided)
+
+    def _await_sum(self, is_decided: Callable[[], bool]) -> bool:
+        return not self._is_unsound and self.communicator.wait(is_decided) and self._receive() > 0
+
+    def _before_early(self, bucket: int, step: int, num_computed: int) -> None:
         if bucket == self._first:
             self._probe(FaultPoint.BEFORE_REDUCE)
-        return self._is_sound(bucket, step, num_computed)
+        self._measure(bucket, step, num_computed)
 
-    def _send(self, num_ready: int, may_send: Callable[[int], bool]) -> bool:
-        """Sends buckets as far as the window allows. False if this attempt can send no more."""
+    def _send(self, num_ready: int, before: Callable[[int], None]) -> bool:
+        """Sends buckets as far as the window allows. False if a sum or the connection has broken.
+
+        An unsound sum stops the window on all ranks that receive it. So all send the same, whenever they learn of it.
+        """
         while self._window.may_post(num_ready):
             bucket = self._window.num_posted
-            if not may_send(bucket) or not self._post():
+            before(bucket)
+            if not self._post():
                 return False
             if bucket == self._middle:
                 self._probe(FaultPoint.IN_REDUCE)
@@ -170,11 +209,16 @@ class BucketExchange:
         return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
 
     def _receive(self) -> int:
-        """Takes over the sums that are complete now and returns their number."""
-        num_received = self.communicator.poll()
+        """Takes over the sums that are complete now, before the first unsound one; returns the number of both."""
+        num_received = 0 if self._is_unsound else self.communicator.poll()
         for _ in range(num_received):
             bucket = self._window.num_complete
-            self._sums.on_summed(bucket, self._staged[bucket])
+            num_unsound = self._sums.on_summed(bucket, self._staged[bucket])
+            if num_unsound:
+                # The communicator stays until the log moves on: others may still receive this bucket.
+                self._is_unsound = True
+                self.communicator.evidence = f"bucket {bucket}: the gradients of {num_unsound} groups are unsound"
+                break
             self._bucket_sums.on_summed(bucket, self._staged[bucket])
             for everywhere in self._window.complete():
                 self._put(everywhere)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.actions import AttemptReduce
-from spare_megatron.mcore.gradients import NUM_EXTRAS
+from spare_megatron.mcore.gradients import GradientSums
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, recipients
@@ -66,14 +66,19 @@ class AllReducedBuckets:
     is_finished = True
     squares: float | None = None
 
-    def __init__(self, communicator: CrossGroupCommunicator) -> None:
+    def __init__(self, sums: GradientSums, communicator: CrossGroupCommunicator) -> None:
+        self._sums = sums
         self._communicator = communicator
 
     def start_attempt(self, _action: AttemptReduce) -> None:
         pass
 
-    def post(self, _bucket: int, staged: torch.Tensor) -> bool:
-        return self._communicator.post(staged)
+    def post(self, bucket: int, staged: torch.Tensor) -> bool:
+        extras = self._sums.extras(staged)
+        if extras.dtype == staged.dtype:
+            return self._communicator.post(staged)
+        gradients = staged[: len(self._sums.buckets[bucket])]
+        return self._communicator.post_shares([(gradients, ())], extras)
 
     def on_summed(self, _bucket: int, _staged: torch.Tensor) -> None:
         pass
@@ -111,7 +116,7 @@ class ScatteredBuckets:
     def post(self, bucket: int, staged: torch.Tensor) -> bool:
         parts = self._parts[bucket]
         shares = [(staged[p.place], () if p.number is None else self._recipients[p.number]) for p in parts]
-        return self._communicator.post_shares(shares, staged[-NUM_EXTRAS:])
+        return self._communicator.post_shares(shares, self._sums.extras(staged))
 
     def on_summed(self, bucket: int, staged: torch.Tensor) -> None:
         """Stores the squares of every partition received here; the final owner is not known yet."""
@@ -144,5 +149,5 @@ class ScatteredBuckets:
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
     """Chooses how to sum: scattered for stacked optimizer state over NCCL, else all-reduce (benchmarks/RESULTS.md)."""
     if trainer.stacked is None or trainer.stacked.device.type == "cpu":
-        return AllReducedBuckets(communicator)
+        return AllReducedBuckets(trainer.gradients, communicator)
     return ScatteredBuckets(group, trainer, communicator)

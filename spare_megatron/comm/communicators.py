@@ -19,11 +19,13 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.mcore.probe import Probe
+from spare_megatron.mcore.versions import check_names
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 
-_POLL_S = 0.0005
+check_names("torch", dist, "ProcessGroupGloo._allgather_base")  # of all backends
+
 _PAUSE_S = 0.050
 """Longest sleep between two progress reports while waiting for something that wakes the rank."""
 _NUM_TAGS = 1 << 30
@@ -64,6 +66,7 @@ class CrossGroupCommunicator:
         self._timeout = timedelta(seconds=timeout_s)
         self._ask_interval_s = ask_interval_s
         self._probe = probe
+        self._end_of_work = nccl.EndOfWork(device)
         self._backend: Any = None
         self._build: _Build | None = None
         self._members: tuple[GroupId, ...] = (group,)
@@ -217,10 +220,11 @@ class CrossGroupCommunicator:
             return True
 
     def _pause(self, longest_s: float) -> None:
-        if self._device.type == "cuda" or not self._in_flight:
-            time.sleep(_POLL_S)  # NCCL has no completion callback
+        first = self._in_flight[0]
+        if self._device.type == "cuda":
+            self._end_of_work.wait(first.works[-1], longest_s)  # its works end in order
         else:
-            self._in_flight[0].pause(longest_s)
+            first.pause(longest_s)
 
     def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
         """Sums one buffer in place; returns whether the sum is complete. If not, the buffer must never be reused.

@@ -17,7 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spare_megatron.mcore.versions import check_version
+from spare_megatron.mcore.versions import check_names, check_version
+from spare_megatron.stacking.layout import Layout
+
+if dist.is_nccl_available():  # builds for CPUs have none of it
+    check_names(
+        "torch",
+        dist,
+        "ProcessGroupNCCL.Options._timeout",
+        "ProcessGroupNCCL.Options.config",
+        "ProcessGroupNCCL.NCCLConfig.blocking",
+        "ProcessGroupNCCL.get_runtime_nccl_version",
+        "ProcessGroupNCCL.eager_connect_single_device",
+        "ProcessGroupNCCL.abort",
+        "ProcessGroupNCCL._start_coalescing",
+        "ProcessGroupNCCL._end_coalescing",
+    )
 
 _OF_A_RANK: Mapping[str, str] = {
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
@@ -25,8 +40,6 @@ _OF_A_RANK: Mapping[str, str] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 _OF_A_RANK_UNLESS_SET: Mapping[str, str] = {
-    # Megatron relies on a single connection to order the kernels of overlapping transfers.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_RUNTIME_CONNECT": "0",
 }
 _BETWEEN_GROUPS: Mapping[str, str] = {
@@ -38,17 +51,26 @@ _BETWEEN_GROUPS: Mapping[str, str] = {
 }
 """Read by each constructor. The group's own world, built earlier, keeps torch's defaults, which end the process."""
 _HERE, _ALL_HERE = "here", "all-here"
+_PRIORITY_OF_WAITS = -1
+"""torch has a pool of 32 streams for each priority, which it hands out in turn; nothing else here uses this one."""
 
 
 class NoLongerWanted(RuntimeError):
     pass
 
 
-def prepare_process() -> None:
-    """Sets NCCL's and torch's environment, before their first use. Raises ImportError for an unsupported NCCL."""
+def prepare_process(layout: Layout) -> None:
+    """Sets the environment of NCCL, torch and CUDA, before their first use, for a rank of a group with this layout.
+
+    Raises ImportError for an unsupported NCCL.
+    """
     os.environ.update(_OF_A_RANK)
     for name, value in _OF_A_RANK_UNLESS_SET.items():
         os.environ.setdefault(name, value)
+    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
+        # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would
+        # only let a sum over the groups hold up the backward pass.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_nccl()
 
 
@@ -62,8 +84,9 @@ def share_gpu(slot: int) -> None:
 
 
 def check_nccl() -> None:
-    """Raises ImportError if the NCCL version is not supported. Touches no GPU."""
-    check_version("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    """Raises ImportError if the NCCL that is loaded is not supported. Touches no GPU."""
+    # torch.cuda.nccl.version() would be that of the NCCL that torch was built with.
+    check_version("NCCL", ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version())))
 
 
 def connect(
@@ -89,6 +112,9 @@ def connect(
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.blocking = 1
+    # torch hands out the 32 streams of a pool in turn. That of the other priority is Megatron's: the stream of a later
+    # communicator would be that of the group's own collectives.
+    options.is_high_priority_stream = True
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     backend.eager_connect_single_device(device)
     return backend
@@ -116,6 +142,43 @@ def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object
         backend._start_coalescing()
         post()
         return backend._end_coalescing()
+
+
+class EndOfWork:
+    """Wakes a waiting thread when a work's kernels have ended. NCCL calls nobody back, so a thread waits for an event.
+
+    Costs a short thread and an event per wait, on a stream of its own, which no other work is issued to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._work: Any = None
+        self._has_ended = threading.Event()
+
+    def wait(self, work: Any, longest_s: float) -> None:
+        """Waits up to `longest_s` for the end of a work, with or without success."""
+        if self._work is not work:
+            self._work, self._has_ended = work, threading.Event()
+            event = self._event_after(work)
+            threading.Thread(target=self._run, args=(event, self._has_ended), daemon=True).start()
+        if self._has_ended.wait(longest_s):
+            self._work = None  # it holds its tensors
+
+    def _event_after(self, work: Any) -> torch.cuda.Event:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=_PRIORITY_OF_WAITS)
+        event = torch.cuda.Event(blocking=True)  # waiting for it takes no processor
+        with torch.cuda.stream(self._stream):
+            work.synchronize()  # on the device: the stream waits, not this thread
+            event.record()
+        return event
+
+    def _run(self, event: torch.cuda.Event, has_ended: threading.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # polling the work raises it
+            torch.cuda.set_device(self._device)  # of this thread only
+            event.synchronize()
+        has_ended.set()
 
 
 def abort(backend: Any) -> threading.Thread:

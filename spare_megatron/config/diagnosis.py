@@ -130,18 +130,25 @@ def _counts(names: Iterable[str]) -> str:
 
 def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
     if facts.torch_failure:
-        yield NodeFinding(node=name, check="versions", text=f"torch cannot be loaded: {facts.torch_failure}")
+        yield NodeFinding(node=name, check="versions", text=f"torch cannot be used: {facts.torch_failure}")
         return
     if config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus):
         return
+    if facts.gpus and not facts.versions.get("CUDA"):
+        yield NodeFinding(
+            node=name,
+            check="versions",
+            text=f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
+            f"install its build for CUDA, or set cluster.device=cpu",
+        )
     ranks, sharing = ranks_per_machine(config), config.cluster.ranks_per_gpu
     num_needed = -(-ranks // sharing)
     if len(facts.gpus) < num_needed:
         yield NodeFinding(
             node=name,
             check="gpus",
-            text=f"torch sees {len(facts.gpus)} GPUs, and its {ranks} ranks need {num_needed}; see `nvidia-smi` there, "
-            f"take the node out, or change layout or cluster.num_nodes",
+            text=f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see `nvidia-smi` and "
+            f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes",
         )
     needed = sharing * run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:num_needed]):
@@ -289,7 +296,7 @@ def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[Nod
     measured = [(node, node.link) for node in nodes if node.link is not None]
     speeds = [link.bytes_per_s for _, link in measured if not link.failure]
     usual = statistics.median(speeds) if len(speeds) >= _MIN_LINKS else 0.0
-    bucket = 2 * config.reduce.bucket_mib * 2**20 * ranks_per_machine(config)
+    bucket = 2 * config.bucket_mib * 2**20 * ranks_per_machine(config)
     for node, link in measured:
         if link.failure:
             yield NodeFinding(

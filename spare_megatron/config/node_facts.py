@@ -8,7 +8,7 @@ from spare_megatron.config.store_space import StoreSpace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as torch sees it; `name` is its model, `free_bytes` its unused memory."""
+    """One GPU as CUDA shows it to a process; `name` is its model, `free_bytes` its unused memory."""
 
     name: str
     memory_bytes: int
@@ -21,7 +21,7 @@ class NodeFacts:
 
     Attributes:
         versions: Package -> version; empty if absent.
-        torch_failure: Why torch cannot be loaded; empty if it can.
+        torch_failure: Why torch cannot be loaded, or use the GPUs; empty if it can.
         open_files: Limit on open files of a process; `open_files_most` is the value to which it can be raised.
         locked_memory_bytes: Limit on locked memory of a process; None if unlimited.
         has_infiniband: InfiniBand adapters, which need locked memory, are present.

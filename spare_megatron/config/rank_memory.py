@@ -35,14 +35,14 @@ def rank_memory(config: RunConfig) -> RankMemory:
     parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
     weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
     # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
-    number_bytes = 8 if config.reduce.mode == "reproducible" else 4
+    number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     optimizer = config.optimizer
     held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
     return RankMemory(
         weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,
-        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.reduce.bucket_mib * 2**20)),
+        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
         optimizer_bytes=round(parameters * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
     )

@@ -19,6 +19,7 @@ class RunSizes:
     sequences_per_step: int
     tokens_per_step: int
     tokens: int
+    bucket_mib: float
     memory: RankMemory
     checkpoint_bytes: int
 
@@ -36,6 +37,7 @@ def run_sizes(config: RunConfig) -> RunSizes:
         sequences_per_step=sequences,
         tokens_per_step=tokens,
         tokens=tokens * config.train.steps,
+        bucket_mib=config.bucket_mib,
         memory=rank_memory(config),
         checkpoint_bytes=num_parameters * sum(state_bytes_per_parameter(config)),
     )

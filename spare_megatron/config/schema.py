@@ -34,7 +34,7 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.0
     """Probability of dropping an attention weight."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Format of parameters and activations. Gradient sums and optimizer state are always fp32."""
+    """Format of parameters and activations. Gradients are accumulated, and optimizer state kept, in fp32."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; auto uses transformer-engine on a GPU where it is installed, else local."""
 
@@ -126,13 +126,14 @@ class OptimizerConfig:
 class ReduceConfig:
     """The cross-group reduction."""
 
-    mode: Literal["fast", "reproducible"] = "fast"
-    """Gradient sums: fast adds floats; reproducible adds integers exactly, so results do not depend on who computed
-    what."""
+    mode: Literal["fast", "fast_bf16", "reproducible"] = "fast"
+    """Gradient sums over groups: fast adds fp32 numbers; fast_bf16 rounds them to bf16, which halves the traffic;
+    reproducible adds integers exactly, so results do not depend on who computed what."""
     overlap: bool = False
     """Reduces each bucket as soon as the backward pass has finished it, while other buckets are computed."""
-    bucket_mib: float = 32.0
-    """Size of a gradient bucket in MiB; each rank needs three times this memory beside the gradients."""
+    bucket_mib: float | None = None
+    """Size of a gradient bucket in MiB; each rank needs three times this memory beside the gradients. 128 on GPUs and
+    32 on CPUs if absent."""
     timeout_s: float = 120.0
     """Longest wait for one bucket of a cross-group reduction, or for building the communicator."""
 
@@ -406,3 +407,10 @@ class RunConfig:
             pipeline_parallel=self.layout.pipeline_parallel,
             num_nodes=self.cluster.num_nodes,
         )
+
+    @property
+    def bucket_mib(self) -> float:
+        """`reduce.bucket_mib`, or the default of the device; that of CPUs while `cluster.device` is `auto`."""
+        if self.reduce.bucket_mib is not None:
+            return self.reduce.bucket_mib
+        return 128.0 if self.cluster.device == "gpu" else 32.0

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spare_megatron.config.corpus import CorpusFacts
@@ -70,6 +70,11 @@ def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]
     return config.cluster.device
 
 
+def on_device(config: RunConfig, machine: Machine) -> RunConfig:
+    """The configuration with its device resolved."""
+    return replace(config, cluster=replace(config.cluster, device=resolve_device(config, machine)))
+
+
 def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
     found = [
@@ -128,10 +133,15 @@ def _name(config: RunConfig) -> Iterator[str]:
 
 
 def _outside_range(config: RunConfig) -> Iterator[str]:
-    if not _LEAST_BUCKET_MIB <= config.reduce.bucket_mib <= _MOST_BUCKET_MIB:
+    if not _LEAST_BUCKET_MIB <= config.bucket_mib <= _MOST_BUCKET_MIB:
         yield (
-            f"reduce.bucket_mib={config.reduce.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
+            f"reduce.bucket_mib={config.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
             f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
+        )
+    if config.reduce.mode == "fast_bf16" and config.model.precision == "fp32":
+        yield (
+            f"reduce.mode=fast_bf16 rounds the gradients of model.precision={config.model.precision} to bf16; set "
+            f"reduce.mode=fast or model.precision=bf16"
         )
     factor = config.train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):

@@ -129,17 +129,34 @@ OF_TRANSFORMER_ENGINE = (
 """Megatron fields that only transformer-engine layers use; other layers silently ignore most of them."""
 
 
-ON_GPUS_ALONE = (
-    *OF_TRANSFORMER_ENGINE,
-    "fused_single_qkv_rope",
-    "gradient_accumulation_fusion",
+NOT_OF_TORCH_NORMS = (
     "layernorm_zero_centered_gamma",
     "memory_efficient_layer_norm",
     "persist_layer_norm",
-    "recompute_granularity",
     "sequence_parallel",
 )
+"""Megatron fields that need the norms of transformer-engine or apex; a norm of torch refuses them without a reason."""
+
+
+ON_GPUS_ALONE = (
+    *OF_TRANSFORMER_ENGINE,
+    *NOT_OF_TORCH_NORMS,
+    "fused_single_qkv_rope",
+    "gradient_accumulation_fusion",
+    "recompute_granularity",
+)
 """Megatron fields with which ranks on CPUs cannot be built or cannot compute."""
+
+
+_STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Values of Megatron's `fp8_recipe` that scale a tensor by its own values."""
+
+_REFUSED_IN_FP8 = {
+    "fp8_dot_product_attention": "with every recipe it scales attention scores by those of earlier microbatches",
+    "fp8_multi_head_attention": "with every recipe it scales attention scores by those of earlier microbatches",
+    "fp8_param": "groups and checkpoints copy parameters in bf16 or fp32",
+    "fp4_param": "groups and checkpoints copy parameters in bf16 or fp32",
+}
 
 
 COUNTED_WITH: dict[str, type] = {
@@ -168,6 +185,24 @@ def megatron_problems(config: RunConfig) -> Iterator[str]:
             yield f"megatron.{key}={value!r} must be {describe_kind(COUNTED_WITH[key])}; change it"
         elif COUNTED_WITH.get(key) is int and isinstance(value, int) and value < 1:
             yield f"megatron.{key}={value} must be at least 1; raise it"
+    yield from _fp8_problems(config)
+
+
+def _fp8_problems(config: RunConfig) -> Iterator[str]:
+    megatron = config.megatron
+    for key, reason in _REFUSED_IN_FP8.items():
+        if megatron.get(key):
+            yield f"megatron.{key}={megatron[key]} cannot be had: {reason}; remove it"
+    recipe = megatron.get("fp8_recipe", "delayed")
+    if not megatron.get("fp8") or recipe in _STATELESS_RECIPES:
+        return
+    what = f"megatron.fp8_recipe={recipe}{'' if 'fp8_recipe' in megatron else ', the default,'}"
+    remedy = "set megatron.fp8_recipe to tensorwise, blockwise or mxfp8"
+    if recipe == "delayed":
+        # It would also take maxima over all pipeline stages of a group, which come to them at different times.
+        yield f"{what} scales by values of earlier microbatches, which no other group and no checkpoint has; {remedy}"
+    else:
+        yield f"{what} may keep values of earlier microbatches; {remedy}"
 
 
 def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
@@ -235,8 +270,8 @@ def _sharding(config: RunConfig) -> Iterator[str]:
         )
     # A gather's staging buffer holds at least one number per group.
     least = 4 * (num_groups + 1) / 2**20
-    if config.reduce.bucket_mib < least:
+    if config.bucket_mib < least:
         yield (
-            f"reduce.bucket_mib={config.reduce.bucket_mib} must be at least {least:.2g} with "
+            f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "
             f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
         )

@@ -36,7 +36,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
             by_partition.setdefault(digest.partition, {})[group] = digest
     if attempted.is_shared and any(not votes[group].params_digest for group in attempted.members):
         params = {vote.params_digest for vote in votes.values()} - {""}
-        if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in by_partition.values()):
+        if len(params) > 1 or any(len({digest.value for digest in of.values()}) > 1 for of in by_partition.values()):
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
         return None
     found = (
@@ -57,9 +57,9 @@ def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
     for number, by_group in sorted(by_partition.items()):
-        if len({digest.sha256 for digest in by_group.values()}) < 2:
+        if len({digest.value for digest in by_group.values()}) < 2:
             continue
-        proven = Counter(digest.sha256 for digest in by_group.values() if digest.is_proven)
+        proven = Counter(digest.value for digest in by_group.values() if digest.is_proven)
         right, num_agreeing = (proven.most_common(1) or [("", 0)])[0]
         reason = f"its state of partition {number} before step {step} differs from that of {num_agreeing} other hosts"
         num_hosts = min(len(by_group), ownership.setup.redundancy if ownership else len(by_group))
@@ -69,7 +69,7 @@ def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[
                 f"groups {ids} hold different state of partition {number} before step {step}, and no majority is right"
             )
         for group, digest in by_group.items():
-            if digest.sha256 != right:
+            if digest.value != right:
                 wrong.setdefault(group, reason)
     return wrong
 

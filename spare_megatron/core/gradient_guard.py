@@ -1,10 +1,12 @@
-"""Checks a group's own gradients on each rank, bucket by bucket, before they enter the sum.
+"""Checks a group's own gradients on each rank, bucket by bucket.
 
 Rejects values that are not finite and outlying norms: with n the L2 norm of the sum of k microbatches' gradients in a
 bucket, n / k is compared with its median over the last 32 steps. A change of k moves n / k by less than sqrt(k). Wrong
 gradients of usual size pass; see docs/protocol.md.
 """
 
+import math
+import sys
 from enum import IntEnum
 from statistics import median
 
@@ -13,6 +15,8 @@ WINDOW_STEPS = 32
 
 LEAST_STEPS = 8
 """Norms are judged after this many steps: a median needs some values."""
+
+_ANY_FINITE = sys.float_info.max
 
 
 class GradientFinding(IntEnum):
@@ -37,24 +41,34 @@ class GradientGuard:
         self._factor = outlier_factor
         self._norms: dict[int, float] = {}  # step -> norm per microbatch
         self._last = self._median = 0.0
+        self._limit = _ANY_FINITE
 
-    def judge(self, step: int, norm: float, num_microbatches: int) -> GradientFinding:
-        """Judges the local sums of a step, before each attempt to reduce them.
-
-        `norm` is the L2 norm of the sums; not finite if any of them is not.
+    def limit(self, step: int, num_microbatches: int) -> float:
+        """The largest sound L2 norm of a sum over microbatches, to be asked before each attempt to reduce it.
 
         >>> guard = GradientGuard(100.0)
-        >>> [int(guard.judge(step, norm=2.0, num_microbatches=2)) for step in range(8)]
-        [0, 0, 0, 0, 0, 0, 0, 0]
-        >>> guard.judge(8, norm=202.0, num_microbatches=2)
-        <GradientFinding.OUTLYING: 1>
+        >>> for step in range(8):
+        ...     assert guard.limit(step, num_microbatches=2) == sys.float_info.max
+        ...     assert guard.on_norm(step, 2.0, num_microbatches=2) is GradientFinding.SOUND
+        >>> guard.limit(8, num_microbatches=2)
+        200.0
         """
         before = [value for other, value in self._norms.items() if other != step]
         self._median = median(before) if len(before) >= LEAST_STEPS else 0.0
+        is_judged = self._factor and self._median
+        limit = self._factor * self._median * max(num_microbatches, 1) if is_judged else _ANY_FINITE
+        self._limit = min(limit, _ANY_FINITE)
+        return self._limit
+
+    def on_norm(self, step: int, norm: float, num_microbatches: int) -> GradientFinding:
+        """Judges the norm of the sum by the last `limit`, and remembers it if it is sound.
+
+        `norm` is not finite if any of the sums is not.
+        """
         self._last = norm / max(num_microbatches, 1)
-        if not norm < float("inf"):  # negated, so that NaN is caught, too
+        if not norm < math.inf:  # negated, so that NaN is caught, too
             return GradientFinding.NOT_FINITE
-        if self._factor and self._median and self._last > self._factor * self._median:
+        if norm > self._limit:
             return GradientFinding.OUTLYING
         if num_microbatches:
             self._norms.pop(step, None)  # the newest comes last, also after a restart

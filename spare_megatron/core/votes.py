@@ -13,7 +13,7 @@ class PartitionDigest(NamedTuple):
     """A host's digest, over all ranks, of a partition's parameters and state; an unproven one repeats its donor's."""
 
     partition: PartitionId
-    sha256: str
+    value: str
     is_proven: bool = True
 
 

@@ -14,7 +14,7 @@ from spare_megatron.config.store_space import shortage
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import StopHalted
 from spare_megatron.core.start import EarlyLoss, Start
-from spare_megatron.driver.shutdown import end_processes, kill, remove_keys
+from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
@@ -154,6 +154,8 @@ class Driver:
                 end = replace(end, steps_committed=self._num_steps - self._first_step)
                 self._journal.write(end)
             if isinstance(spec, EtcdStoreSpec):
+                # The ranks of a killed supervisor die with it, but a little later.
+                await_exit([pid for node in here for pid in self._pids.get(node, [])])
                 remove_keys(spec)
         return end
 

@@ -21,10 +21,11 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from spare_megatron import __version__
-from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
+from spare_megatron.config.node_facts import NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
 from spare_megatron.config.store_space import StoreSpace
+from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
@@ -131,7 +132,8 @@ def examine_node(
     visible_s: float = _VISIBLE_S,
 ) -> NodeFacts:
     """Collects the facts about this machine. The file `token`, from the driver, is visible within `visible_s`."""
-    versions, torch_failure, gpus = _torch_facts()
+    gpus = visible_gpus()
+    versions, torch_failure = _torch_facts(has_gpus=bool(gpus))
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = Path("/sys/class/infiniband")
@@ -176,22 +178,19 @@ def write_speed(file: Path) -> Rate:
             file.unlink(missing_ok=True)
 
 
-def _torch_facts() -> tuple[dict[str, str], str, tuple[Gpu, ...]]:
-    """Versions of torch and what it was built with, why it cannot be loaded, and the GPUs that it sees."""
+def _torch_facts(*, has_gpus: bool) -> tuple[dict[str, str], str]:
+    """Versions of torch and what it was built with, and why it cannot be loaded or use the GPUs."""
     try:
         import torch
 
         versions = {"torch": torch.__version__, "CUDA": torch.version.cuda or "", "NCCL": ""}
-        if torch.version.cuda:
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        gpus = []
-        for index in range(torch.cuda.device_count()):
-            free, memory = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_name(index)
-            gpus.append(Gpu(name=name, memory_bytes=memory, free_bytes=free))
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version()))
+            if has_gpus:
+                torch.cuda.init()
     except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a driver that is too old
-        return {"torch": _version("torch")}, f"{type(error).__name__}: {error}".partition("\n")[0], ()
-    return versions, "", tuple(gpus)
+        return {"torch": _version("torch")}, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return versions, ""
 
 
 def _version(package: str) -> str:

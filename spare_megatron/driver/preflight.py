@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from spare_megatron.process.processes import (
 _END_TIMEOUT_S = 10.0
 
 
-def preflight(config: RunConfig) -> None:
+def preflight(config: RunConfig) -> Mapping[str, str]:
     """Checks the configuration with Megatron and builds the sample index that all ranks read, in a child process.
-    ValueError: the run cannot start, or the check was killed or exceeded `control.startup_timeout_s`.
+    Returns the kernels that ranks on this machine use. ValueError: the run cannot start, or the check was killed or
+    exceeded `control.startup_timeout_s`.
     """
     # The fork server forks only after all its imports, and a signal must not wait for that.
     with deferred(end_fork_server) as interrupts:
@@ -32,15 +34,14 @@ def preflight(config: RunConfig) -> None:
         interrupts.check()
         child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
         try:
-            if error := _await_problem(child, config.data.corpus, config.control.startup_timeout_s, interrupts):
-                raise ValueError(error)
+            return _await_kernels(child, config.data.corpus, config.control.startup_timeout_s, interrupts)
         finally:
             end_child(child)
 
 
-def _await_problem(child: Child, corpus: str, limit_s: float, interrupts: Deferral) -> str:
-    """The problem that the check has found; empty if none. Raises ValueError if it was killed or too slow."""
-    error = ""
+def _await_kernels(child: Child, corpus: str, limit_s: float, interrupts: Deferral) -> Mapping[str, str]:
+    """The check's answer. ValueError: the problem that it has found, or it was killed or too slow."""
+    answer: Mapping[str, str] | str | None = None
     if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
         raise ValueError(
             f"the sample index of data.corpus={corpus} was not built within control.startup_timeout_s="
@@ -48,11 +49,13 @@ def _await_problem(child: Child, corpus: str, limit_s: float, interrupts: Deferr
         )
     if child.reports.poll():
         with contextlib.suppress(EOFError):
-            error = child.reports.recv()
+            answer = child.reports.recv()
     child.process.join(_END_TIMEOUT_S)
-    if not error and child.process.exitcode != 0:
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    if answer is None:
         raise ValueError(_why_ended(corpus, child.process.exitcode))
-    return error
+    return answer
 
 
 def _why_ended(corpus: str, code: int | None) -> str:
@@ -80,7 +83,7 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
 
         from spare_megatron.comm.nccl import check_nccl
         from spare_megatron.mcore.data import prepare_index
-        from spare_megatron.mcore.model import layer_spec
+        from spare_megatron.mcore.model import kernels_of, layer_spec
         from spare_megatron.mcore.transformer import transformer_config
 
         device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
@@ -88,6 +91,7 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
             check_nccl()
         layer_spec(config, transformer_config(config, device), device)
         prepare_index(config)
+        reports.send(kernels_of(config, device))
     except (ValueError, OSError, ImportError) as error:
         reports.send(str(error))
     except Exception:  # noqa: BLE001  (any error is reported to the user)

@@ -5,7 +5,6 @@ import dataclasses
 import ipaddress
 import json
 import os
-import re
 import resource
 import shutil
 import socket
@@ -22,8 +21,9 @@ from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus, step_of
-from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.config.validate import Machine, on_device
 from spare_megatron.driver.driver import Driver
+from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
@@ -39,6 +39,7 @@ from spare_megatron.process.lock import LOCK, locked
 from spare_megatron.process.processes import close_or_report, report_held
 from spare_megatron.process.reports import (
     CheckpointRejected,
+    KernelsChosen,
     RecordsHeld,
     RecordsLost,
     RunEvent,
@@ -53,8 +54,6 @@ from spare_megatron.store.etcd_gateway import silence_of
 from spare_megatron.store.open_store import check_files_for_etcd, etcd_spec
 from spare_megatron.supervisor.remote_supervisor import ByHand, Launcher
 
-_DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
-
 
 def rank_main(spec: RankSpec, reports: Connection) -> None:
     """Main function of a rank's process. Imports there, because the fork server has the module already."""
@@ -68,7 +67,7 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     return Machine(
-        num_gpus=num_machines * _count_gpus(),
+        num_gpus=num_machines * len(visible_gpus()),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
         can_listen=_can_listen(config.control.listen_address),
@@ -108,7 +107,7 @@ def start_run(
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     with contextlib.ExitStack() as held:
         held.enter_context(leased(config))
-        preflight(config)
+        on_event(KernelsChosen(kernels=preflight(config)))
         with named_errors("--run-dir", run_dir):
             held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:
@@ -119,12 +118,15 @@ def start_run(
 
 
 def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration with this machine's device and corpus. Raises ValueError if the corpus cannot be used."""
+    """The configuration with this machine's device, what follows from that, and the corpus. Raises ValueError if the
+    corpus cannot be used.
+    """
     if machine.corpus is None:
         raise ValueError(machine.corpus_failure or f"data.corpus={config.data.corpus}: one of its files is missing")
-    cluster = dataclasses.replace(config.cluster, device=resolve_device(config, machine))
+    config = on_device(config, machine)
     data = dataclasses.replace(config.data, identity=machine.corpus.identity)
-    return dataclasses.replace(config, cluster=cluster, data=data)
+    reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)
+    return dataclasses.replace(config, reduce=reduce, data=data)
 
 
 def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
@@ -240,16 +242,3 @@ def _can_listen(address: str) -> bool:
     except ValueError:
         return True
     return True
-
-
-def _count_gpus() -> int:
-    """NVIDIA GPUs as the driver lists them, without loading torch."""
-    devices = Path("/proc/driver/nvidia/gpus")
-    num_devices = len(list(devices.iterdir())) if devices.is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        # Like CUDA, ignore everything from the first entry on that names no device.
-        names = [item.strip() for item in visible.split(",")]
-        num_visible = next((i for i, name in enumerate(names) if not _DEVICE_NAME.fullmatch(name)), len(names))
-        return min(num_visible, num_devices)
-    return num_devices

@@ -1,8 +1,10 @@
 """Ends the processes of a run: first the ranks, then the store and the network that they use."""
 
 import contextlib
+import os
 from collections.abc import Collection
 from dataclasses import replace
+from multiprocessing import connection
 
 from spare_megatron.process.processes import Child, end_child, stop_children
 from spare_megatron.store.etcd_store import EtcdControlStore
@@ -11,6 +13,8 @@ from spare_megatron.store.spec import EtcdStoreSpec
 
 _ANSWER_S = 5.0
 """Longest wait for etcd at the end of a run."""
+_EXIT_S = 5.0
+"""Longest wait for a killed process: it may have much memory to free."""
 
 
 def end_processes(
@@ -34,6 +38,17 @@ def remove_keys(spec: EtcdStoreSpec) -> None:
     store = EtcdControlStore(replace(spec, timeout_s=_ANSWER_S))
     with contextlib.suppress(StoreLost), contextlib.closing(store):
         store.clear()
+
+
+def await_exit(pids: Collection[int]) -> None:
+    """Waits for processes that are no children of this one and are dying; until then they may write to the store."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                connection.wait([process], _EXIT_S)
+            finally:
+                os.close(process)
 
 
 def kill(children: Collection[Child]) -> None:

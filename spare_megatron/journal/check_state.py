@@ -26,7 +26,7 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     for record in part.params:
         key = record.num_restarts, record.step
         before = recorded[key].get(record.group)
-        if before is not None and before.sha256 != record.sha256 and key not in fold.computed_anew:
+        if before is not None and before.compared != record.compared and key not in fold.computed_anew:
             changed[key].add(record.group)
         recorded[key][record.group] = record
     for key, by_group in recorded.items():
@@ -62,12 +62,12 @@ def _excused_groups(
 
 
 def _compare(step: int, records: Collection[ParamsRecord]) -> Iterator[str]:
-    if len({record.sha256 for record in records}) > 1:
+    if len({record.compared for record in records}) > 1 or len({record.sha256 for record in records} - {""}) > 1:
         yield f"after {step} steps the groups hold different parameters"
     states: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        for number, sha256 in record.slices.items():
-            states[number].add(sha256)
+        for number, digest in record.slices.items():
+            states[number].add(digest)
     for number in sorted((number for number in states if len(states[number]) > 1), key=int):
         yield f"after {step} steps the hosts of state partition {number} hold different state"
 
@@ -103,7 +103,7 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
     for record in part.params:
         key = record.num_restarts, record.step
         if record.group not in fold.discarded.get(key, ()):  # those of discarded groups were wrong
-            digests[key].add(record.sha256)
+            digests[key].add(record.compared)
     restarts = [fold.entries[index] for index in sorted(fold.entries) if fold.entries[index]["entry"] == "restart"]
     begun = [run.first_step]  # first steps of the training before and after each restart
     for number, restart in enumerate(restarts, 1):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ class Line:
 def encode_line(line: Line) -> str:
     """The line as JSON, without a line end."""
     head: Mapping[str, Any] = {"record": _NAMES[type(line.record)], "source": line.source, "at_s": round(line.at_s, 6)}
-    return json.dumps({**head, **asdict(line.record)}, separators=(",", ":"))
+    # `asdict` would copy every list in the record; only dataclasses in it are copied.
+    values = {field.name: getattr(line.record, field.name) for field in fields(line.record)}
+    return json.dumps({**head, **values}, separators=(",", ":"), default=asdict)
 
 
 def decode_line(text: str) -> Line:

@@ -160,15 +160,26 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamsRecord:
-    """Digest of a group's parameters after `step` committed steps; written again if they are gathered again."""
+    """A group's parameters after `step` committed steps; written again if they are gathered again, and at the end.
+
+    Either digest may be empty: unknown. Earlier versions wrote only `sha256`, in every record.
+    """
 
     group: int
     step: int
-    sha256: str
+    digest: str = ""
+    """What groups compare."""
+    sha256: str = ""
+    """SHA-256 of the parameters; only at the end of a run."""
     num_restarts: int = 0
     """Restarts so far: a step that is computed again may end in other bits."""
     slices: dict[str, str] = field(default_factory=dict)
     """Number -> state digest of each state partition that the group hosts."""
+
+    @property
+    def compared(self) -> str:
+        """The digest that all of a run's records have."""
+        return self.digest or self.sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

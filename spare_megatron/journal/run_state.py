@@ -169,7 +169,8 @@ class RunState:
         self._losses = Losses()
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
-        self._params: dict[tuple[int, int], set[str]] = {}  # restarts and committed steps before it
+        # restarts and committed steps before it, and kind of digest
+        self._params: dict[tuple[int, int, str], set[str]] = {}
         self.num_rejoined = self.num_recomputed = 0
         self.num_lines = 0
         self.damage: list[str] = []
@@ -240,7 +241,9 @@ class RunState:
             case CheckpointRecord():
                 self.checkpoints.append((at_s, record))
             case ParamsRecord():
-                self._params.setdefault((record.num_restarts, record.step), set()).add(record.sha256)
+                for kind, digest in (("digest", record.digest), ("sha256", record.sha256)):
+                    if digest:
+                        self._params.setdefault((record.num_restarts, record.step, kind), set()).add(digest)
             case StorageRecord():
                 self.storage = None if record.outcome == "written" else record
             case EndRecord() if self.end is None:
@@ -360,12 +363,15 @@ class RunState:
     def losses(self) -> list[tuple[float, LossRecord]]:
         return self._losses.found
 
-    def params(self) -> dict[int, frozenset[str]]:
-        """Committed steps -> parameter digests of the groups, without those that a restart undid."""
+    def params(self) -> dict[tuple[int, str], frozenset[str]]:
+        """(committed steps, kind of digest) -> the groups' digests of parameters, without those that a restart undid.
+
+        Kinds are `digest` and `sha256`, as in `ParamsRecord`.
+        """
         restarted_at = [] if self.folding is None else self.folding.restarted_at
         return {
-            step: frozenset(digests)
-            for (num_restarts, step), digests in sorted(self._params.items())
+            (step, kind): frozenset(digests)
+            for (num_restarts, step, kind), digests in sorted(self._params.items())
             if all(step <= kept for kept in restarted_at[num_restarts:])
         }
 

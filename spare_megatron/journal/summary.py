@@ -55,6 +55,7 @@ class Summary:
     microbatches_recomputed: int | None = None
     final_loss: float | None = None
     params_sha256: str | None = None
+    """Of the parameters at the end; None also if no group was left to record it."""
     recoveries: tuple[Recovery, ...] = ()
     slices_repaired: int = 0
     """Copies of state partitions that replaced lost ones."""
@@ -85,7 +86,7 @@ def sum_up(view: JournalView) -> Summary:
         groups_rejoined=len(counts.rejoined),
         microbatches_recomputed=counts.num_recomputed,
         final_loss=None if counts.update is None else counts.update.loss,
-        params_sha256=None if counts.params is None else counts.params.sha256,
+        params_sha256=None if counts.params is None else counts.params.sha256 or None,
         recoveries=find_recoveries(rare),
         slices_repaired=sum(not record.is_move for record in rare.of(RepairRecord)),
         slices_moved=sum(record.is_move for record in rare.of(RepairRecord)),
@@ -129,7 +130,7 @@ class _Counts:
     def add_part(self, part: Attempts | Steps) -> None:
         if isinstance(part, Steps):
             records = [*([self.params] if self.params else ()), *part.params]
-            self.params = max(records, key=lambda record: (record.num_restarts, record.step), default=None)
+            self.params = max(records, key=lambda each: (each.num_restarts, each.step, each.sha256), default=None)
             return
         updates = [*([self.update] if self.update else ()), *(record for _, record in part.updates)]
         self.update = max(updates, key=lambda record: record.attempt, default=None)

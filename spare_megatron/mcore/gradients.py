@@ -1,12 +1,15 @@
 """Gradient, loss and microbatch sums of one step, bucket by bucket of a rank's flat gradient space.
 
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
-local sum survives a failed attempt. The last two elements of a staged bucket are its number of microbatches and, in the
-last bucket, the loss: a group that is lost after the reduction cannot report them otherwise.
+local sum survives a failed attempt. The last elements of a staged bucket are whether its local sums are unsound, its
+number of microbatches and, in the last bucket, the loss: a group that is lost after the reduction cannot report them
+otherwise, and no rank waits for its device to judge what it sends. They are never in bf16, which would not count beyond
+256.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,14 +20,13 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.bucket_window import cut
 from spare_megatron.mcore.flat_gradients import FlatParameter, Segment, flat_parameters, segments, size_of
+from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 
-NUM_EXTRAS = 2
+NUM_EXTRAS = 3
 """Elements at the end of a staged bucket that are not gradients."""
-_COUNT, _LOSS = -2, -1
+_UNSOUND, _COUNT, _LOSS = -3, -2, -1
 _WHOLE = (slice(None),)
-
-_PIECE = 1 << 20
 
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
@@ -61,17 +63,29 @@ class GradientSums(Protocol):
     def new_staging(self) -> Tensor:
         """An uninitialized flat tensor that fits any bucket."""
 
-    def stage(self, bucket: int, staging: Tensor) -> Tensor:
-        """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
+    def measure(self, bucket: int, limit: float) -> None:
+        """Judges a bucket's local sums on the device, before they are staged: sound if `norm` is at most `limit`."""
 
-    def norm(self, bucket: int) -> float:
-        """L2 norm of a bucket's local gradient sums. Waits for the device.
+    def norms(self) -> dict[int, float]:
+        """The norms of the buckets measured since the last call in this attempt. Waits for the device."""
+
+    def extras(self, staged: Tensor) -> Tensor:
+        """What a staged bucket has beside gradients, in a format that counts exactly: a view of its end."""
+
+    def norm(self, bucket: int) -> Tensor:
+        """L2 norm of a bucket's local gradient sums, in fp64 on the device.
 
         Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
         """
 
-    def on_summed(self, bucket: int, staging: Tensor) -> None:
-        """Stores the count and loss of a staged bucket whose sum over groups is complete."""
+    def stage(self, bucket: int, staging: Tensor) -> Tensor:
+        """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
+
+    def on_summed(self, bucket: int, staging: Tensor) -> int:
+        """Stores the count and loss of a staged bucket whose sum over groups is complete.
+
+        Returns the number of groups whose local sums of it are unsound. Waits for no other work on the device.
+        """
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         """Overwrites the local sum of a bucket with the sum over groups, at the given places of the bucket."""
@@ -80,7 +94,7 @@ class GradientSums(Protocol):
         """Sum of squares of some gradients of a staged bucket, in fp64 and bitwise deterministic."""
 
     def totals(self) -> Totals:
-        """Counts and loss of the sums over groups that have arrived. Waits for the device."""
+        """Counts and loss of the sums over groups that have arrived."""
 
     def finish(self, factor: float = 1.0) -> None:
         """Writes all sums, times a factor, to `main_grad` of every parameter."""
@@ -93,15 +107,16 @@ class GradientSums(Protocol):
 
 
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
-    bucket_bytes = round(config.reduce.bucket_mib * 2**20)
-    if config.reduce.mode == "fast":
-        return FloatSums(chunks, device, bucket_bytes)
+    bucket_bytes = round(config.bucket_mib * 2**20)
+    if config.reduce.mode != "reproducible":
+        staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
+        return FloatSums(chunks, device, bucket_bytes, staged_dtype)
     num_tokens = config.train.micro_batch_size * config.model.seq_length
     num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
     return FixedPointSums(chunks, device, bucket_bytes, fixed_point(num_tokens, num_microbatches))
 
 
-class _Staged:
+class _Staged(ABC):
     def __init__(
         self, num_elements: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
     ) -> None:
@@ -110,8 +125,16 @@ class _Staged:
         self._device = device
         self._num_kept = 0
         self._next = 0  # next bucket to stage; the last bucket once all are staged
-        self._totals = torch.zeros((len(self.buckets), NUM_EXTRAS), dtype=dtype, device=device)
+        self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
+        self._per_extra = self._extras_dtype.itemsize // dtype.itemsize  # elements
         self._scale = scale
+        # Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more.
+        self._piece = 1 << (20 if device.type == "cpu" else 24)
+        self._extras_of = [[0] * NUM_EXTRAS for _ in self.buckets]  # of the sums over groups
+        self._copies = HostCopies(device, buffer_bytes=NUM_EXTRAS * self._extras_dtype.itemsize)
+        self._staged_at: dict[int, torch.cuda.Event | None] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._is_unsound: dict[int, Tensor] = {}
 
     @property
     def _kept_end(self) -> int:
@@ -120,32 +143,65 @@ class _Staged:
     def mark_kept(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._next = min(num_kept, len(self.buckets) - 1)
+        self._norms.clear()
+        self._is_unsound.clear()
+
+    def measure(self, bucket: int, limit: float) -> None:
+        self._norms[bucket] = norm = self.norm(bucket)
+        self._is_unsound[bucket] = torch.logical_not(norm <= limit)  # this form also catches NaN
+
+    def norms(self) -> dict[int, float]:
+        measured, self._norms = self._norms, {}
+        return dict(zip(measured, torch.stack(list(measured.values())).tolist(), strict=True)) if measured else {}
+
+    @abstractmethod
+    def norm(self, bucket: int) -> Tensor:
+        pass
 
     def new_staging(self) -> Tensor:
-        return torch.empty(len(self.buckets[0]) + NUM_EXTRAS, dtype=self._dtype, device=self._device)
+        return torch.empty(self._staged_length(0), dtype=self._dtype, device=self._device)
 
-    def on_summed(self, bucket: int, staging: Tensor) -> None:
-        self._totals[bucket] = self._part(bucket, staging)[-NUM_EXTRAS:]
+    def extras(self, staged: Tensor) -> Tensor:
+        return staged[-NUM_EXTRAS * self._per_extra :].view(self._extras_dtype)
+
+    def _finish_staging(self, bucket: int, staged: Tensor) -> Tensor:
+        self.extras(staged)[_UNSOUND] = self._is_unsound.get(bucket, 0)
+        self._next = min(bucket + 1, len(self.buckets) - 1)
+        self._staged_at[bucket] = self._copies.now()
+        return staged
+
+    def on_summed(self, bucket: int, staging: Tensor) -> int:
+        extras = torch.empty(NUM_EXTRAS, dtype=self._extras_dtype)
+        # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
+        source = self.extras(self._part(bucket, staging))
+        self._copies.copy([(source, extras)], self._staged_at.get(bucket))
+        self._extras_of[bucket] = extras.tolist()
+        return round(self._extras_of[bucket][_UNSOUND])
 
     def squares(self, values: Tensor) -> Tensor:
-        # In pieces, whose fp64 copies stay in the cache.
-        squares = [piece.double().square_().sum() for piece in values.split(_PIECE)]
+        squares = [piece.double().square_().sum() for piece in values.split(self._piece)]
         return torch.stack(squares).sum() / self._scale**2
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
-        return staging[: len(self.buckets[bucket]) + NUM_EXTRAS]
+        return staging[: self._staged_length(bucket)]
+
+    def _staged_length(self, bucket: int) -> int:
+        """Elements of a staged bucket; the extras stand at a multiple of their size."""
+        return (-(-len(self.buckets[bucket]) // self._per_extra) + NUM_EXTRAS) * self._per_extra
 
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
 
 
 class FloatSums(_Staged):
-    """Sums in fp32, accumulated in Megatron's gradient buffers."""
+    """Sums in fp32, accumulated in Megatron's gradient buffers; staged, and summed over groups, in `staged_dtype`."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, staged_dtype: torch.dtype
+    ) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, torch.float32, device)
+        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device)
         self._parameters = list(flat_parameters(chunks))
         self._pieces = [_pieces(self._segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -169,20 +225,19 @@ class FloatSums(_Staged):
 
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         staged = self._part(bucket, staging)
-        self._next = min(bucket + 1, len(self.buckets) - 1)
         for gradients, place in self._pieces[bucket]:
             staged[place].copy_(gradients)
         # fp32 is exact up to 2^24 microbatches.
-        staged[_COUNT] = self._count
-        staged[_LOSS] = self._loss if self._is_last(bucket) else 0.0
-        return staged
+        extras = self.extras(staged)
+        extras[_COUNT] = self._count
+        extras[_LOSS] = self._loss if self._is_last(bucket) else 0.0
+        return self._finish_staging(bucket, staged)
 
-    def norm(self, bucket: int) -> float:
+    def norm(self, bucket: int) -> Tensor:
         # One pass without a copy, at memory bandwidth. A norm beyond fp32 counts as not finite.
         norms = [torch.linalg.vector_norm(gradients).double() for gradients, _ in self._pieces[bucket]]
-        *of_pieces, loss = torch.stack([*norms, self._loss]).tolist()
-        norm = math.hypot(*of_pieces)
-        return norm if math.isfinite(loss) or not self._is_last(bucket) else math.inf
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return torch.where(self._loss.isfinite(), norm, math.inf) if self._is_last(bucket) else norm
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         for gradients, whole in self._pieces[bucket]:
@@ -193,8 +248,8 @@ class FloatSums(_Staged):
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
     def totals(self) -> Totals:
-        counts, losses = self._totals.T.tolist()
-        return Totals(num_microbatches=tuple(map(round, counts)), loss_sum=losses[_LOSS])
+        counts = tuple(round(extras[_COUNT]) for extras in self._extras_of)
+        return Totals(num_microbatches=counts, loss_sum=self._extras_of[-1][_LOSS])
 
     def finish(self, factor: float = 1.0) -> None:
         for segment in self._segments:
@@ -244,8 +299,9 @@ class FixedPointSums(_Staged):
         self._fixed = fixed
         self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
-        # Over single microbatches. Kept on the device, so that the overflow check synchronizes once per bucket.
+        # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
+        self._add_rounded = _choose_add_rounded(device)
         for parameter in flat_parameters(chunks):
             self._watch(parameter)
 
@@ -269,21 +325,19 @@ class FixedPointSums(_Staged):
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         elements = self.buckets[bucket]
         staged = self._part(bucket, staging)
-        self._next = min(bucket + 1, len(self.buckets) - 1)
         staged[:-NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
         staged[-NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
             staged[_LOSS] = 0
-        return staged
+        return self._finish_staging(bucket, staged)
 
-    def norm(self, bucket: int) -> float:
-        if not float(self._largest) <= self._fixed.largest:  # this form also catches NaN
-            return math.inf
+    def norm(self, bucket: int) -> Tensor:
         elements = self.buckets[bucket]
-        # torch has no norm of integers; in pieces, so that the float copies stay in the cache.
-        pieces = self._sums[elements.start : elements.stop].split(_PIECE)
+        # torch has no norm of integers.
+        pieces = self._sums[elements.start : elements.stop].split(self._piece)
         squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
-        return math.sqrt(torch.stack(squares).sum().item()) / self._fixed.scale
+        norm = torch.stack(squares).sum().sqrt() / self._fixed.scale
+        return torch.where(self._largest <= self._fixed.largest, norm, math.inf)  # this form also catches NaN
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         elements = self.buckets[bucket]
@@ -291,8 +345,8 @@ class FixedPointSums(_Staged):
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
     def totals(self) -> Totals:
-        counts, losses = self._totals.T.tolist()
-        return Totals(num_microbatches=tuple(counts), loss_sum=losses[_LOSS] / self._fixed.scale)
+        counts = tuple(extras[_COUNT] for extras in self._extras_of)
+        return Totals(num_microbatches=counts, loss_sum=self._extras_of[-1][_LOSS] / self._fixed.scale)
 
     def finish(self, factor: float = 1.0) -> None:
         for segment in self._segments:
@@ -316,11 +370,27 @@ class FixedPointSums(_Staged):
         flat.parameter.register_hook(add)
 
     def _add(self, sums: Tensor, values: Tensor) -> None:
-        scaled = values.detach().float() * self._fixed.scale
-        # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
-        lowest, highest = torch.aminmax(scaled)
-        torch.maximum(self._largest, torch.maximum(-lowest, highest), out=self._largest)
-        sums += scaled.round_().to(torch.int64)
+        self._add_rounded(sums, values, self._fixed.scale, self._largest)
+
+
+def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
+    """Adds values, scaled and rounded half to even, to integer sums; raises `largest` to their largest magnitude.
+
+    `largest` is NaN after a NaN. `scale` is a power of two and `largest` fp32, both before rounding.
+    """
+    scaled = values.detach().float() * scale
+    # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
+    lowest, highest = torch.aminmax(scaled)
+    torch.maximum(largest, torch.maximum(-lowest, highest), out=largest)
+    sums += scaled.round_().to(torch.int64)
+
+
+def _choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
+    if device.type != "cuda":
+        return add_rounded
+    from spare_megatron.mcore import fixed_point_kernel  # needs Triton
+
+    return fixed_point_kernel.add_rounded
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:

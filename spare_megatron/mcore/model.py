@@ -1,7 +1,7 @@
 """Builds a rank's chunks of the GPT model, with the layer kernels that the run and device select."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,27 +15,56 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_training import OF_TRANSFORMER_ENGINE, fields_set
+from spare_megatron.config.validate_training import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.versions import check_version
+from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.mcore.versions import SUPPORTED, check_version
 
 
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """Layer and Adam implementations. Raises ValueError if transformer-engine is required and not available."""
-    has_te = uses_transformer_engine(config, device)
-    megatrons = "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
+    """Layer and Adam implementations, and Megatron's fusions that are on. Raises ValueError as `layer_spec` does."""
+    transformer = transformer_config(config, device)
+    layers = f"transformer-engine {get_te_version()}"
+    if not uses_transformer_engine(config, device):
+        is_absent = device.type == "cuda" and not HAVE_TE
+        layers = "megatron-core (transformer-engine is not installed)" if is_absent else "megatron-core"
     stacked = "torch, fused" if device.type == "cuda" else "torch"
+    fusions = [field.name for field in fields(transformer) if "fus" in field.name]
     return {
-        "layers": f"transformer-engine {get_te_version()}" if has_te else "megatron-core",
-        "adam": stacked if config.optimizer.sharding == "stacked" else megatrons,
-        "adam_of_plain": megatrons,
+        "layers": layers,
+        "adam": stacked if config.optimizer.sharding == "stacked" else adam_of_megatron(),
+        "fusions": ", ".join(name for name in fusions if getattr(transformer, name) is True) or "none",
     }
+
+
+def choose_deterministic_kernels(config: RunConfig) -> None:
+    """With `reduce.mode=reproducible`, makes all GPU kernels of this process repeat their results bit for bit.
+
+    Call it before anything uses the GPU. Operations that have no such kernel raise RuntimeError afterwards.
+    """
+    if config.reduce.mode != "reproducible":
+        return
+    # cuBLAS reads this when it is first used; transformer-engine reads the other when it builds its attention.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if config.layout.tensor_parallel * config.layout.context_parallel > 1:
+        # Sums inside a group are floats, which switches of NVLink add in any order.
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    # Not `warn_only`: with it, attention keeps its nondeterministic backward pass.
+    torch.use_deterministic_algorithms(True)
+    # It would fill every new tensor; uninitialized memory is never read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def adam_of_megatron() -> str:
+    return "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,69 +81,63 @@ class Chunk:
 
 
 def build_chunks(
-    config: RunConfig, transformer: TransformerConfig, groups: ProcessGroupCollection, device: torch.device
+    config: RunConfig,
+    transformer: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    reduction: DistributedDataParallelConfig | None = None,
 ) -> list[Chunk]:
-    """This rank's chunks in layer order; several if the pipeline is virtual. Equal in every data-parallel group.
+    """This rank's chunks on `device`, in layer order; several if the pipeline is virtual. Equal in every data-parallel
+    group. `reduction` says how Megatron's wrapper reduces gradients, for plain Megatron; ours never ask it to.
 
     Collective over: all ranks of the group (stages that share embeddings synchronize them).
     """
     spec = layer_spec(config, transformer, device)
-    return [
-        _build_chunk(config, transformer, spec, groups, device, virtual)
-        for virtual in range(config.layout.virtual_pipeline)
-    ]
+    chunks = []
+    for virtual in range(config.layout.virtual_pipeline):
+        stage = virtual * groups.pp.size() + groups.pp.rank()
+        rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
+        # Megatron leaves position embeddings and the norms of torch on the CPU.
+        model = _build_model(config, transformer, spec, groups, stage).to(device)
+        module = DistributedDataParallel(
+            transformer,
+            reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            Float16Module(transformer, model) if transformer.bf16 else model,
+            pg_collection=groups,
+        )
+        chunks.append(Chunk(module=module, stage=stage, is_first=model.pre_process, is_last=model.post_process))
+    return chunks
 
 
-def _build_chunk(
+def _build_model(
     config: RunConfig,
     transformer: TransformerConfig,
     spec: ModuleSpec,
     groups: ProcessGroupCollection,
-    device: torch.device,
-    virtual: int,
-) -> Chunk:
-    num_stages = groups.pp.size() * config.layout.virtual_pipeline
-    stage = virtual * groups.pp.size() + groups.pp.rank()
-    is_first, is_last = stage == 0, stage == num_stages - 1
-    rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
-    model: torch.nn.Module = GPTModel(
+    stage: int,
+) -> GPTModel:
+    return GPTModel(
         config=transformer,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
         max_sequence_length=config.model.seq_length,
-        pre_process=is_first,
-        post_process=is_last,
+        pre_process=stage == 0,
+        post_process=stage == groups.pp.size() * config.layout.virtual_pipeline - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,
         pg_collection=groups,
-        vp_stage=virtual if config.layout.virtual_pipeline > 1 else None,
+        vp_stage=stage // groups.pp.size() if config.layout.virtual_pipeline > 1 else None,
     )
-    if device.type == "cuda":
-        model.cuda(device)
-    if transformer.bf16:
-        model = Float16Module(transformer, model)
-    module = DistributedDataParallel(
-        transformer,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-        model,
-        # Megatron sends nothing during the backward pass, so it needs no buckets.
-        disable_bucketing=True,
-        pg_collection=groups,
-    )
-    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 
 def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
     """The layer implementation. Raises ImportError for an unsupported version of transformer-engine.
 
-    Raises ValueError if it is required and not available, or used features need it.
+    Raises ValueError if it is required and not available, or used features need it, or norms other than torch's.
     """
     if uses_transformer_engine(config, device):
         check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
-        if transformer.deterministic_mode:
-            # Megatron refuses deterministic attention unless transformer-engine is configured for it too.
-            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=transformer.qk_layernorm, multi_latent_attention=transformer.multi_latent_attention
         )
@@ -126,6 +149,13 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
     if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
         raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
     spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
+    refused = ", ".join(fields_set(config, NOT_OF_TORCH_NORMS))
+    if refused and spec.submodules.input_layernorm is WrappedTorchNorm:
+        raise ValueError(
+            f"{refused}: these layers have the norms of torch, which do not support it; remove it, or install "
+            f"'transformer-engine{SUPPORTED['transformer-engine']}' (or, for LayerNorm, apex) and set "
+            f"model.transformer_impl=auto, which is {config.model.transformer_impl}"
+        )
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     return spec
 

@@ -1,13 +1,17 @@
 """The parameters of a rank: their names in the whole model, and fingerprints of their values."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
 from megatron.core.utils import unwrap_model
 
+from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.model import Chunk
+
+_HASHED_BYTES = 32 * 2**20
+"""Parameters that are hashed at a time: a small part of a heartbeat interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +45,19 @@ def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
             )
 
 
-def parameters_sha256(chunks: Sequence[Chunk]) -> str:
-    """SHA-256 of this rank's parameters; in bf16 models, of the fp32 copies."""
+def parameters_digest(chunks: Sequence[Chunk]) -> TensorsDigest:
+    """Digest of this rank's parameters; in bf16 models, of the fp32 copies."""
+    return TensorsDigest((named.name, optimized(named.parameter)) for named in named_parameters(chunks))
+
+
+def parameters_sha256(chunks: Sequence[Chunk], on_progress: Callable[[], None]) -> str:
+    """SHA-256 of what `parameters_digest` is of, for files: on the host, and slow. Calls `on_progress` meanwhile."""
     digest = sha256()
     for named in named_parameters(chunks):
-        values = optimized(named.parameter).detach().cpu().contiguous()
         digest.update(named.name.encode())
-        digest.update(values.view(torch.uint8).numpy().tobytes())
+        for some in optimized(named.parameter).detach().reshape(-1).view(torch.uint8).split(_HASHED_BYTES):
+            digest.update(some.cpu().numpy())
+            on_progress()
     return digest.hexdigest()
 
 

@@ -11,26 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
 
-from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore import cpu, rng
+from spare_megatron.mcore import cpu
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.model import Chunk, layer_spec
+from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
-_ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
 
 
 def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:
@@ -59,7 +55,9 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
 def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
     """Trains step by step in Megatron's world; a data-parallel rank computes the shard of its number.
 
-    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1).
+    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1). On
+    GPUs, and with `reduce.overlap`, gradients are reduced during the backward pass and the DistributedOptimizer gathers
+    parameters during the next forward pass: `start_param_sync(force_sync=True)` of the module gathers them before.
     """
     chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
     corpus, schedule = Corpus(config), get_forward_backward_func()
@@ -87,38 +85,30 @@ def build_rank(
     transformer = transformer_config(config, device)
     transformer.finalize_model_grads_func = finalize_model_grads
     chunk = _build(config, transformer, device, is_sharded)
-    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded)
+    gathers_later = chunk.module.ddp_config.overlap_param_gather
+    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
     optimizer = build_adam(adam, [chunk], ProcessGroupCollection.use_mpu_process_groups())
     return chunk, optimizer, make_schedule(config, optimizer)
 
 
 def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded: bool) -> Chunk:
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    rng.seed_parameters(config.train.seed, stage, parallel_state.get_tensor_model_parallel_rank(), device)
-    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model: torch.nn.Module = GPTModel(
-        config=transformer,
-        transformer_layer_spec=layer_spec(config, transformer, device),
-        vocab_size=padded_vocab_size(config.model.vocab_size, config.layout.tensor_parallel),
-        max_sequence_length=config.model.seq_length,
-        pre_process=is_first,
-        post_process=is_last,
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-        position_embedding_type=config.model.position_embedding,
-    )
-    if transformer.bf16:
-        model = Float16Module(transformer, model)
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (chunk,) = build_chunks(config, transformer, groups, device, transfers(config, device, is_sharded=is_sharded))
+    chunk.module.broadcast_params()
+    if chunk.module.ddp_config.overlap_grad_reduce:
+        transformer.no_sync_func = chunk.module.no_sync
+    return chunk
+
+
+def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> DistributedDataParallelConfig:
+    """How ranks exchange gradients and updated parameters."""
+    overlaps = config.reduce.overlap or device.type == "cuda"
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",
         use_distributed_optimizer=is_sharded,
-        overlap_grad_reduce=config.reduce.overlap,
-        bucket_size=round(config.reduce.bucket_mib * _ELEMENTS_PER_MIB) if config.reduce.overlap else None,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and is_sharded,
     )
-    module = DistributedDataParallel(transformer, ddp, model)
-    module.broadcast_params()
-    if config.reduce.overlap:
-        transformer.no_sync_func = module.no_sync
-    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 
 def _batches(

@@ -21,8 +21,8 @@ class Probe(Protocol):
     def progress(self) -> None:
         """The pending operation has advanced, for example by a layer."""
 
-    def during(self, operation: Operation, /) -> AbstractContextManager[None]:
-        """In this context the operation is pending."""
+    def during(self, operation: Operation, /, *, in_backward: bool = False) -> AbstractContextManager[None]:
+        """In this context the operation is pending. `in_backward`: it interrupts a backward pass that then goes on."""
 
     def forward(self, microbatch: Microbatch, /) -> AbstractContextManager[None]:
         """In this context a microbatch's forward pass through a chunk runs."""
@@ -42,7 +42,13 @@ class SilentProbe:
     def progress(self) -> None:
         pass
 
-    def during(self, operation: Operation, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
+    def during(
+        self,
+        operation: Operation,  # noqa: ARG002 - the protocol's
+        /,
+        *,
+        in_backward: bool = False,  # noqa: ARG002 - the protocol's
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forward(self, microbatch: Microbatch, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from spare_megatron.mcore.flat_gradients import flat_parameters
 from spare_megatron.mcore.model import Chunk
@@ -21,33 +22,32 @@ class ReadyBuckets:
             for flat in flat_parameters(chunks)
         }
         self._num_buckets = len(buckets)
-        self._on_ready: OnReady | None = None
+        self._nodes = [node for chunk in chunks for node in chunk.module.grad_accs]
         self._passes_left: dict[object, int] = {}
         self._num_awaited: list[int] = []
         self._num_ready = 0
-        for chunk in chunks:
-            # Megatron's hooks on these nodes add gradients to its buffers; registered earlier, they run earlier.
-            for node in chunk.module.grad_accs:
-                node.register_hook(lambda *_, parameter=node.variable: self._passed(parameter))
 
     @contextmanager
     def reporting(self, num_passes: int, on_ready: OnReady | None) -> Iterator[None]:
         """In this context, reports buckets whose parameters have all had `num_passes` backward passes."""
-        self._on_ready = on_ready
+        if on_ready is None:
+            yield
+            return
         self._passes_left = dict.fromkeys(self._buckets_of, num_passes)
         self._num_awaited = [0] * self._num_buckets
         for touched in self._buckets_of.values():
             for bucket in touched:
                 self._num_awaited[bucket] += 1
         self._num_ready = 0
+        # Megatron's hooks on these nodes add gradients to its buffers; registered earlier, they run earlier.
+        hooks = [node.register_hook(partial(self._passed, node.variable, on_ready)) for node in self._nodes]
         try:
             yield
         finally:
-            self._on_ready = None
+            for hook in hooks:
+                hook.remove()
 
-    def _passed(self, parameter: object) -> None:
-        if self._on_ready is None:
-            return
+    def _passed(self, parameter: object, on_ready: OnReady, *_gradients: object) -> None:
         self._passes_left[parameter] -= 1
         if self._passes_left[parameter]:
             return
@@ -56,4 +56,4 @@ class ReadyBuckets:
         while self._num_ready < self._num_buckets and not self._num_awaited[self._num_ready]:
             self._num_ready += 1
         if self._num_ready:
-            self._on_ready(self._num_ready)
+            on_ready(self._num_ready)

@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.pieces import Piece
+from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.host_copies import TensorBytes, issued_on
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.partitions import Fragment, StatePartitions
@@ -84,6 +86,7 @@ class StackedOptimizer:
         self._lock = threading.Lock()
         self._hosted: dict[PartitionId, _Hosted] = {}
         self._updated: list[_Updated] = []
+        self._changed: torch.cuda.Event | None = None  # when the state last did, in GPU work
         self.start_partitions(hosted)
 
     # ---------------------------------------------------------------------------------------------------- update
@@ -114,6 +117,7 @@ class StackedOptimizer:
                 for updated in self._updated:
                     updated.fragment.values.copy_(updated.values)
             self.schedule.step(increment=1)
+            self._changed = issued_on(self.device)
         return norm, float(learning_rate)
 
     def _norm(self, squares: float | None) -> float:
@@ -197,21 +201,25 @@ class StackedOptimizer:
             if self._hosted[number].state.numel():
                 yield self._hosted[number].state[-_NUM_MOMENTS]
 
-    def state_sha256(self, number: PartitionId) -> str:
-        """SHA-256 of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
-        digest = sha256()
+    def state_digest(self, number: PartitionId) -> TensorsDigest:
+        """Digest of a whole partition: model parameters and all optimizer state, bitwise equal on all hosts."""
         with self._lock:
-            for fragment in self.partitions.fragments(number, slice(0, self.partitions.length(number))):
-                digest.update(_bytes_of(fragment.values))
+            fragments = self.partitions.fragments(number, slice(0, self.partitions.length(number)))
+            tensors = [("parameters", fragment.values) for fragment in fragments]
             if number in self._hosted:
-                digest.update(_bytes_of(self._hosted[number].state))
-        return digest.hexdigest()
+                tensors.append(("state", self._hosted[number].state))
+            return TensorsDigest(tensors)
 
     def read_piece(self, number: PartitionId, piece: int) -> PieceState:
         """The state of a held piece, consistent as of one update."""
         with self._lock:
-            state = self._hosted[number].state[:, self.partitions.place(number, piece)]
-            return PieceState(num_updates=self.num_updates, data=state.cpu().contiguous().numpy().tobytes())
+            content = self._bytes_of(number, piece)
+            data = bytes(content.read(Piece(0, content.num_bytes)))
+            return PieceState(num_updates=self.num_updates, data=data)
+
+    def _bytes_of(self, number: PartitionId, piece: int) -> TensorBytes:
+        """The state of a piece, to be copied without waiting for passes issued since it last changed."""
+        return TensorBytes(list(self._hosted[number].state[:, self.partitions.place(number, piece)]), self._changed)
 
     def install_piece(self, number: PartitionId, piece: int, state: PieceState) -> bool:
         """Takes over the state of a piece, to be updated here; False if its update count differs from the one here.
@@ -223,11 +231,17 @@ class StackedOptimizer:
                 return False
             if number in self._hosted and piece in self._hosted[number].installed_at:
                 raise ValueError(f"piece {piece} of partition {number} is held already")
-            rows = self._rows_of(number)[:, self.partitions.place(number, piece)]
-            if len(state.data) != rows.numel() * rows.element_size():
-                raise ValueError(f"piece {piece} of partition {number} has {rows.nbytes} bytes, not {len(state.data)}")
-            received = torch.frombuffer(bytearray(state.data), dtype=torch.float32)
-            rows.copy_(received.view(rows.shape))
+            if number not in self._hosted:
+                self._rows_of(number)
+                self._changed = issued_on(self.device)
+            content = self._bytes_of(number, piece)
+            if len(state.data) != content.num_bytes:
+                raise ValueError(
+                    f"piece {piece} of partition {number} has {content.num_bytes} bytes, not {len(state.data)}"
+                )
+            with content.writing() as writer:
+                writer.room(content.num_bytes)[:] = state.data
+                writer.write(Piece(0, content.num_bytes))
             self._start_updating(number, piece)
             return True
 
@@ -243,6 +257,7 @@ class StackedOptimizer:
                         for fragment in self.partitions.fragments(number, self.partitions.place(number, piece)):
                             rows[0, fragment.place].copy_(fragment.values)
                     self._start_updating(number, piece)
+            self._changed = issued_on(self.device)
 
     def restore(self, state: dict[str, Any], partitions: Mapping[PartitionId, Tensor]) -> None:
         """Replaces everything held here by a `state_dict` and whole partitions, made by `empty_state` and filled."""
@@ -259,6 +274,7 @@ class StackedOptimizer:
                 self._hosted[number] = _Hosted(state=rows)
                 for piece in range(self.partitions.num_pieces(number)):
                     self._start_updating(number, piece)
+            self._changed = issued_on(self.device)
 
     def drop(self, number: PartitionId) -> None:
         with self._lock:
@@ -289,15 +305,12 @@ class StackedOptimizer:
             values = main[0] if main else fragment.values
             self._updated.append(_Updated(number=number, fragment=fragment, values=values))
             self._adam.param_groups[self._group_of[fragment.parameter]]["params"].append(values)
-            step = torch.tensor(float(self.num_updates), dtype=torch.float32, device=self.device)
+            # Not `tensor`, which would wait for all GPU work.
+            step = torch.full((), float(self.num_updates), dtype=torch.float32, device=self.device)
             self._adam.state[values] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     def _num_installed(self, number: PartitionId) -> int:
         return len(self._hosted[number].installed_at) if number in self._hosted else 0
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return memoryview(values.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _build_adam(

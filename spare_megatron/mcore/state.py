@@ -7,13 +7,13 @@ import json
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spare_megatron.mcore.checkpoint import HashingWriter
+from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.host_copies import HostCopies, TensorBytes
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
@@ -55,40 +55,6 @@ class StateCopy:
         self._copies.copy(self._tensors.beside(out[start:]), self._as_of)
 
 
-class RestOfState:
-    """A rank's state beside the parameters that its optimizer updates, for a thread to hash before the next update.
-
-    That is the optimizer's state and, in bf16 models, the bf16 parameters; not model buffers, which may differ.
-    """
-
-    def __init__(self, chunks: Sequence[Chunk], optimizer: Optimizer, copies: HostCopies) -> None:
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        for named in named_parameters(chunks):
-            updated = optimized(named.parameter)
-            if updated is not named.parameter:
-                self._tensors.append((named.name, named.parameter.detach()))
-            for key, value in sorted(optimizer.state_of(updated).items()):
-                self._tensors.append((f"{key} of {named.name}", torch.as_tensor(value)))
-        self._counts = optimizer.update_counts()
-        self._copies = copies
-        self._as_of = copies.now()
-
-    def sha256(self) -> str:
-        """SHA-256 of it, bitwise equal in all groups."""
-        digest = sha256(repr(self._counts).encode())
-        for name, tensor in self._tensors:
-            digest.update(name.encode())
-            digest.update(memoryview(self._on_host(tensor).view(-1).view(torch.uint8).numpy()))
-        return digest.hexdigest()
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor.contiguous()
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._copies.copy([(tensor, on_host)], self._as_of)
-        return on_host
-
-
 class IncomingState:
     """Receives the state of another group's rank. Raises ForeignState if its `description` is of another model."""
 
@@ -122,6 +88,21 @@ def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> Outgoin
     assert number in optimizer.hosted, f"partition {number} is not here whole"
     state = optimizer.whole_partitions().get(number)
     return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # None if empty
+
+
+def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer) -> TensorsDigest:
+    """Digest of a rank's state beside the parameters that its optimizer updates, bitwise equal in all groups.
+
+    That is the optimizer's state and, in bf16 models, the bf16 parameters; not model buffers, which may differ.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for named in named_parameters(chunks):
+        updated = optimized(named.parameter)
+        if updated is not named.parameter:
+            tensors.append((named.name, named.parameter))
+        for key, value in sorted(optimizer.state_of(updated).items()):
+            tensors.append((f"{key} of {named.name}", torch.as_tensor(value)))
+    return TensorsDigest(tensors, head=repr(optimizer.update_counts()))
 
 
 def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> tuple[int, str]:

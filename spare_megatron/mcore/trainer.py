@@ -18,12 +18,19 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
-from spare_megatron.mcore.parameters import NamedParameter, named_parameters, optimized, parameters_sha256
+from spare_megatron.mcore.parameters import (
+    NamedParameter,
+    named_parameters,
+    optimized,
+    parameters_digest,
+    parameters_sha256,
+)
 from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
@@ -33,11 +40,11 @@ from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
     IncomingState,
     OutgoingState,
-    RestOfState,
     StateCopy,
     load_state,
     outgoing_state,
     partition_state,
+    rest_of_state,
     save_state,
 )
 from spare_megatron.mcore.tied_parameters import sum_inside_group
@@ -223,12 +230,15 @@ class GroupTrainer:
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
     def params_sha256(self) -> str:
-        return parameters_sha256(self.chunks)
+        return parameters_sha256(self.chunks, self._probe.progress)
 
-    def rest_of_state(self) -> RestOfState:
-        """All other state that is equal in every group, for another thread to hash before the next update."""
+    def params_digest(self) -> TensorsDigest:
+        return parameters_digest(self.chunks)
+
+    def rest_of_state(self) -> TensorsDigest:
+        """Digest of all other state that is equal in every group."""
         assert not isinstance(self._optimizer, StackedOptimizer), "what is stacked differs from group to group"
-        return RestOfState(self.chunks, self._optimizer, self._copies)
+        return rest_of_state(self.chunks, self._optimizer)
 
     def moments(self) -> Iterator[Tensor]:
         """The first moments held here; none before the first update."""

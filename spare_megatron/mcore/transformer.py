@@ -92,6 +92,14 @@ _UNSAFE = {
 }
 """Megatron fields that would silently train something else or end every rank, with the reason."""
 
+_IRREPRODUCIBLE = {
+    "gradient_accumulation_fusion": "the kernel adds to the sum, and hides the gradient of a single microbatch",
+    "cross_entropy_loss_fusion": "Megatron does not count it among its deterministic kernels",
+    "tp_comm_overlap": "Megatron does not count it among its deterministic kernels",
+    "fp4": "gradients are rounded at random",
+}
+"""Megatron fields whose results depend on more than the microbatch, with the reason."""
+
 _OFF = (None, False, 0, "", "none")
 
 
@@ -178,12 +186,12 @@ def _refuse_combinations(config: RunConfig) -> None:
             "megatron.batch_p2p_comm=true corrupts gradients silently in the interleaved schedule; remove it, "
             "or set layout.virtual_pipeline=1"
         )
-    if config.reduce.mode == "reproducible" and config.megatron.get("gradient_accumulation_fusion"):
-        # The fused kernel adds directly to the sum, so no hook sees the gradient of a single microbatch.
-        raise ValueError(
-            "megatron.gradient_accumulation_fusion=true does not go with reduce.mode=reproducible; remove it, "
-            "or set reduce.mode=fast"
-        )
+    for key, reason in _IRREPRODUCIBLE.items():
+        if config.reduce.mode == "reproducible" and (value := config.megatron.get(key)):
+            raise ValueError(
+                f"megatron.{key}={value} does not go with reduce.mode=reproducible: {reason}; remove it, or set "
+                f"reduce.mode=fast"
+            )
 
 
 def _megatron_value(key: str, value: Any) -> Any:

@@ -2,21 +2,22 @@
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import NamedTuple
 
 
 class Range(NamedTuple):
     first: str
-    before: str | None = None
+    before: str
 
     def __str__(self) -> str:
-        return f">={self.first}" + (f",<{self.before}" if self.before else "")
+        return f">={self.first},<{self.before}"
 
 
 SUPPORTED = {
-    "torch": Range("2.13", "2.14"),
+    "torch": Range("2.11", "2.14"),
     "megatron-core": Range("0.16.1", "0.17"),
-    "transformer-engine": Range("2.0"),
+    "transformer-engine": Range("2.9", "2.12"),
     # Aborting a communicator may hang in older versions (reported by torchft).
     "NCCL": Range("2.26", "3"),
 }
@@ -32,9 +33,24 @@ def check_version(package: str, installed: str | None) -> None:
     remedy = _REMEDIES.get(package, f"pip install '{package}{wanted}'")
     if installed is None:
         raise ImportError(f"{package}{wanted} is not installed: {remedy}")
-    is_below_end = wanted.before is None or _release(installed) < _release(wanted.before)
-    if _release(installed) < _release(wanted.first) or not is_below_end:
+    if not _release(wanted.first) <= _release(installed) < _release(wanted.before):
         raise ImportError(f"{package} {installed} is installed, spare_megatron needs {wanted}: {remedy}")
+
+
+def check_names(package: str, owner: object, *names: str) -> None:
+    """Raises ImportError if `owner`, of the package, lacks one of these dotted names.
+
+    For private or undocumented names: a module that uses some looks them up when it is imported, not during a fault.
+    """
+    for name in names:
+        try:
+            attrgetter(name)(owner)
+        except AttributeError:
+            where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+            raise ImportError(
+                f"{package} {installed_version(package)} has no {where}, which spare_megatron uses: "
+                f"pip install '{package}{SUPPORTED[package]}'"
+            ) from None
 
 
 def installed_version(package: str) -> str | None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from spare_megatron.observe.history import CommittedSteps, History
 
-ParamsDigests = Mapping[int, frozenset[str]]
+ParamsDigests = Mapping[tuple[int, str], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,15 @@ class Equality:
         difference: The first difference in these; None if there is none.
         params_step: Committed steps after which parameters are compared: the first that differ, else the last; None if
             the journals have no digests after the same number of steps.
-        digests: SHA-256 of all parameters of each run after these; empty if there are none.
+        kind: Which digests these are, `digest` or `sha256`.
+        digests: Those of all parameters of each run; empty if there are none.
     """
 
     num_steps: tuple[int, int]
     num_common: int
     difference: Difference | None
     params_step: int | None
+    kind: str
     digests: tuple[str, ...]
 
     @property
@@ -70,10 +72,10 @@ class Equality:
         if not self.digests:
             yield "Parameters cannot be compared: the journals have no digests of them after the same number of steps."
         elif len(set(self.digests)) == 1:
-            yield f"Parameters after {self.params_step} steps: sha256 {self.digests[0]} in both."
+            yield f"Parameters after {self.params_step} steps: {self.kind} {self.digests[0]} in both."
         else:
             left, right = self.digests
-            yield f"Parameters differ after {self.params_step} steps: sha256 {left} and {right}."
+            yield f"Parameters differ after {self.params_step} steps: {self.kind} {left} and {right}."
 
 
 def compare(first: History, second: History) -> Equality | None:
@@ -81,12 +83,13 @@ def compare(first: History, second: History) -> Equality | None:
     if first.began_s is None or second.began_s is None:
         return None
     num_common, difference = _compare_steps(first.steps, second.steps)
-    params_step, digests = _compare_params(first.params, second.params)
+    params_step, kind, digests = _compare_params(first.params, second.params)
     return Equality(
         num_steps=(int(np.sum(~first.steps.is_undone)), int(np.sum(~second.steps.is_undone))),
         num_common=num_common,
         difference=difference,
         params_step=params_step,
+        kind=kind,
         digests=digests,
     )
 
@@ -107,12 +110,12 @@ def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, 
     return len(common), min(found, key=lambda item: item.step, default=None)
 
 
-def _compare_params(first: ParamsDigests, second: ParamsDigests) -> tuple[int | None, tuple[str, ...]]:
+def _compare_params(first: ParamsDigests, second: ParamsDigests) -> tuple[int | None, str, tuple[str, ...]]:
     """The steps after which parameters first differ, or were last compared, and the digests in both runs. Skips steps
     after which the groups of one run had different parameters: one of them was wrong.
     """
-    common = [step for step in sorted(first.keys() & second.keys()) if len(first[step]) == len(second[step]) == 1]
+    common = [place for place in sorted(first.keys() & second.keys()) if len(first[place]) == len(second[place]) == 1]
     if not common:
-        return None, ()
-    step = next((step for step in common if first[step] != second[step]), common[-1])
-    return step, (*first[step], *second[step])
+        return None, "", ()
+    place = next((place for place in common if first[place] != second[place]), common[-1])
+    return *place, (*first[place], *second[place])

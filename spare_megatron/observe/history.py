@@ -106,7 +106,7 @@ class History:
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
         lasted_s: Seconds from then to its end, or to now.
         checkpoints: How saves ended, each with its seconds since the run's record.
-        params: Number of committed steps -> digests of all parameters after them, as far as they have been read.
+        params: As `RunState.params` returns them, as far as they have been read.
     """
 
     run: RunRecord
@@ -120,7 +120,7 @@ class History:
     began_s: float | None
     lasted_s: float
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
-    params: Mapping[int, frozenset[str]]
+    params: Mapping[tuple[int, str], frozenset[str]]
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""

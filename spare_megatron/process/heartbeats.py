@@ -80,12 +80,13 @@ class HeartbeatWriter:
         self._note(OPERATIONS.index(Operation.END))
 
     @contextlib.contextmanager
-    def during(self, operation: Operation) -> Iterator[None]:
-        """Marks the operation as pending inside the block; restores the previous one after it."""
+    def during(self, operation: Operation, *, in_backward: bool = False) -> Iterator[None]:
+        """Marks the operation as pending inside the block; restores the previous one, and a backward pass, after it."""
         before = self._index
         self._note(OPERATIONS.index(operation))
         # COMPUTE is what lies between the spans.
-        span = contextlib.nullcontext() if operation is Operation.COMPUTE else self.spans.during(operation)
+        is_span = operation is not Operation.COMPUTE
+        span = self.spans.during(operation, in_backward=in_backward) if is_span else contextlib.nullcontext()
         try:
             with span:
                 yield

@@ -97,15 +97,28 @@ class Channel:
         self._timeout_s = timeout_s
         self._is_over = is_over
 
-    def ask(self, request: Request) -> memoryview:
-        """Client: the bytes of a piece. WrongStep, NotOffered: refused. TransferBroken: no valid answer has come."""
-        head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
+    def ask(self, request: Request, into: memoryview | None = None) -> memoryview:
+        """Client: the bytes of a piece, in `into` if given. WrongStep, NotOffered: refused. TransferBroken: no valid
+        answer has come.
+        """
+        self.send_request(request)
+        return self.await_answer(request, into)
+
+    def send_request(self, request: Request) -> None:
+        """Client: the first half of `ask`; several may be sent before their answers are taken, in the same order."""
+        head = _packed(request)
         self._send(head + self._mac(head))
+
+    def await_answer(self, request: Request, into: memoryview | None = None) -> memoryview:
+        """Client: the second half of `ask`."""
+        head = _packed(request)
         answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s, is_over=self._is_over)
         status, step, num_bytes = _ANSWER.unpack_from(answer)
         if num_bytes not in (0, request.piece.size):
             raise TransferBroken("an answer to another request")
-        content = receive(self._connection, num_bytes, self._timeout_s, is_over=self._is_over)
+        content = receive(
+            self._connection, num_bytes, self._timeout_s, is_over=self._is_over, into=into if num_bytes else None
+        )
         if not hmac.compare_digest(answer[_ANSWER.size :], self._mac(head, answer[: _ANSWER.size], content)):
             raise TransferBroken("an answer is damaged, or a stranger's")
         if status == Status.WRONG_STEP:
@@ -129,7 +142,7 @@ class Channel:
             raise TransferBroken(f"a range of {stop - start} bytes is no piece of at most {LARGEST_PIECE_BYTES}")
         return Request(name=name.rstrip(b"\0").decode("ascii"), step=step, piece=Piece(start, stop)), signed
 
-    def answer(self, signed: bytes, status: Status, step: int, content: bytes = b"") -> None:
+    def answer(self, signed: bytes, status: Status, step: int, content: bytes | memoryview = b"") -> None:
         """Server: answers the request. Raises TransferBroken if the client does not take the answer."""
         head = _ANSWER.pack(status, step, len(content))
         self._send(head + self._mac(signed, head, content))
@@ -141,12 +154,16 @@ class Channel:
             mac.update(part)
         return mac.digest()
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes | memoryview) -> None:
         try:
             self._connection.settimeout(self._timeout_s)
             self._connection.sendall(data)
         except OSError as error:
             raise TransferBroken(f"the other side takes nothing: {error}") from error
+
+
+def _packed(request: Request) -> bytes:
+    return _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
 
 
 def receive(
@@ -156,12 +173,13 @@ def receive(
     *,
     may_end: bool = False,
     is_over: Callable[[], bool] | None = None,
+    into: memoryview | None = None,
 ) -> memoryview:
-    """Receives num_bytes within timeout_s, or none where the other side may end the connection (`may_end`) and has.
-    While nothing comes, `is_over` is asked every LOOK_S whether the bytes are no longer needed. TransferBroken: they
-    have not come in time, never will, or are no longer needed.
+    """Receives num_bytes within timeout_s (in `into` if given), or none where the other side may end the connection
+    (`may_end`) and has. While nothing comes, `is_over` is asked every LOOK_S whether the bytes are no longer needed.
+    TransferBroken: they have not come in time, never will, or are no longer needed.
     """
-    data = memoryview(bytearray(num_bytes))
+    data = memoryview(bytearray(num_bytes)) if into is None else into
     end_s = time.monotonic() + timeout_s
     num_received = 0
     while num_received < num_bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -84,12 +84,11 @@ def end_fork_server() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def rank_context(device: str) -> ForkContext | SpawnContext:
-    """The context from which a supervisor starts its ranks, so that they are its children and die with it. Forked ranks
-    have the supervisor's imports. On device "gpu" they are spawned and import for themselves: importing
-    transformer-engine uses a GPU, after which a fork cannot use it.
+def rank_context(device: str, forking: BaseContext) -> BaseContext:
+    """The context from which ranks are started: `forking`, which saves them the imports. On device "gpu" they are
+    spawned and import for themselves: importing transformer-engine uses a GPU, after which a fork cannot use it.
     """
-    return multiprocessing.get_context("spawn") if device == "gpu" else multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn") if device == "gpu" else forking
 
 
 @dataclass(slots=True)
@@ -106,11 +105,16 @@ class Child:
 
 
 def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
-    """Starts `target(*args, pipe)` in a new process. A child of the fork server ends with this process."""
+    """Starts `target(*args, pipe)` in a new process, which ends with this one. Main thread only, except for a child of
+    the fork server: the kernel ends the others with the thread that started them.
+    """
     ours, theirs = context.Pipe(duplex=True)
     if isinstance(context, ForkServerContext):
         args = (forkserver._forkserver._forkserver_pid, target, *args)  # type: ignore[attr-defined]
         target = _with_fork_server
+    else:
+        args = (os.getpid(), target, *args)
+        target = _with_parent
     process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
     with end_signal.blocked():
         process.start()
@@ -124,7 +128,11 @@ def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) 
     so that only the driver holds it: its death ends the server and all children, even stopped ones.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    die_with(server_pid)
+    _with_parent(server_pid, target, *args)
+
+
+def _with_parent(parent_pid: int, target: Callable[..., None], *args: Any) -> None:
+    die_with(parent_pid)
     target(*args)
 
 

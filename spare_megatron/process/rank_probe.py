@@ -36,8 +36,8 @@ class RankProbe:
     def progress(self) -> None:
         self._beacon.progress()
 
-    def during(self, operation: Operation) -> AbstractContextManager[None]:
-        return self._beacon.during(operation)
+    def during(self, operation: Operation, *, in_backward: bool = False) -> AbstractContextManager[None]:
+        return self._beacon.during(operation, in_backward=in_backward)
 
     def forward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         return self._beacon.spans.forward(microbatch)

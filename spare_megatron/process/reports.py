@@ -290,6 +290,13 @@ class Starting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsChosen:
+    """What the ranks will compute with: layers, Adam and fusions, by these names."""
+
+    kernels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRejected:
     """The checkpoint that the run would have started from is damaged; an earlier one takes its place."""
 
@@ -320,7 +327,7 @@ class StoreAwaited:
     limit_s: float
 
 
-RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost | StoreMeasured | StoreAwaited
+RunEvent = NodeReport | Starting | KernelsChosen | CheckpointRejected | MetricsLost | StoreMeasured | StoreAwaited
 
 
 def next_report(pipe: Connection) -> NodeReport | None:

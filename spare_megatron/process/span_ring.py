@@ -110,12 +110,15 @@ class SpanRecorder:
         self.step = -1
 
     @contextlib.contextmanager
-    def during(self, operation: Operation) -> Iterator[None]:
+    def during(self, operation: Operation, *, in_backward: bool = False) -> Iterator[None]:
+        interrupted = self._backward
         began_s = self._turn()
         try:
             yield
         finally:
             self._add(_OPERATION_CODES[operation], began_s, self._turn(), None)
+            if in_backward and interrupted is not None:
+                self.backward(interrupted[0])
 
     @contextlib.contextmanager
     def forward(self, microbatch: Microbatch) -> Iterator[None]:

@@ -113,6 +113,7 @@ class Assembly:
         reduction = Reduction(
             buckets=BucketExchange(
                 position=self._spec.rank,
+                is_alone=self._config.parallel.ranks_per_group == 1,
                 trainer=self.trainer,
                 communicator=self._communicator,
                 bucket_sums=bucket_sums,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import RankSpec
@@ -24,9 +25,10 @@ def choose_device(spec: RankSpec) -> torch.device:
     """Makes the rank's GPU, if it has one, current. Raises `ImportError` if its NCCL version is not supported."""
     device = torch.device(spec.device)
     if device.type == "cuda":
-        nccl.prepare_process()
+        nccl.prepare_process(spec.config.parallel)
         if (sharing := spec.config.cluster.ranks_per_gpu) > 1:
             nccl.share_gpu((spec.group * spec.config.parallel.ranks_per_group + spec.rank) % sharing)
+        choose_deterministic_kernels(spec.config)
         torch.cuda.set_device(device)
     return device
 

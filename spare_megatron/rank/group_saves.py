@@ -105,7 +105,9 @@ def save_alone(spec: RankSpec, trainer: GroupTrainer, action: SaveCheckpoint, he
         num_bytes=num_bytes,
         sha256=sha256,
         params_sha256=trainer.params_sha256(),
-        slices={} if optimizer is None else {str(one): optimizer.state_sha256(one) for one in optimizer.hosted},
+        slices={}
+        if optimizer is None
+        else {str(one): optimizer.state_digest(one).hexdigest() for one in optimizer.hosted},
         manifest=asdict(manifest_of(spec.config, action, head, {})),
     )
     describe(path, saved)

@@ -1,7 +1,9 @@
-"""One rank's attempts to reduce a step: it checks its gradients, sums them over the groups and votes.
+"""One rank's attempts to reduce a step: it sums its gradients over the groups, checks its own, and votes.
 
 Buckets (`comm.bucket_exchange`) are sent after everything is computed and checked; with overlap, as soon as the
-backward pass of the attempt's last microbatch has finished them, if the group has a microbatch to compute.
+backward pass of the attempt's last microbatch has finished them, if the group has a microbatch to compute. That pass
+waits there in groups of several ranks. Those buckets are judged on the device, and what is unsound is found once their
+sums arrive.
 """
 
 import math
@@ -89,7 +91,7 @@ class Reduction:
             return None
         self._write_contribution(action, brought)
         self._is_early = True
-        return lambda num_ready: self._buckets.send_ready(num_ready, action.step, len(brought))
+        return lambda num_ready: self._buckets.send_ready(num_ready, self._is_decided, action.step, len(brought))
 
     def commit(self) -> None:
         """Replaces the local sums by the sums of the committed attempt."""
@@ -112,19 +114,19 @@ class Reduction:
 
         if not self._is_early:
             self._probe(FaultPoint.BEFORE_REDUCE)
-            self._buckets.check_all(step, len(computed))
-            self._agree_on_finding(step)  # before the record: a group that raises here contributes nothing
+            self._buckets.measure_all(step, len(computed))
+            finding = self._buckets.judge(step, len(computed))
+            self._agree_on(finding, step)  # before the record: a group that raises here contributes nothing
             self._write_contribution(action, computed)
             # No rank sends before the leader's record: a sum may be kept though the leader is lost.
-            self._agree_on_finding(step)
+            self._agree_on(finding, step)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
-        if self._is_early:
-            self._agree_on_finding(step)
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
 
+        finding = self._buckets.judge(step, len(computed))
         digests, work_digest = self._digests.for_vote(), digest_of_work(computed)
         with self._probe.during(Operation.SETTLE):
             opinion = self._agreement.settle(
@@ -133,7 +135,9 @@ class Reduction:
                 work_digest=work_digest,
                 loss_sum=self._buckets.loss_sum(),
                 compute_s=self._probe.compute_s(),
+                finding=finding,
             )
+        self._raise_if_unsound(opinion.finding, step)
         self.loss_sum, self.compute_s = opinion.loss_sum, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
         votes = self._cast(action, opinion, work_digest, digests, restored=restored)
@@ -149,10 +153,13 @@ class Reduction:
         is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
         return is_in_vain or self._agreement.is_written(head)
 
-    def _agree_on_finding(self, step: int) -> None:
+    def _agree_on(self, finding: GradientFinding, step: int) -> None:
         """Raises `UnsoundGradient` if any rank's gradients are unsound. Collective over: all ranks of the group."""
         with self._probe.during(Operation.SETTLE):
-            finding = GradientFinding(self._agreement.highest(self._buckets.finding))
+            agreed = GradientFinding(self._agreement.highest(finding))
+        self._raise_if_unsound(agreed, step)
+
+    def _raise_if_unsound(self, finding: GradientFinding, step: int) -> None:
         if finding is not GradientFinding.SOUND:
             raise self._buckets.error(finding, step)
 

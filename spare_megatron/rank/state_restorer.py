@@ -49,7 +49,7 @@ class StateRestorer:
             agreement.publish_digest(progress.head - 1, NO_DIGEST)
             return
         digests.compute()
-        digests.hash_rest(copied_from=None if donor is None else donor.group)
+        digests.compute_rest(copied_from=None if donor is None else donor.group)
         if donor is not None:
             with self._probe.during(Operation.JOIN):
                 confirm(digests.value.params, action, progress.head, agreement, self._join_timeout_s, self._probe)

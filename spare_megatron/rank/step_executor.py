@@ -115,11 +115,14 @@ class StepExecutor:
             self._digests.compare_if_due(num_steps, self._progress.num_restarts)
         self._reports.send_step(result, step_s, recoveries)
 
-    def stop(self, step: int) -> None:
-        """Journals how the group ends and waits for its saves. Collective over: all ranks of the group."""
+    def stop(self, step: int, *, is_final: bool) -> None:
+        """Journals how the group ends and waits for its saves; `is_final` unless it is to restart.
+
+        Collective over: all ranks of the group.
+        """
         self._reports.clock.on_stop()
         self._reports.write_recoveries()
-        if not self._digests.value.params and not self._progress.lacks_params:
-            self._digests.check(step, self._progress.num_restarts)
+        if not self._progress.lacks_params:
+            self._digests.end(step, self._progress.num_restarts, has_sha256=is_final)
         self._saves.finish()
         self._saves.report_finished()

@@ -21,6 +21,7 @@ from spare_megatron.core.actions import (
     RefuseCheckpoint,
     SaveCheckpoint,
     StartRepairs,
+    StopWipeOut,
     TakeSnapshot,
     UpdateModel,
 )
@@ -63,7 +64,7 @@ def train(
             controller.handle(EndRequested(), now_s=time.monotonic())
         action = actions.popleft()
         if isinstance(action, Stop):
-            executors.steps.stop(action.step)
+            executors.steps.stop(action.step, is_final=not isinstance(action, StopWipeOut) or action.is_final)
             return action
         for event in _execute(action, controller, executors):
             actions.extendleft(reversed(controller.handle(event, now_s=time.monotonic())))

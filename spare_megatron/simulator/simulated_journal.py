@@ -174,7 +174,7 @@ class SimulatedJournal:
         """These groups compare their parameters after `step` steps."""
         digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
         for group in members:
-            record = ParamsRecord(group=group, step=step, sha256=digest, num_restarts=self._world.num_restarts)
+            record = ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._world.num_restarts)
             self._write(record)
 
     def _computed(self, group: GroupId) -> list[Microbatch]:

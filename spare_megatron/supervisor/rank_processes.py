@@ -1,6 +1,7 @@
 """The rank processes of one node: starts, replaces, kills and reaps them."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import time
@@ -17,7 +18,6 @@ from spare_megatron.faults.trace import Fault
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
-    die_with,
     end_child,
     leave,
     log_to_file,
@@ -70,7 +70,7 @@ class Spares:
     def new(self) -> RankProcess:
         """Starts a process that is not kept as a spare."""
         page = new_page(self._context)
-        child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page, os.getpid())
+        child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page)
         return RankProcess(child=child, page=page, starvation=Starvation(child.pid))
 
     def end_all(self) -> None:
@@ -83,8 +83,7 @@ class Spares:
             self._waiting.remove(process)
 
 
-def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, supervisor_pid: int, reports: Connection) -> None:
-    die_with(supervisor_pid)
+def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, reports: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _be_rank(rank_main, replace(reports.recv(), page=page), reports)
@@ -121,7 +120,7 @@ class RankProcesses:
 
     def __init__(self, spec: NodeSpec) -> None:
         self._spec = spec
-        self._context = rank_context(spec.config.cluster.device)
+        self._context = rank_context(spec.config.cluster.device, multiprocessing.get_context("fork"))
         minutes = spec.config.train.max_minutes
         self._ends_at_s = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._keys = spec.config.parallel.ranks_on(spec.node)

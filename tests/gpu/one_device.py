@@ -4,17 +4,19 @@ Tasks take the device and the configuration first and return something that can 
 CPU, which shows on every machine that they measure what they say.
 """
 
+import contextlib
 import mmap
 import multiprocessing
 import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,10 +24,19 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore import host_copies
+from spare_megatron.core.pieces import pieces_of
+from spare_megatron.mcore import host_copies, parameters, state
+from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.transfer.piece_client import PieceClient
+from spare_megatron.state.transfer.piece_server import PieceServer
+from spare_megatron.state.transfer.state_source import StateSource
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
+from tests.integration.mcore_state_group import hand_over
+from tests.search_path import put_checkout_first
 
 GPU = "cuda:0"
 DEVICES = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu)]
@@ -38,7 +49,7 @@ def run_on(device: str, task: Callable[..., Any], config: RunConfig, *arguments:
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA cannot be forked
     context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    put_checkout_first()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(device, sender, task, config, arguments))
     process.start()
@@ -62,7 +73,7 @@ def _run(
     try:
         device = torch.device(name)
         if device.type == "cuda":
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            choose_deterministic_kernels(config)
             torch.cuda.set_device(device)
         with tempfile.TemporaryDirectory() as folder:
             dist.init_process_group(
@@ -110,6 +121,23 @@ def losses_of_steps(device: torch.device, config: RunConfig, num_steps: int) -> 
     return [_train(trainer, config, step) for step in range(num_steps)]
 
 
+def continued(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:
+    """The state after four steps: of one trainer; of one with its state after two, from its memory; from a file."""
+    through = GroupTrainer(config, device)
+    for step in range(2):
+        _train(through, config, step)
+    from_memory, from_file = GroupTrainer(config, device), GroupTrainer(config, device)
+    hand_over(through, from_memory)
+    with tempfile.TemporaryDirectory() as folder:
+        through.save_state(Path(folder) / "state")
+        from_file.load_state([Path(folder) / "state"])
+    trainers = through, from_memory, from_file
+    for step in range(2, 4):
+        for trainer in trainers:
+            _train(trainer, config, step)
+    return tuple(map(_whole_state, trainers))
+
+
 def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:
     """The state after a step: copied at once; copied by a thread while the next step computes; and after its update."""
     host_copies.BUFFER_BYTES = 10_007  # so that there are many batches
@@ -126,6 +154,88 @@ def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
     loss_sum = reduce_alone(trainer).loss_sum
     trainer.update(loss_sum)
     return before, memory[:], _whole_state(trainer)
+
+
+def joined_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, tuple[str, ...]]:
+    """A state after a step and what a newcomer has of it that fetches it, over a socket, while the next step computes.
+
+    Also the digests of parameters and of all else of both, after the same step more.
+    """
+    donor, newcomer = GroupTrainer(config, device), GroupTrainer(config, device)
+    _train(donor, config, 0)
+    before, source = _whole_state(donor), StateSource()
+    outgoing = donor.outgoing_state()
+    source.offer(1, {"tensors": outgoing.tensors})
+    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    server.start()
+    failures: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            incoming = newcomer.incoming_state(outgoing.description)
+            with contextlib.closing(PieceClient(server.address, TIMEOUT_S)) as client, incoming.tensors.writing() as to:
+                for piece in client.fetch_each("tensors", 1, pieces_of(outgoing.tensors.num_bytes), to.room):
+                    to.write(piece)
+            incoming.install()
+        except Exception as error:  # noqa: BLE001  (raised below)
+            failures.append(error)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    donor.begin_step(1)
+    donor.compute(all_work(config))
+    thread.join()
+    if failures:
+        raise failures[0]
+    with source.changing(2):
+        donor.update(reduce_alone(donor).loss_sum)
+    server.close()
+    taken = _whole_state(newcomer)
+    _train(newcomer, config, 1)
+    digests = (
+        one.hexdigest() for trainer in (donor, newcomer) for one in (trainer.params_digest(), trainer.rest_of_state())
+    )
+    return before, taken, tuple(digests)
+
+
+def partitions_copied_beside_training(device: torch.device, config: RunConfig) -> tuple[list[bytes], list[bytes]]:
+    """The state of all partitions after a step; and of a newcomer that installs it while the next step computes."""
+    numbers = [PartitionId(number) for number in range(config.layout.num_groups)]
+    donor, newcomer = GroupTrainer(config, device, hosted=numbers), GroupTrainer(config, device)
+    assert donor.stacked is not None
+    assert newcomer.stacked is not None
+    _train(donor, config, 0)
+    before = [rows.cpu().numpy().tobytes() for rows in donor.stacked.whole_partitions().values()]
+    newcomer.stacked.schedule.step(increment=1)
+    donor.begin_step(1)
+    donor.compute(all_work(config))
+    newcomer.begin_step(1)
+    newcomer.compute(all_work(config))
+    for number in numbers:
+        for piece in range(donor.stacked.partitions.num_pieces(number)):
+            assert newcomer.stacked.install_piece(number, piece, donor.stacked.read_piece(number, piece))
+    return before, [rows.cpu().numpy().tobytes() for rows in newcomer.stacked.whole_partitions().values()]
+
+
+def digests_of_copies(device: torch.device, config: RunConfig) -> tuple[list[str], list[str]]:
+    """Of parameters and optimizer state after a step and of bytes of any length: there, and of copies on the CPU."""
+    trainer = GroupTrainer(config, device)
+    _train(trainer, config, 0)
+    generator = torch.Generator().manual_seed(1)
+    sizes = (0, 1, 4097, 3 * 10**7 + 1)
+    odd = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)[1:] for size in sizes]
+    named = [(item.name, item.parameter) for item in trainer.parameters_named()]
+    tensors = [*named, *((str(len(each)), each) for each in odd)]
+    there = [TensorsDigest(tensors), trainer.params_digest(), trainer.rest_of_state()]
+    params, rest = trainer.params_digest, trainer.rest_of_state
+    here = [TensorsDigest([(name, tensor.cpu()) for name, tensor in tensors])]
+    with mock.patch.object(parameters, "TensorsDigest", _on_cpu), mock.patch.object(state, "TensorsDigest", _on_cpu):
+        here += [params(), rest()]
+    return [each.hexdigest() for each in there], [each.hexdigest() for each in here]
+
+
+def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]], head: str = "") -> TensorsDigest:
+    return TensorsDigest([(name, tensor.cpu()) for name, tensor in tensors], head)
 
 
 def _whole_state(trainer: GroupTrainer) -> bytes:

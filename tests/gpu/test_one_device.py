@@ -1,6 +1,8 @@
 """What a GPU computes, on one of them, and the same on the CPU."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.mcore.data import prepare_index
 from tests.gpu import one_device
 from tests.gpu.one_device import DEVICES, GPU, run_on
@@ -72,6 +75,43 @@ def test_reproducible_sums_depend_on_what_is_computed_alone(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "precision"), [("local", "bf16"), ("local", "fp32"), ("transformer_engine", "bf16")]
+)
+def test_reproducible_sums_of_long_sequences_repeat_themselves(
+    make_config: MakeConfig, implementation: str, precision: str
+) -> None:
+    """With many keys per query, attention's usual backward pass adds in any order."""
+    shape = {"seq_length": 4096, "hidden_size": 256, "num_attention_heads": 4, **DROPOUT}
+    config = make_config(mode="reproducible", precision=precision, transformer_impl=implementation, **shape)
+    ways = [[work_of((0, 0), (1, 1))]] * 6
+    first, *others = run_on(GPU, one_device.sums_of, config, *ways)
+    assert np.abs(first).max() > 0
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "megatron"),
+    [
+        pytest.param("cpu", {"transformer_impl": "local"}, {}, id="cpu"),
+        pytest.param(GPU, {"precision": "bf16", **DROPOUT}, FP8, id="gpu-fp8", marks=pytest.mark.gpu),
+    ],
+)
+def test_training_continues_bit_for_bit_from_a_copy_of_the_state(
+    make_config: MakeConfig, device: str, model: dict[str, Any], megatron: dict[str, Any]
+) -> None:
+    """In fp8 too: no scale is kept from one step to the next."""
+    config = make_config(mode="reproducible", megatron=megatron, **model)
+    through, from_memory, from_file = run_on(device, one_device.continued, config)
+    assert from_memory == through
+    assert from_file == through
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_recomputed_activations_drop_what_the_first_pass_dropped(make_config: MakeConfig, implementation: str) -> None:
     model = {"mode": "reproducible", "precision": "bf16", "transformer_impl": implementation, **DROPOUT}
@@ -91,12 +131,47 @@ def test_training_begins_at_the_entropy_of_guessing_and_learns(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.gpu
+def test_devices_are_counted_as_torch_numbers_them() -> None:
+    script = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert [gpu.name for gpu in visible_gpus()] == done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_copy_made_beside_training_is_the_state_before_it(make_config: MakeConfig, device: str) -> None:
     config = make_config(precision=precision_of(device), transformer_impl="local", hidden_size=256)
     before, beside, after = run_on(device, one_device.copied_beside_training, config)
     assert beside == before
     assert after != before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_newcomer_gets_all_bytes_of_a_donor_that_computes(make_config: MakeConfig, device: str) -> None:
+    """Some 10 MB, of many tensors that are smaller than a piece and some that are larger."""
+    config = make_config(precision=precision_of(device), transformer_impl="local", mode="reproducible", hidden_size=256)
+    before, taken, (params, rest, *others) = run_on(device, one_device.joined_beside_training, config)
+    assert taken == before
+    assert [params, rest] == others
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_partitions_that_are_copied_beside_training_are_those_of_the_last_update(
+    make_config: MakeConfig, device: str
+) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local", hidden_size=256)
+    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked"))
+    before, copied = run_on(device, one_device.partitions_copied_beside_training, config)
+    assert len(before) == config.layout.num_groups
+    assert copied == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_digests_are_those_of_the_same_bytes_on_the_cpu(make_config: MakeConfig, device: str) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local")
+    there, here = run_on(device, one_device.digests_of_copies, config)
+    assert there == here
+    assert len(set(there)) == 3
 
 
 def precision_of(device: str) -> str:

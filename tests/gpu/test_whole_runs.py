@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spare_megatron.cli.bench_plain import run_plain
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
@@ -23,7 +25,12 @@ TWICE = {
 
 
 def on_gpus(
-    corpus: Path, faults: Sequence[FaultConfig], *, rejoins: int = 0, sharding: str = "replicated"
+    corpus: Path,
+    faults: Sequence[FaultConfig],
+    *,
+    rejoins: int = 0,
+    sharding: str = "replicated",
+    mode: str = "reproducible",
 ) -> RunConfig:
     # Of three hosts of a state partition two may be lost in one step.
     optimizer = OptimizerConfig(sharding=sharding, redundancy=3)
@@ -32,7 +39,7 @@ def on_gpus(
         GROUPS,
         steps=6,
         faults=faults,
-        mode="reproducible",
+        mode=mode,
         cluster=ON_GPU,
         rejoins=rejoins,
         optimizer=optimizer,
@@ -48,6 +55,14 @@ def test_a_group_alone_trains_on_one_gpu(text_corpus: Path, tmp_path: Path) -> N
     assert len(losses_of(run.journal)) == config.train.steps
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_plain_megatron_trains_beside_it(text_corpus: Path, device: Any) -> None:
+    config = alert_config(text_corpus, LayoutConfig(num_groups=1), cluster=ClusterConfig(device=device), **MODEL)
+    ends, memory = run_plain(config)
+    assert len(ends) == config.train.steps
+    assert (memory.device_bytes > 0) == (device == "gpu")
+
+
 @pytest.mark.gpu(count=4)
 @pytest.mark.parametrize("sharding", ["replicated", "stacked"])
 def test_killed_ranks_are_masked_bit_for_bit(text_corpus: Path, tmp_path: Path, sharding: str) -> None:
@@ -58,6 +73,14 @@ def test_killed_ranks_are_masked_bit_for_bit(text_corpus: Path, tmp_path: Path, 
         assert_masked(run)
         assert losses_of(run.journal) == losses_of(expected.journal)
         assert run.summary.params_sha256 == expected.summary.params_sha256
+
+
+@pytest.mark.gpu(count=4)
+@pytest.mark.parametrize("sharding", ["replicated", "stacked"])
+def test_sums_in_bf16_are_masked_too(text_corpus: Path, tmp_path: Path, sharding: str) -> None:
+    config = on_gpus(text_corpus, [kill("in_reduce", 2, 1)], sharding=sharding, mode="fast_bf16")
+    config = replace(config, reduce=replace(config.reduce, overlap=True))
+    assert_masked(complete_run(config, tmp_path / "run"))
 
 
 @pytest.mark.gpu(count=4)

@@ -3,6 +3,7 @@
 Tasks run in the ranks: they take the configuration first and return something that can be pickled.
 """
 
+import hashlib
 import math
 import multiprocessing
 import os
@@ -13,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.gradients import FloatSums, Totals
+from spare_megatron.mcore.gradients import NUM_EXTRAS, FloatSums, Totals
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
 from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
@@ -37,6 +37,7 @@ from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.recording_probe import RecordingProbe
+from tests.search_path import put_checkout_first
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 100.0
@@ -66,8 +67,7 @@ def run_ranks(num_ranks: int, task: Callable[..., Any], config: RunConfig, *argu
     # Paid once for all tests: a child starts with torch and megatron imported.
     context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
     os.environ["OMP_NUM_THREADS"] = "1"
-    # The fork server does not look where pytest does.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    put_checkout_first()
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
@@ -154,12 +154,15 @@ def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microba
 
 
 def staged(trainer: GroupTrainer) -> torch.Tensor:
-    """The local gradient sums of all buckets as they are staged, then their count and their loss."""
+    """The local gradient sums of all buckets as they are staged, then their extras; the last of those are those of all.
+
+    These are how many groups' sums are unsound, their count and their loss.
+    """
     sums = trainer.gradients
     parts = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
     assert {int(part[-2]) for part in parts} == {int(parts[-1][-2])}
     assert not any(part[-1] for part in parts[:-1])
-    return torch.cat([*(part[:-2] for part in parts), parts[-1][-2:]])
+    return torch.cat([*(part[:-NUM_EXTRAS] for part in parts), parts[-1][-NUM_EXTRAS:]])
 
 
 def kept_sums(
@@ -183,6 +186,30 @@ def kept_sums(
     trainer.compute(before)
     trainer.compute(after)
     return list(sums.buckets), first, kept, staged(trainer).numpy()
+
+
+def summed_in_bf16(config: RunConfig, num_counted: int) -> tuple[np.ndarray, np.ndarray, Totals, float]:
+    """Local sums of step 0, the same after they were staged, tripled and put back, the totals, and the local loss.
+
+    `num_counted` microbatches are counted beside those that are computed.
+    """
+    trainer = GroupTrainer(config, CPU)
+    sums = trainer.gradients
+    trainer.begin_step(0)
+    trainer.compute(all_work(config))
+    sums.add_count(num_counted)
+    before = torch.cat(list(sums.local_sums()))
+    loss = float(sums.extras(sums.stage(len(sums.buckets) - 1, sums.new_staging()))[-1])
+    for bucket, elements in enumerate(sums.buckets):
+        staging = sums.new_staging()
+        staged = sums.stage(bucket, staging)
+        assert staged.dtype is torch.bfloat16
+        staged[: len(elements)] *= 3
+        sums.extras(staged).mul_(3)
+        sums.on_summed(bucket, staging)
+        sums.put(bucket, staging)
+    sums.mark_kept(0)
+    return before.numpy(), torch.cat(list(sums.local_sums())).numpy(), sums.totals(), loss
 
 
 def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[int], int, bool]:
@@ -209,7 +236,7 @@ def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
     """Puts a sum over groups of what `staged` gives."""
     sums = trainer.gradients
     for bucket, elements in enumerate(sums.buckets):
-        extras = total[-2:].clone()
+        extras = total[-NUM_EXTRAS:].clone()
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
         staging = torch.cat([total[elements.start : elements.stop], extras])
@@ -313,7 +340,7 @@ def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray
         named.parameter.data.mul_(factor)
     trainer.begin_step(0)
     trainer.compute(work_of((0, 0), (1, 0)))
-    norms = [trainer.gradients.norm(bucket) for bucket in range(len(trainer.gradients.buckets))]
+    norms = [float(trainer.gradients.norm(bucket)) for bucket in range(len(trainer.gradients.buckets))]
     reduce_alone(trainer)
     trainer.gradients.finish()
     return math.hypot(*norms), np.concatenate([named.main_grad.numpy().ravel() for named in trainer.parameters_named()])
@@ -326,15 +353,18 @@ def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arr
     return {key: torch.stack([batch[key] for batch in batches]).numpy() for key in ("tokens", "labels")}
 
 
-def fingerprints(config: RunConfig) -> list[str]:
-    """SHA-256 of the parameters: as built, with one element nudged by the least, and restored."""
+def fingerprints(config: RunConfig) -> list[tuple[str, str]]:
+    """SHA-256 and digest of the parameters: as built, with one element nudged by the least, and restored."""
     trainer = GroupTrainer(config, CPU)
     element = list(trainer.parameters_named())[3].parameter.data.view(-1)[:1]
     original = element.clone()
     answers = []
     for value in (original, torch.nextafter(original, original + 1), original):
         element.copy_(value)
-        answers.append(trainer.params_sha256())
+        hashed = trainer.params_sha256()
+        content = [(named.name.encode(), named.parameter.detach().numpy()) for named in trainer.parameters_named()]
+        assert hashed == hashlib.sha256(b"".join(name + values.tobytes() for name, values in content)).hexdigest()
+        answers.append((hashed, trainer.params_digest().hexdigest()))
     return answers
 
 

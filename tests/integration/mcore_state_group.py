@@ -67,11 +67,11 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
         _train(other, config, step)
     newcomer = GroupTrainer(config, CPU)
     hand_over(donor, newcomer)
-    found = [(one.rest_of_state().sha256(), one.params_sha256()) for one in (donor, other, newcomer)]
+    found = [(one.rest_of_state().hexdigest(), one.params_sha256()) for one in (donor, other, newcomer)]
     corrupt(newcomer, "moment_flip", 0)
-    found.append((newcomer.rest_of_state().sha256(), newcomer.params_sha256()))
+    found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     next(iter(newcomer._optimizer.megatron.optimizer.state.values()))["step"] += 1.0
-    found.append((newcomer.rest_of_state().sha256(), newcomer.params_sha256()))
+    found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     return [rest for rest, _ in found], [params for _, params in found]
 
 
@@ -119,9 +119,11 @@ def hand_over(donor: GroupTrainer, newcomer: GroupTrainer) -> int:
     """The donor's state into the newcomer, in many small pieces; returns its bytes."""
     outgoing = donor.outgoing_state()
     incoming = newcomer.incoming_state(outgoing.description)
-    for start in range(0, outgoing.tensors.num_bytes, _ODD):
-        piece = Piece(start, min(start + _ODD, outgoing.tensors.num_bytes))
-        incoming.tensors.write(piece, memoryview(bytearray(outgoing.tensors.read(piece))))
+    with incoming.tensors.writing() as writer:
+        for start in range(0, outgoing.tensors.num_bytes, _ODD):
+            piece = Piece(start, min(start + _ODD, outgoing.tensors.num_bytes))
+            writer.room(piece.size)[:] = outgoing.tensors.read(piece)
+            writer.write(piece)
     incoming.install()
     return outgoing.tensors.num_bytes
 
@@ -156,4 +158,4 @@ def _train(trainer: GroupTrainer, config: RunConfig, step: int) -> UpdateResult:
 
 
 def _whole(tensors: TensorBytes) -> bytes:
-    return tensors.read(Piece(0, tensors.num_bytes))
+    return bytes(tensors.read(Piece(0, tensors.num_bytes)))

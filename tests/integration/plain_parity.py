@@ -34,6 +34,8 @@ def train_plain_with_norms(config: RunConfig, num_steps: int, is_sharded: bool) 
         steps = train_steps(config, CPU, is_sharded=is_sharded)
         for _ in range(num_steps):
             chunk = next(steps)
+    if is_sharded:
+        chunk.module.start_param_sync(force_sync=True)
     return {named.name: named.parameter.detach().float().numpy() for named in named_parameters([chunk])}, norms
 
 

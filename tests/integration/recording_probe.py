@@ -20,7 +20,7 @@ class RecordingProbe:
     def progress(self) -> None:
         pass
 
-    def during(self, _operation: Operation) -> AbstractContextManager[None]:
+    def during(self, _operation: Operation, *, in_backward: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forward(self, _microbatch: Microbatch) -> AbstractContextManager[None]:

@@ -74,6 +74,9 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
         assert speed["memory"]["host_bytes"] > 2**20
     assert found["ratio"] == found["speeds"]["ours"]["step_s"] / found["speeds"]["plain"]["step_s"]
     assert found["ratios"] == [found["ratio"]]
+    means = {way: found["speeds"][way]["mean_step_s"] for way in ("ours", "plain")}
+    assert all(mean > 0 for mean in means.values())
+    assert found["ratio_of_means"] == means["ours"] / means["plain"]
     split_s = found["speeds"]["ours"]["split_s"]
     assert 0 < split_s["compute"] < found["speeds"]["ours"]["step_s"]
     assert [found[name] for name in ("layers", "adam", "adam_of_plain")] == ["megatron-core", "torch", "torch"]

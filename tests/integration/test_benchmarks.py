@@ -30,8 +30,12 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "cadence": ("--intervals 0.2 --steps 24 --mean-steps 2", {"ratio", "outcomes"}, ()),
     "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14",)),
     "checkpoint_stall": ("--pairs 1 --steps 5", {"ratio", "asynchronous"}, TWO_GROUPS),
-    "fault_free_overhead": ("--pairs 1 --steps 8", {"ratio", "ours_step_s"}, TWO_GROUPS),
-    "gradient_guard": ("--steps 5", {"norm_share", "hash_share"}, TWO_GROUPS),
+    "fault_free_overhead": (
+        "--pairs 1 --steps 8",
+        {"ratio", "ours_step_s", "ratio_of_means", "plain_mean_step_s"},
+        TWO_GROUPS,
+    ),
+    "gradient_guard": ("--steps 5", {"norm_share", "hash_share", "sha256_s"}, TWO_GROUPS),
     "goodput": (
         "--ways ours --runs 1 --steps 24 --quiet-steps 10 --kills 1 --mean-steps 0.1",
         {"ways", "failed", "quiet_step_s"},
@@ -77,6 +81,18 @@ def test_every_command_is_tried_here() -> None:
 def test_a_command_finds_what_it_imports(name: str) -> None:
     text = scripts()[name]
     assert 0 < text.find("\nsys.path.insert(0, ") < text.find("\nfrom benchmarks")
+
+
+def test_too_few_steps_to_measure_are_refused_with_the_limit(
+    text_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It trained all of them, and ended in a StatisticsError."""
+    words = ["--steps", "6", *settings(text_corpus, TWO_GROUPS)]
+    monkeypatch.setattr(sys, "argv", ["fault_free_overhead", *words])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("benchmarks.fault_free_overhead").main()
+    assert "train.steps=6" in (message := capsys.readouterr().err)
+    assert "set --steps to more than 6" in message
 
 
 @pytest.mark.parametrize("name", TRAINING)

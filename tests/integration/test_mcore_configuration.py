@@ -1,8 +1,12 @@
 """A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
 
 import dataclasses
+import os
 import re
 import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +16,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.requirements import Requirement
 
+from spare_megatron.comm import nccl
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
+from spare_megatron.config.validate import Machine, problems
 from spare_megatron.config.validate_training import COUNTED_WITH
+from spare_megatron.mcore import model as model_module
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
-from spare_megatron.mcore.model import layer_spec
+from spare_megatron.mcore.model import choose_deterministic_kernels, kernels_of, layer_spec
+from spare_megatron.mcore.plain_megatron import transfers
 from spare_megatron.mcore.transformer import fits, transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
+from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -40,8 +50,8 @@ def with_megatron(**megatron: Any) -> RunConfig:
     ("package", "installed"),
     [
         *(("megatron-core", version) for version in (None, "0.15.3", "0.16.0", "0.17.0", "1.16.1", "0.16.0rc1")),
-        *(("torch", version) for version in (None, "2.12.1", "2.14.0", "2.14.0a0+git1234")),
-        *(("transformer-engine", version) for version in (None, "1.13.0")),
+        *(("torch", version) for version in (None, "2.10.2", "2.14.0", "2.14.0a0+git1234")),
+        *(("transformer-engine", version) for version in (None, "1.13.0", "2.8.0", "2.12.0")),
     ],
 )
 def test_other_versions_are_refused_with_the_remedy(package: str, installed: str | None) -> None:
@@ -53,8 +63,8 @@ def test_other_versions_are_refused_with_the_remedy(package: str, installed: str
     ("package", "installed"),
     [
         *(("megatron-core", version) for version in ("0.16.1", "0.16.2+cu128", "0.16.10")),
-        *(("torch", version) for version in ("2.13.0", "2.13.1+cpu", "2.13.0a0+nv26.1")),
-        *(("transformer-engine", version) for version in ("2.0.0", "2.11+abc")),
+        *(("torch", version) for version in ("2.11.0+cu130", "2.13.1+cpu", "2.13.0a0+nv26.1")),
+        *(("transformer-engine", version) for version in ("2.9.0", "2.11+abc")),
     ],
 )
 def test_supported_versions_are_accepted(package: str, installed: str) -> None:
@@ -69,6 +79,14 @@ def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
     assert {package: str(SUPPORTED[package]) for package in packages} == {
         package: wanted[package] for package in packages
     }
+
+
+def test_transformer_engine_is_of_the_versions_that_megatron_core_asks_for() -> None:
+    """It was of any from 2.0 on; Megatron calls what some of them do not have."""
+    (asked,) = [Requirement(text) for text in requires("megatron-core") or () if text.startswith("transformer-engine")]
+    ours = Requirement(f"transformer-engine{SUPPORTED['transformer-engine']}")
+    versions = ("2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "3.0.0")
+    assert [version in ours.specifier for version in versions] == [version in asked.specifier for version in versions]
 
 
 @pytest.mark.parametrize("installed", ["2.25.1", "3.0.1"])
@@ -157,6 +175,28 @@ def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device:
             layer_spec(config, transformer, torch.device(device))
 
 
+@pytest.mark.parametrize("field", ["sequence_parallel", "persist_layer_norm"])
+def test_what_norms_of_torch_refuse_is_refused_before_one_is_built(field: str) -> None:
+    """Ranks ended with an assertion deep inside Megatron, where neither apex nor transformer-engine is."""
+    gpu, layout = torch.device("cuda"), LayoutConfig(tensor_parallel=2)
+    norm = {"normalization": "RMSNorm"}  # torch's also where apex is installed
+    config = RunConfig(model=ModelConfig(transformer_impl="local"), layout=layout, megatron={**norm, field: True})
+    with pytest.raises(ValueError, match=rf"^megatron\.{field}=true: .* install 'transformer-engine>=2\.9,<2\.12'"):
+        layer_spec(config, transformer_config(config, gpu), gpu)
+    without = dataclasses.replace(config, megatron=norm)
+    layer_spec(without, transformer_config(without, gpu), gpu)
+
+
+def test_kernels_are_named_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "HAVE_TE", False)
+    monkeypatch.setattr(model_module, "USING_PYTORCH_OPTIMIZER", True)
+    config = with_megatron(bias_dropout_fusion=True, bias_activation_fusion=False)
+    assert kernels_of(config, CPU) == {"layers": "megatron-core", "adam": "torch", "fusions": "bias_dropout_fusion"}
+    found = kernels_of(RunConfig(), torch.device("cuda"))
+    assert found["layers"] == "megatron-core (transformer-engine is not installed)"
+    assert found["fusions"] == "none"
+
+
 def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> None:
     types = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
     for key, kind in COUNTED_WITH.items():
@@ -170,6 +210,23 @@ def test_fields_that_say_which_model_it_is_have_megatrons_defaults() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     theirs = {name: defaults[name] for name in FUNCTION_IN_MEGATRON}
     assert theirs | {"activation_func": theirs["activation_func"].__name__} == FUNCTION_IN_MEGATRON
+
+
+def test_the_fp8_recipe_that_is_refused_is_megatrons_default() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    assert defaults["fp8_recipe"] == "delayed"
+    found = problems(with_megatron(fp8="hybrid"), Machine(num_gpus=8, num_cores=8, has_corpus=True))
+    assert any("megatron.fp8_recipe=delayed, the default" in text for text in found)
+
+
+@pytest.mark.parametrize(("device", "overlaps"), [("cuda", True), ("cpu", False)])
+def test_plain_megatron_overlaps_its_transfers_on_gpus_whatever_ours_do(device: str, overlaps: bool) -> None:
+    """It reduced after the backward pass wherever ours did, and gathered parameters before the next step."""
+    for mode, is_fp32 in (("fast", True), ("fast_bf16", False)):
+        chosen = transfers(RunConfig(reduce=ReduceConfig(mode=mode)), torch.device(device), is_sharded=True)
+        assert (chosen.overlap_grad_reduce, chosen.overlap_param_gather) == (overlaps, overlaps)
+        assert chosen.bucket_size is None
+        assert chosen.grad_reduce_in_fp32 is is_fp32
 
 
 def test_megatrons_defaults_fit_its_types() -> None:
@@ -192,9 +249,14 @@ def test_the_interleaved_schedule_never_batches_its_transfers() -> None:
         transformer_config(RunConfig(layout=LayoutConfig(virtual_pipeline=2)), CPU)
 
 
-def test_fused_gradient_accumulation_hides_what_fixed_point_must_see() -> None:
-    config = RunConfig(reduce=ReduceConfig(mode="reproducible"), megatron={"gradient_accumulation_fusion": True})
-    with pytest.raises(ValueError, match=r"reduce\.mode=fast"):
+@pytest.mark.parametrize(
+    "field",
+    [{"gradient_accumulation_fusion": True}, {"cross_entropy_loss_fusion": True}, {"fp4": "e2m1"}],
+    ids=lambda field: next(iter(field)),
+)
+def test_what_does_not_depend_on_the_microbatch_alone_is_refused_in_reproducible_mode(field: dict[str, Any]) -> None:
+    config = RunConfig(reduce=ReduceConfig(mode="reproducible"), megatron=field)
+    with pytest.raises(ValueError, match=rf"megatron\.{next(iter(field))}=.*set reduce\.mode=fast"):
         transformer_config(config, CPU)
 
 
@@ -205,6 +267,54 @@ def test_gpus_initialize_on_the_gpu_and_are_set_to_be_deterministic() -> None:
     assert gpu.params_dtype is gpu.pipeline_dtype is torch.bfloat16
     cpu = transformer_config(reproducible, CPU)
     assert (cpu.use_cpu_initialization, cpu.deterministic_mode) == (True, False)
+
+
+@pytest.fixture
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what `choose_deterministic_kernels` sets."""
+    for name in DETERMINISTIC:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_gpu_kernels_repeat_their_results_in_reproducible_mode_alone() -> None:
+    """Nothing asked for them: attention's backward pass on a GPU gave other bits each time."""
+    choose_deterministic_kernels(RunConfig())
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not DETERMINISTIC.keys() & os.environ.keys()
+
+    reproducible = RunConfig(reduce=ReduceConfig(mode="reproducible"))
+    choose_deterministic_kernels(reproducible)
+    # With warnings alone, torch's attention stays as it is.
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert {name: os.environ.get(name) for name in DETERMINISTIC} == {**DETERMINISTIC, "NCCL_ALGO": None}
+    choose_deterministic_kernels(replace(reproducible, layout=LayoutConfig(tensor_parallel=2)))
+    assert {name: os.environ.get(name) for name in DETERMINISTIC} == DETERMINISTIC
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_a_rank_on_a_gpu_chooses_its_kernels_first_of_all(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """cuBLAS and NCCL read their settings once."""
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(nccl, "prepare_process", lambda _layout: None)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda _: seen.append((torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)),
+    )
+    spec = SimpleNamespace(device="cuda:0", config=RunConfig(reduce=ReduceConfig(mode=mode)))
+    assert choose_device(spec) == torch.device("cuda:0")
+    assert seen == [(mode == "reproducible", mode == "reproducible")]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from spare_megatron.config.schema import (
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.gradients import NUM_EXTRAS
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
 
@@ -138,7 +139,20 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
         np.testing.assert_array_equal(kept[:end], 3 * first[:end])
         np.testing.assert_array_equal(kept[end:], whole[end:])
         assert num_kept == 0 or np.any(first[:end])
-        assert np.any(first[end:-2] != whole[end:-2])
+        assert np.any(first[end:-NUM_EXTRAS] != whole[end:-NUM_EXTRAS])
+
+
+def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_config: MakeConfig) -> None:
+    config = make_config("fast_bf16", model={"precision": "bf16"})
+    # A bucket has an odd number of elements; bf16 has no 597.
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.0123))
+    (before, after, totals, loss) = run_group(group.summed_in_bf16, config, 593)[0]
+    distance = np.linalg.norm(after - 3 * before) / np.linalg.norm(3 * before)
+    assert 2**-12 < distance < 2**-8
+    assert len(totals.num_microbatches) > 2
+    assert set(totals.num_microbatches) == {3 * (593 + len(group.all_work(config)))}
+    assert totals.loss_sum == pytest.approx(3 * loss, rel=1e-6)
+    assert totals.loss_sum > 1.0
 
 
 @pytest.mark.parametrize(
@@ -262,6 +276,7 @@ def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfi
     assert built == restored
     assert built[0] != nudged[0]
     assert built[1] != nudged[1]
+    assert built[0] != built[1]
 
 
 # --------------------------------------------------------------------------------------------------------- probes

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
+from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, UnsoundGradient
 from spare_megatron.core.votes import Digests, Vote
@@ -30,11 +32,13 @@ COMPUTED = [Microbatch(ShardId(0), 0)]
 
 
 class Sums:
-    """Local sums of ones; every bucket holds ten elements."""
+    """Local sums of ones; every bucket holds ten elements, and is staged with whether they are unsound."""
 
     def __init__(self) -> None:
         self.buckets = cut(10 * NUM_BUCKETS, 10)
         self.local = torch.ones(10 * NUM_BUCKETS)
+        self.measured: dict[int, float] = {}
+        self.num_reads = 0
         self.stagings: list[torch.Tensor] = []
         self.kept: list[int] = []
         self.put_back: list[int] = []
@@ -43,21 +47,32 @@ class Sums:
         self.kept.append(num_kept)
 
     def new_staging(self) -> torch.Tensor:
-        self.stagings.append(torch.empty(10))
+        self.stagings.append(torch.empty(11))
         return self.stagings[-1]
 
+    def measure(self, bucket: int, _limit: float) -> None:
+        self.measured[bucket] = float(torch.linalg.vector_norm(self.of(bucket)))
+
+    def norms(self) -> dict[int, float]:
+        self.num_reads += 1
+        measured, self.measured = self.measured, {}
+        return measured
+
     def stage(self, bucket: int, staging: torch.Tensor) -> torch.Tensor:
-        return staging.copy_(self.of(bucket))
+        staging[:10] = self.of(bucket)
+        staging[10] = not math.isfinite(self.measured.get(bucket, 0.0))
+        return staging
 
-    def norm(self, bucket: int) -> float:
-        return float(torch.linalg.vector_norm(self.of(bucket)))
+    def on_summed(self, bucket: int, staging: torch.Tensor) -> int:
+        assert math.isnan(staging[0]) or float(staging[1]) == 2.0, "only what is complete has arrived"
+        return int(staging[10])
 
-    def on_summed(self, bucket: int, staging: torch.Tensor) -> None:
-        assert float(staging[0]) == 2.0, "only what is complete has arrived"
+    def extras(self, staged: torch.Tensor) -> torch.Tensor:
+        return staged[-1:]
 
     def put(self, bucket: int, staging: torch.Tensor, _places: Sequence[slice]) -> None:
         self.put_back.append(bucket)
-        self.of(bucket).copy_(staging)
+        self.of(bucket).copy_(staging[:10])
 
     def of(self, bucket: int) -> torch.Tensor:
         elements = self.buckets[bucket]
@@ -68,7 +83,10 @@ class Sums:
 
 
 class Communicator:
-    """Two equal members; a sum is complete only when the rank waits for it, and the other dies before some bucket."""
+    """Two equal members; a sum is complete only when the rank waits for it, and the other dies before some bucket.
+
+    The other's gradients are unsound in bucket `unsound`.
+    """
 
     evidence = ""
     ready_at_s = 0.0
@@ -77,7 +95,8 @@ class Communicator:
         self.num_left = num_sums
         self.is_built = True
         self.in_flight: deque[torch.Tensor] = deque()
-        self.most_in_flight = self.num_posted = 0
+        self.most_in_flight = self.num_posted = self.num_summed = 0
+        self.unsound: int | None = None
         self.abandoned: list[torch.Tensor] = []
         self._num_complete = 0
 
@@ -105,7 +124,9 @@ class Communicator:
             self.in_flight.clear()
             return False
         self.num_left -= 1
-        self.in_flight.popleft().mul_(2)
+        summed = self.in_flight.popleft().mul_(2)
+        summed[10] += self.num_summed == self.unsound
+        self.num_summed += 1
         self._num_complete += 1
         return True
 
@@ -115,7 +136,7 @@ class Communicator:
 
 
 class Agreement:
-    """A group of one rank."""
+    """A group of one rank, or as one rank sees it."""
 
     is_leader = True
     member = Member(GroupId(0))
@@ -123,18 +144,26 @@ class Agreement:
     def __init__(self) -> None:
         self.votes: list[Vote] = []
         self.broken: set[int] = set()
+        self.head_is_written = False
+        self.found = GradientFinding.SOUND  # by another rank
 
     def is_broken(self, index: int) -> bool:
         return index in self.broken
 
     def is_written(self, _index: int) -> bool:
-        return False
+        return self.head_is_written
 
     def highest(self, value: int) -> int:
         return value
 
-    def settle(self, *, is_complete: bool, num_complete: int, **_rest: Any) -> GroupOpinion:
-        return GroupOpinion(is_complete=is_complete, loss_sum=0.0, num_complete=(num_complete,), compute_s=(0.5,))
+    def settle(self, *, is_complete: bool, num_complete: int, finding: GradientFinding, **_rest: Any) -> GroupOpinion:
+        return GroupOpinion(
+            is_complete=is_complete,
+            loss_sum=0.0,
+            num_complete=(num_complete,),
+            compute_s=(0.5,),
+            finding=max(finding, self.found),
+        )
 
     def vote(self, _attempt: int, vote: Vote, _voters: Sequence[Member]) -> None:
         self.votes.append(vote)
@@ -143,6 +172,7 @@ class Agreement:
 class Probe(SilentProbe):
     def __init__(self) -> None:
         self.calls: list[FaultPoint] = []
+        self.interrupted: list[Operation] = []
 
     def __call__(self, phase: FaultPoint, /) -> None:
         self.calls.append(phase)
@@ -150,20 +180,26 @@ class Probe(SilentProbe):
     def compute_s(self) -> float:
         return 0.5
 
+    def during(self, operation: Operation, /, *, in_backward: bool = False) -> AbstractContextManager[None]:
+        if in_backward:
+            self.interrupted.append(operation)
+        return nullcontext()
+
 
 class Rank:
     """A reduction and what it is made of here."""
 
-    def __init__(self, num_sums: int, *, overlaps: bool = False, repairs: Any = None) -> None:
+    def __init__(self, num_sums: int, *, overlaps: bool = False, is_alone: bool = True, repairs: Any = None) -> None:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         buckets = BucketExchange(
             position=0,
+            is_alone=is_alone,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             communicator=self.communicator,
-            bucket_sums=AllReducedBuckets(self.communicator),  # type: ignore[arg-type]
+            bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,
@@ -208,7 +244,7 @@ def test_an_attempt_stages_a_few_buckets_at_a_time_and_nothing_as_large_as_all_g
     assert (vote.is_complete, vote.num_complete) == (True, (NUM_BUCKETS,))
     assert rank.communicator.most_in_flight == WINDOW
     assert len(rank.sums.stagings) == MAX_STAGED
-    assert {staging.numel() for staging in rank.sums.stagings} == {10}
+    assert {staging.numel() for staging in rank.sums.stagings} == {11}
     assert NUM_BUCKETS - MAX_STAGED <= len(rank.sums.put_back) < NUM_BUCKETS, "the last are not known to be everywhere"
     assert rank.sums.put_back == sorted(rank.sums.put_back)
     rank.reduction.commit()
@@ -281,6 +317,31 @@ def test_a_group_that_brings_nothing_for_its_gradients_are_unsound_journals_noth
     assert rank.records == []
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("bucket", range(NUM_BUCKETS))
+def test_a_bucket_that_is_unsound_in_another_group_ends_the_attempt_and_stands_in_no_place(
+    bucket: int, overlaps: bool
+) -> None:
+    window = BucketWindow(NUM_BUCKETS, 0)
+    window.num_complete = bucket
+    for num_kept in range(window.num_everywhere, bucket + 1):
+        rank = Rank(num_sums=NUM_BUCKETS, overlaps=overlaps)
+        rank.communicator.unsound = bucket
+        if overlaps:
+            rank.compute(0)(NUM_BUCKETS)
+        vote = rank.attempt(0)
+        assert (vote.is_complete, vote.num_complete) == (False, (bucket,))
+        assert rank.records[-1].evidence == f"bucket {bucket}: the gradients of 1 groups are unsound"
+        assert rank.num_posted <= bucket + WINDOW
+        assert all(put < bucket for put in rank.sums.put_back)
+        assert bool((rank.sums.local[10 * bucket :] == 1.0).all()), "to be summed again"
+        rank.communicator.in_flight.clear()  # the next has a communicator of its own
+        rank.communicator.unsound, rank.communicator.num_left = None, NUM_BUCKETS
+        assert rank.attempt(1, num_kept).is_complete
+        rank.reduction.commit()
+        assert bool((rank.sums.local == 2.0).all())
+
+
 def test_no_rank_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
     rank.agreement.broken.add(0)
@@ -341,22 +402,99 @@ def test_a_second_attempt_sends_early_what_is_not_kept() -> None:
     assert bool((rank.sums.local == 2.0).all())
 
 
-def test_a_rank_that_finds_a_bucket_unsound_sends_nothing_from_there_on_and_raises_with_its_group() -> None:
+def test_a_rank_with_an_unsound_bucket_raises_with_its_group_once_its_sum_arrives() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
     rank.sums.of(3)[0] = math.nan
     report = rank.compute(0)
     for num_ready in range(1, NUM_BUCKETS + 1):
         report(num_ready)
         rank.communicator.wait(lambda: False)
-    assert rank.num_posted == 3
+    num_posted = rank.num_posted
+    assert 3 < num_posted <= 3 + WINDOW
+    assert rank.sums.num_reads == 0, "sending waits for no norm"
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
-    assert rank.num_posted == 3
+    assert rank.num_posted == num_posted
+    assert all(put < 3 for put in rank.sums.put_back)
+    assert rank.agreement.votes == []
+
+
+def test_a_rank_with_an_unsound_bucket_raises_although_its_sum_never_arrives() -> None:
+    rank = Rank(num_sums=3, overlaps=True)
+    rank.sums.of(3)[0] = math.nan
+    rank.compute(0)(NUM_BUCKETS)
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)
 
 
 def test_a_rank_raises_what_another_rank_of_its_group_found() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
     rank.compute(0)(NUM_BUCKETS)
-    rank.agreement.highest = lambda _value: int(GradientFinding.NOT_FINITE)
+    rank.agreement.found = GradientFinding.NOT_FINITE
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
+    assert rank.agreement.votes == []
+
+
+# ------------------------------------------------------------------------------- leaving early, in a group of several
+
+
+def test_a_rank_of_several_posts_each_bucket_where_it_is_ready_and_waits_there_for_the_window() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    report = rank.compute(0)
+    for num_ready in (1, 2, 3, 7, 7, NUM_BUCKETS):
+        report(num_ready)
+        assert rank.num_posted == num_ready
+        assert rank.communicator.most_in_flight <= WINDOW
+    assert len(rank.sums.stagings) == MAX_STAGED
+    assert rank.probe.interrupted == [Operation.REDUCE] * 5, "once at each point"
+    assert rank.attempt(0).is_complete
+    rank.reduction.commit()
+    assert bool((rank.sums.local == 2.0).all())
+
+
+def test_a_rank_of_several_waits_for_its_communicator_at_the_first_point_and_sends_nothing_if_that_is_in_vain() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    rank.communicator.is_built = False
+    rank.compute(0)(1)
+    assert rank.num_posted == 1
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+    rank.agreement.head_is_written = True
+    report = rank.compute(0)
+    report(1)
+    rank.agreement.head_is_written = False
+    report(2)
+    vote = rank.attempt(0)
+    assert (rank.num_posted, vote.is_complete, vote.num_complete) == (0, False, (0,))
+    assert rank.attempt(1).is_complete
+
+
+def test_a_rank_of_several_whose_wait_is_in_vain_sends_nothing_more_in_this_attempt() -> None:
+    rank = Rank(num_sums=2, overlaps=True, is_alone=False)
+    report = rank.compute(0)
+    report(6)
+    num_posted = rank.num_posted
+    assert 2 < num_posted < 6
+    rank.communicator.num_left = NUM_BUCKETS
+    report(NUM_BUCKETS)
+    vote = rank.attempt(0)
+    assert (rank.num_posted, vote.is_complete, vote.num_complete) == (num_posted, False, (2,))
+    assert rank.attempt(1, 2).is_complete
+
+
+@pytest.mark.parametrize("bucket", range(NUM_BUCKETS))
+def test_ranks_have_sent_the_same_buckets_whenever_they_learn_of_an_unsound_sum(bucket: int) -> None:
+    """A sum that some member does not post would hold up what is posted after it."""
+    num_posted = set()
+    for learns_late in (False, True):
+        rank = Rank(num_sums=NUM_BUCKETS, overlaps=True, is_alone=False)
+        rank.communicator.unsound = bucket
+        report = rank.compute(0)
+        for num_ready in range(1, NUM_BUCKETS + 1):
+            report(num_ready)
+            while not learns_late and rank.communicator.wait(lambda: False):
+                pass
+        vote = rank.attempt(0)
+        assert (vote.is_complete, vote.num_complete) == (False, (bucket,))
+        num_posted.add(rank.num_posted)
+    assert len(num_posted) == 1

@@ -1,8 +1,11 @@
 """Losses in the middle of a reduction of many buckets: what all survivors hold stays, and is still exactly once."""
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +41,9 @@ def bucketed(
     mode: str = "reproducible",
     layout: LayoutConfig = STAGES,
     overlap: bool = False,
+    **settings: Any,
 ) -> RunConfig:
-    config = tiny_config(corpus, layout, steps=5, faults=faults, mode=mode, **DROPOUT)
+    config = tiny_config(corpus, layout, steps=5, faults=faults, mode=mode, **DROPOUT, **settings)
     bucket_mib = 1 / 128 if mode == "reproducible" else 1 / 256
     # No rank stops here without dying, and a busy machine shall not make one look so.
     config = replace(config, control=replace(config.control, heartbeat_interval_s=4.0))
@@ -111,6 +115,19 @@ def test_float_sums_of_buckets_kept_and_reduced_again_are_the_gradient_of_the_wh
     assert kept_by(run).keys() == {1, 3}
 
 
+def test_sums_in_bf16_count_more_microbatches_than_bf16_can(text_corpus: Path, tmp_path: Path) -> None:
+    """261 of them, which it would round to 260."""
+    faults = [kill(FaultPoint.IN_REDUCE, 1, 1)]
+    settings = {"layout": LayoutConfig(num_groups=3), "num_microbatches": 87, "precision": "bf16"}
+    for overlap in (False, True):
+        config = bucketed(text_corpus, faults, mode="fast_bf16", overlap=overlap, **settings)
+        run = run_of(config, tmp_path / f"overlap-{overlap}")
+        assert_masked(run)
+        assert max(kept_by(run)[1][0]) > 0
+        [(loss, _)] = losses_of(run.journal)[0]
+        assert loss == pytest.approx(math.log(256), rel=0.1)
+
+
 def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_sums_were(
     text_corpus: Path, tmp_path: Path
 ) -> None:
@@ -136,3 +153,23 @@ def test_a_gradient_that_is_not_a_number_costs_its_group_also_where_buckets_leav
     reasons = {entry["group"]: entry["error"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
     assert reasons.keys() == {0, 2}
     assert all("is not finite" in reason for reason in reasons.values())
+    assert_survivors_received_it(run)
+
+
+def test_buckets_before_an_unsound_one_are_kept_and_the_bits_are_those_of_the_run_without_faults(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    expected = run_of(bucketed(text_corpus), tmp_path / "none")
+    faults = [wrong("nan", FaultPoint.IN_REDUCE, 1, 2, 1), wrong("nan", FaultPoint.IN_REDUCE, 3, 0, 0)]
+    run = run_of(bucketed(text_corpus, faults, overlap=True), tmp_path / "run")
+    assert_survivors_received_it(run)
+    assert kept_by(run).keys() == {1, 3}
+    assert all(len(kept) == 1 and max(kept[0]) > 0 for kept in kept_by(run).values())
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert params_of(run) == params_of(expected)
+
+
+def assert_survivors_received_it(run: Run) -> None:
+    """A vote on a failed attempt says so: no survivor needed to be torn off by the loss."""
+    evidence = [vote.evidence for vote in run.journal.of(VoteRecord) if not vote.is_complete]
+    assert any(re.fullmatch(r"bucket \d+: the gradients of 1 groups are unsound", text) for text in evidence), evidence

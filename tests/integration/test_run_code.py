@@ -21,6 +21,7 @@ from spare_megatron.rank.rank import run_rank
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.spec import TcpStoreSpec
 from tests.integration.whole_run import tiny_config
+from tests.search_path import with_checkout
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,7 +39,7 @@ def command(script: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """What finds the code that is tested as if it were installed, and has nothing that a run sets for its own."""
-    return {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONSAFEPATH": ""}
+    return {**os.environ, "PYTHONPATH": with_checkout(), "PYTHONSAFEPATH": ""}
 
 
 def doctored_copy(folder: Path) -> Path:

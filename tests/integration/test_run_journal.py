@@ -87,10 +87,12 @@ def count_a_lost_group(lines: Lines) -> None:
 
 
 def change_a_digest(lines: Lines) -> None:
-    one(lines, "params", step=STEP, group=2)["sha256"] = "0" * 64
+    one(lines, "params", step=STEP, group=2)["digest"] = "0" * 64
 
 
 def drop_the_last_digest(lines: Lines) -> None:
+    """Both of them: that which is compared, and that of the end."""
+    lines.remove(one(lines, "params", step=4, group=2, sha256=""))
     lines.remove(one(lines, "params", step=4, group=2))
 
 

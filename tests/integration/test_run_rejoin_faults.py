@@ -51,7 +51,7 @@ def rejoined_incarnations(run: Run) -> list[tuple[int, int, int]]:
 
 def groups_at_the_end(run: Run) -> set[int]:
     last = {record.group for record in run.journal.of(UpdateRecord) if record.step == run.config.train.steps - 1}
-    ends = {r.group: r.sha256 for r in run.journal.of(ParamsRecord) if r.step == run.config.train.steps}
+    ends = {r.group: r.digest for r in run.journal.of(ParamsRecord) if r.step == run.config.train.steps}
     assert set(ends) >= last
     assert len(set(ends.values())) == 1
     return last

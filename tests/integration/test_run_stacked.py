@@ -118,7 +118,7 @@ def reproducible(
 def assert_same(run: Run, expected: Run) -> None:
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert params_of(run) == params_of(expected)
-    assert len({record.sha256 for record in run.journal.of(ParamsRecord)}) == STEPS + 1
+    assert len({record.digest for record in run.journal.of(ParamsRecord)}) == STEPS + 1
 
 
 def steps_gathered_again(run: Run) -> set[int]:

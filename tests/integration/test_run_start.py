@@ -16,7 +16,7 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.reports import GroupLost, RunEvent
+from spare_megatron.process.reports import GroupLost, KernelsChosen, RunEvent
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.rank import rank
 from tests.integration.whole_run import Run, alert_config, complete_run, fenced_groups, read_run, tiny_config
@@ -67,11 +67,13 @@ def started(config: RunConfig, run_dir: Path, rank_main: RankMain) -> Run:
     return read_run(config, run_dir, events)
 
 
-def test_a_healthy_run_leaves_all_logs_empty(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_healthy_run_names_its_kernels_and_leaves_all_logs_empty(text_corpus: Path, tmp_path: Path) -> None:
     """c10d warned in every rank that it had no host name for a socket, because no name server is asked."""
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
     run = started(tiny_config(text_corpus, layout, steps=STEPS), tmp_path / "run", rank.run_rank)
     assert run.summary.verdict == "valid"
+    (chosen,) = [event.kernels for event in run.events if isinstance(event, KernelsChosen)]
+    assert chosen == {"layers": "megatron-core", "adam": "torch", "fusions": "none"}
     logs = {file.name: file.read_text() for file in (run.run_dir / "logs").iterdir()}
     assert len(logs) == 5, "four ranks and a supervisor"
     assert not any(logs.values()), logs

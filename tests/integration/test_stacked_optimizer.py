@@ -1,6 +1,7 @@
 """Optimizer state in partitions on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,19 @@ def test_bf16_parameters_after_20_steps_are_those_of_plain_data_parallelism_bit_
     assert min(own_norms) > CLIP
     assert values.keys() == expected.keys()
     assert all(np.array_equal(values[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("mode", "is_sharded"), [("fast", False), ("fast", True), ("fast_bf16", True)])
+def test_plain_megatron_trains_the_same_where_its_transfers_overlap(
+    make_config: MakeConfig, mode: str, is_sharded: bool
+) -> None:
+    """Gradients leave during the backward pass, and updated parameters during the next forward pass."""
+    config = make_config(mode, model={"precision": "bf16", "num_layers": 2}, num_groups=2)
+    overlapping = replace(config, reduce=replace(config.reduce, overlap=True))
+    (expected, norms), _ = run_ranks(2, plain_parity.train_plain_with_norms, config, 3, is_sharded)
+    for values, own_norms in run_ranks(2, plain_parity.train_plain_with_norms, overlapping, 3, is_sharded):
+        assert own_norms == norms
+        assert all(np.array_equal(values[name], expected[name]) for name in expected)
 
 
 def test_a_group_without_state_takes_a_partition_over_piece_by_piece(make_config: MakeConfig) -> None:

@@ -206,5 +206,5 @@ def params_of(run: Run) -> dict[int, set[str]]:
     """Committed steps -> digests of the parameters after them, over all groups that survived to report them."""
     digests: dict[int, set[str]] = {}
     for record in run.journal.of(ParamsRecord):
-        digests.setdefault(record.step, set()).add(record.sha256)
+        digests.setdefault(record.step, set()).add(record.digest)
     return digests

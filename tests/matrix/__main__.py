@@ -1,7 +1,6 @@
 """Runs the whole fault matrix: python -m tests.matrix."""
 
 import argparse
-import os
 import shutil
 import signal
 import statistics
@@ -20,6 +19,7 @@ from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
 from tests.matrix.cells import CELLS, KINDS, Cell
 from tests.matrix.trial import Outcome, run_cell, run_without_faults, why_not_here
+from tests.search_path import put_checkout_first
 
 CELL_TIMEOUT_S = 180
 
@@ -33,7 +33,7 @@ def main() -> int:
     chosen = [cell for cell in CELLS if not arguments.cells or str(cell) in arguments.cells]
     if unknown := set(arguments.cells) - {str(cell) for cell in chosen}:
         parser.error(f"no such cells: {', '.join(sorted(unknown))}")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # the fork server does not look where this process does
+    put_checkout_first()
     fork_server()
     began_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="spare-matrix-"))

@@ -23,7 +23,7 @@ def is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
         reported.setdefault(digest.partition, []).append(digest)
     for digest in own.slice_digests:
         of_partition = reported[digest.partition]
-        num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_partition)
-        if len({one.sha256 for one in of_partition}) > 1 and 2 * num_right <= min(len(of_partition), most_hosts):
+        num_right = sum(one.is_proven and one.value == digest.value for one in of_partition)
+        if len({one.value for one in of_partition}) > 1 and 2 * num_right <= min(len(of_partition), most_hosts):
             return True
     return min(map(len, reported.values()), default=2) == 1 and len({vote.params_digest for vote in votes} - {""}) > 1

@@ -139,7 +139,7 @@ class Invariants:
     def _is_unconfirmed(self, incarnation: Incarnation) -> bool:
         """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
         own = self._votes[incarnation, self.attempt]
-        reported = [own.params_digest, own.state_digest, *(digest.sha256 for digest in own.slice_digests)]
+        reported = [own.params_digest, own.state_digest, *(digest.value for digest in own.slice_digests)]
         votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
         of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == incarnation]
         of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != incarnation]
@@ -242,7 +242,7 @@ class Invariants:
         members = [vote for incarnation, vote in votes.items() if incarnation in self.members]
         if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Finish):
             return self._is_discarded
-        states = {(digest.partition, digest.sha256) for vote in members for digest in vote.slice_digests}
+        states = {(digest.partition, digest.value) for vote in members for digest in vote.slice_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
         is_different |= len({vote.state_digest for vote in members} - {""}) > 1
         is_different |= len(states) > len({index for index, _ in states})
@@ -257,7 +257,7 @@ class Invariants:
             and len(all_right) == self.partitions.num_partitions
         ):
             raise Violation(f"{writer} writes {entry} though parameters are wrong, and each partition has a right host")
-        is_all_right = not any(one.sha256.startswith(WRONG) for vote in votes.values() for one in vote.slice_digests)
+        is_all_right = not any(one.value.startswith(WRONG) for vote in votes.values() for one in vote.slice_digests)
         for incarnation, vote in votes.items():
             is_strange = vote.params_digest.startswith(WRONG) and "{}.{}".format(*incarnation) not in self._corrupted
             if self._is_anew and is_strange and is_all_right:

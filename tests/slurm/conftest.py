@@ -21,11 +21,11 @@ from spare_megatron.config.schema import (
 )
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.whole_run import tiny_config
+from tests.search_path import with_checkout
 from tests.slurm.installation import find_slurm, skip_where_no_node_can_be
 from tests.slurm.jobs import NUM_STEPS, Cluster, Job, pauses, spare
 
 CLUSTER = Path(__file__).parent / "cluster.sh"
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +71,7 @@ def start_cluster(
 def can_submit(text_corpus: Path, etcd_binary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes have an etcd and this code."""
     monkeypatch.setenv("PATH", f"{etcd_binary.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", with_checkout())
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Kills a rank in every stage of a save, of a load and of a rejoin: python -m tests.stages."""
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from spare_megatron.process.processes import fork_server
 from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
+from tests.search_path import put_checkout_first
 from tests.stages.cells import CELLS, Cell
 from tests.stages.trial import run_cell, run_without_faults
 
@@ -25,7 +25,7 @@ def main() -> int:
     chosen = [cell for cell in CELLS if not arguments.cells or {str(cell), cell.place} & set(arguments.cells)]
     if unknown := set(arguments.cells) - {name for cell in chosen for name in (str(cell), cell.place)}:
         parser.error(f"no such cells: {', '.join(sorted(unknown))}")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # the fork server does not look where this process does
+    put_checkout_first()
     fork_server()
     began_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="spare-stages-"))

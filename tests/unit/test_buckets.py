@@ -9,7 +9,7 @@ import pytest
 
 from spare_megatron.config.model_shape import model_shape
 from spare_megatron.config.rank_memory import rank_memory
-from spare_megatron.config.schema import ReduceConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 
 
@@ -22,14 +22,23 @@ def test_buckets_are_the_whole_space_in_order_and_equal_but_for_the_last() -> No
             assert 1 <= len(buckets[-1]) <= size
 
 
-@pytest.mark.parametrize(("mode", "number_bytes"), [("fast", 4), ("reproducible", 8)])
+@pytest.mark.parametrize(("mode", "number_bytes"), [("fast", 4), ("fast_bf16", 2), ("reproducible", 8)])
 def test_the_memory_of_a_reduction_is_that_of_all_gradients_or_of_the_staged_buckets(
-    mode: Literal["fast", "reproducible"], number_bytes: int
+    mode: Literal["fast", "fast_bf16", "reproducible"], number_bytes: int
 ) -> None:
     for bucket_mib in (1 / 64, 32.0):
         config = RunConfig(reduce=ReduceConfig(mode=mode, bucket_mib=bucket_mib))
         staged = rank_memory(config).reduction_bytes
         assert staged == min(MAX_STAGED * bucket_mib * 2**20, number_bytes * sum(model_shape(config).of_stages(1)))
+
+
+@pytest.mark.parametrize(("device", "bucket_mib"), [("cpu", 32), ("gpu", 128)])
+def test_buckets_are_larger_on_gpus(device: Literal["cpu", "gpu"], bucket_mib: int) -> None:
+    model = ModelConfig(hidden_size=4096, num_layers=8)
+    config = RunConfig(model=model, cluster=ClusterConfig(device=device))
+    assert rank_memory(config).reduction_bytes == MAX_STAGED * bucket_mib * 2**20
+    with_own = replace(config, reduce=ReduceConfig(bucket_mib=1.0))
+    assert rank_memory(with_own).reduction_bytes == MAX_STAGED * 2**20
 
 
 def test_more_buckets_cannot_be_kept_than_there_are() -> None:

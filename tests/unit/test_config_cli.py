@@ -34,6 +34,14 @@ def test_the_tables_name_every_setting() -> None:
     assert [key for key in keys if key not in lines] == []
 
 
+@pytest.mark.parametrize(("overrides", "bucket_mib"), [((), 128), (("cluster.device=cpu",), 32)])
+def test_show_tells_the_size_of_a_bucket_on_the_device(overrides: tuple[str, ...], bucket_mib: int) -> None:
+    options = [word for text in overrides for word in ("--set", text)]
+    shown = json.loads(run("show", NODE, *options, "--json"))
+    assert (shown["bucket_mib"], shown["memory"]["reduction_bytes"]) == (bucket_mib, 3 * bucket_mib * 2**20)
+    assert f"{bucket_mib} MiB" in run("show", NODE, *options)
+
+
 def test_the_memory_of_mixed_precision_is_that_of_the_textbook() -> None:
     """2 bytes of weights, 4 of gradients and 12 of fp32 parameters and moments for each parameter (ZeRO, section 3)."""
     shown = json.loads(run("show", NODE, "--json"))

@@ -91,6 +91,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["optimizer.sharding=stacked", "reduce.bucket_mib=0.001", "layout.num_groups=300"],
             "reduce.bucket_mib=0.001 must be at least 0.0011 with optimizer.sharding=stacked and layout.num_groups=300",
         ),
+        (["reduce.mode=fast_bf16"], "reduce.mode=fast_bf16 rounds the gradients of model.precision=fp32 to bf16; set"),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
         (["control.store=etcd"], "control.store=etcd needs control.endpoints"),
         (["control.vote_fan_in=0"], "control.vote_fan_in=0 must be at least 1"),
@@ -121,7 +122,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["megatron.recompute_granularity=selective"],
             "megatron.recompute_granularity=selective does not work on CPUs",
         ),
-        (["megatron.fp8=hybrid"], "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu"),
+        (
+            ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"],
+            "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu",
+        ),
         (["megatron.window_size=[8, 0]"], "megatron.window_size=[8, 0] does not work on CPUs"),
         (["model.transformer_impl=transformer_engine"], "needs cluster.device=gpu"),
         (["layout.context_parallel=2"], "layout.context_parallel=2 needs the attention of transformer-engine"),
@@ -288,6 +292,31 @@ def test_what_cpus_lack_is_allowed_on_gpus() -> None:
     assert "transformer-engine" in only_problem(
         "layout.context_parallel=2", "model.transformer_impl=local", machine=machine
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            [],
+            "megatron.fp8_recipe=delayed, the default, scales by values of earlier microbatches",
+        ),
+        (
+            ["fp8_recipe=delayed"],
+            "megatron.fp8_recipe=delayed scales by values of earlier microbatches, which",
+        ),
+        (["fp8_recipe=custom"], "megatron.fp8_recipe=custom may keep values of earlier microbatches; set megatron.fp8"),
+        (["fp8_recipe=tensorwise", "fp8_dot_product_attention=true"], "megatron.fp8_dot_product_attention=True cannot"),
+        (["fp8_recipe=mxfp8", "fp8_param=true"], "megatron.fp8_param=True cannot be had: groups and checkpoints copy"),
+    ],
+)
+def test_fp8_that_depends_on_earlier_microbatches_is_refused(fields: list[str], expected: str) -> None:
+    """Delayed scaling was accepted: a group that came back had another history of largest values."""
+    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    words = [f"megatron.{field}" for field in ("fp8=hybrid", *fields)]
+    assert expected in only_problem(*words, machine=machine)
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        assert problems(configured("megatron.fp8=hybrid", f"megatron.fp8_recipe={recipe}"), machine) == []
 
 
 def test_pieces_of_the_sequence_must_come_out_even() -> None:

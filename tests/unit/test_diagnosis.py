@@ -29,7 +29,7 @@ RANK = run_sizes(CONFIG).memory.total_bytes
 GPU = Gpu(name="H100", memory_bytes=80 * GIB, free_bytes=79 * GIB)
 FACTS = NodeFacts(
     host="machine",
-    versions={"torch": "2.13.0", "NCCL": "2.29", "spare_megatron": "0.1.0 (abc)"},
+    versions={"torch": "2.13.0", "CUDA": "13.0", "NCCL": "2.29", "spare_megatron": "0.1.0 (abc)"},
     torch_failure="",
     gpus=(GPU,) * 8,
     gpu_driver="570.1",
@@ -80,7 +80,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
     ("change", "check", "is_problem", "expected"),
     [
         ({"facts": None, "failure": "no answer"}, "node", True, "no answer"),
-        ({"gpus": (GPU,) * 7}, "gpus", True, "torch sees 7 GPUs, and its 8 ranks need 8;"),
+        ({"gpus": (GPU,) * 7}, "gpus", True, "7 GPUs are visible, and its 8 ranks need 8;"),
         (
             {"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)},
             "gpus",
@@ -91,8 +91,19 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"gpus": (replace(GPU, name="A100"), *(GPU,) * 7)}, "gpus", False, "1 x A100, 7 x H100, and elsewhere 8 x"),
         ({"gpu_driver": "535.2"}, "gpus", False, "driver is 535.2, and 570.1 elsewhere"),
         ({"versions": {**FACTS.versions, "NCCL": "2.27"}}, "versions", True, "NCCL is 2.27, and 2.29 on most nodes"),
-        ({"versions": {"torch": "2.13.0", "NCCL": "2.29"}}, "versions", True, "spare_megatron is absent, and 0.1.0"),
-        ({"torch_failure": "OSError: libcudart"}, "versions", True, "torch cannot be loaded: OSError: libcudart"),
+        (
+            {"versions": {key: value for key, value in FACTS.versions.items() if key != "spare_megatron"}},
+            "versions",
+            True,
+            "spare_megatron is absent, and 0.1.0",
+        ),
+        (
+            {"versions": {**FACTS.versions, "CUDA": ""}},
+            "versions",
+            True,
+            "torch 2.13.0 is built without CUDA",
+        ),
+        ({"torch_failure": "OSError: libcudart"}, "versions", True, "torch cannot be used: OSError: libcudart"),
         (
             {"clock": ClockOffset(ahead_s=2.1, error_s=0.01)},
             "clock",

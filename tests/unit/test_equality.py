@@ -8,12 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.journal.files import Journal
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.observe.equality import compare
 from spare_megatron.observe.history import History, history_of
 from spare_megatron.observe.page import curves_of
+from tests.unit.journal_in_memory import summarize
 from tests.unit.measured_run import loss_at, measured_lines, redone_lines, run_record, write_journal
 
 SAME, OTHER = "ab" * 32, "cd" * 32
@@ -85,13 +87,44 @@ def test_without_digests_of_the_same_steps_nothing_is_claimed(histories: Histori
     )
 
 
+def test_runs_of_this_version_are_compared_by_digests_and_by_sha256_at_the_end(histories: Histories) -> None:
+    """Earlier versions knew SHA-256 alone, at every comparison."""
+    first, second = (histories(of_this_version({4: SAME, 8: SAME}, SAME)) for _ in range(2))
+    assert f"Parameters after 8 steps: sha256 {SAME} in both." in described(first, second)
+    assert f"Parameters after 8 steps: sha256 {SAME} in both." in described(
+        first, histories(measured_lines(8, params={4: OTHER, 8: SAME}))
+    )
+    other = histories(of_this_version({4: OTHER, 8: SAME}, SAME))
+    assert f"Parameters differ after 4 steps: digest {SAME} and {OTHER}." in described(first, other)
+
+
+def of_this_version(digests: dict[int, str], sha256: str) -> list[Line]:
+    """A run with digests after some steps, and SHA-256 of the parameters at the end."""
+    lines = [
+        replace(line, record=replace(line.record, digest=line.record.sha256, sha256=""))
+        if isinstance(line.record, ParamsRecord)
+        else line
+        for line in measured_lines(8, params=digests)
+    ]
+    ends = [ParamsRecord(group=group, step=8, digest=digests[8], sha256=sha256) for group in (0, 1)]
+    return [*lines, *(Line(source=f"group-{end.group:04}-rank-0", at_s=20.0, record=end) for end in ends)]
+
+
+def test_the_summary_has_the_sha256_of_the_end_alone() -> None:
+    lines = of_this_version({4: SAME, 8: SAME}, OTHER)
+    assert summarize(Journal(lines=tuple(lines))).params_sha256 == OTHER
+    before = [line for line in lines if not (isinstance(line.record, ParamsRecord) and line.record.sha256)]
+    assert summarize(Journal(lines=tuple(before))).params_sha256 is None
+    assert summarize(Journal(lines=tuple(measured_lines(8)))).params_sha256 == "ab" * 32
+
+
 def test_what_a_restart_undid_is_not_compared(histories: Histories) -> None:
     """The second run computes two steps wrongly, goes back before them, and computes them as the first one does."""
     params = {4: SAME, 6: SAME, 8: SAME}
     first = histories(measured_lines(8, params=params))
     wrong = measured_lines(8, losses={6: 1.0, 7: 1.0}, params={4: SAME, 7: OTHER})
     second = histories(wrong + redone_lines(8, kept=6, losses={}, params={8: SAME}))
-    assert second.params == {4: {SAME}, 8: {SAME}}
+    assert second.params == {(4, "sha256"): {SAME}, (8, "sha256"): {SAME}}
     equality = compare(first, second)
     assert equality is not None
     assert equality.is_bitwise

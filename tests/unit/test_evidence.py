@@ -50,9 +50,9 @@ def journal_of(scenario: Scenario, seed: int, params_every_steps: int) -> Lines:
     for line in [
         line for line in found_lines if line["record"] == "update" and (line["step"] + 1) % params_every_steps == 0
     ]:
-        sha256 = hashlib.sha256(f"{scenario.name} after {line['step'] + 1} steps".encode()).hexdigest()
+        digest = hashlib.sha256(f"{scenario.name} after {line['step'] + 1} steps".encode()).hexdigest()
         restarts = {old["index"] for old in found_lines if is_restart(old) and old["at_s"] <= line["at_s"]}
-        params = ParamsRecord(group=line["group"], step=line["step"] + 1, sha256=sha256, num_restarts=len(restarts))
+        params = ParamsRecord(group=line["group"], step=line["step"] + 1, digest=digest, num_restarts=len(restarts))
         found_lines.append(json.loads(encode_line(Line(source="", at_s=line["at_s"], record=params))))
     return found_lines
 

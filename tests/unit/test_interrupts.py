@@ -20,10 +20,10 @@ from spare_megatron.driver.preflight import preflight
 from spare_megatron.process import processes
 from spare_megatron.process.interrupts import INTERRUPTED, deferred, raising
 from spare_megatron.process.processes import end_child, fork_server, start_child
+from tests.search_path import ROOT, with_checkout
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT = Path(__file__).parents[2]
 NUM_MOMENTS = 200
 RAISE_SIGINT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 """A module that is interrupted while it is imported."""
@@ -32,7 +32,7 @@ BY_MODULE = ("-m", "spare_megatron.cli.main")
 
 
 def run_python(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": with_checkout(path)}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 

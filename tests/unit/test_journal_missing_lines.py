@@ -142,7 +142,7 @@ def count_twice(lines: Lines) -> Lines:
 
 def change_a_digest(lines: Lines) -> Lines:
     number, record = next((n, r) for n, line in enumerate(lines) if isinstance(r := line.record, ParamsRecord))
-    return with_record(lines, number, dataclasses.replace(record, sha256="0"))
+    return with_record(lines, number, dataclasses.replace(record, digest="0"))
 
 
 def finish_too_early(lines: Lines) -> Lines:

@@ -1,7 +1,10 @@
 """What the check says of digests of the state: of groups that gather all parameters anew, and of hosts that differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from spare_megatron.journal.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.files import Journal
@@ -37,11 +40,11 @@ def digests(step: int, params: str, partitions: str = "") -> list[Record]:
         ParamsRecord(
             group=group,
             step=step,
-            sha256=sha256,
+            digest=digest,
             slices={"0": partitions[group]} if partitions[group : group + 1] not in ("", "-") else {},
         )
-        for group, sha256 in enumerate(params)
-        if sha256 != "-"
+        for group, digest in enumerate(params)
+        if digest != "-"
     ]
 
 
@@ -63,6 +66,31 @@ def found(entries: Sequence[Mapping[str, Any]], *records: Record) -> list[str]:
 
 WRONG = [*digests(1, "xyyx", "xyy-"), *brought(1, 1, range(4))]
 RIGHT = [*digests(1, "-yyy", "-yy-"), *brought(1, 2, range(1, 4)), *digests(2, "-zzz", "-zz-")]
+
+
+def as_earlier_versions_had_it(record: Record) -> Record:
+    return replace(record, digest="", sha256=record.digest) if isinstance(record, ParamsRecord) else record
+
+
+@pytest.mark.parametrize("version", [lambda record: record, as_earlier_versions_had_it], ids=["this", "earlier"])
+def test_the_digests_that_are_known_are_compared(version: Callable[[Record], Record]) -> None:
+    assert found(FENCED, *map(version, [*WRONG, *RIGHT])) == []
+    other = map(version, [*WRONG, *RIGHT, *digests(2, "---x")])
+    assert found(FENCED, *other) == [
+        "after 2 steps group 3 has two digests of its parameters",
+        "after 2 steps the groups hold different parameters",
+    ]
+
+
+@pytest.mark.parametrize(("last", "is_right"), [("-sss", True), ("-s-s", True), ("-sst", False)])
+def test_sha256_at_the_end_is_compared_where_it_is_known(last: str, *, is_right: bool) -> None:
+    ends = [
+        ParamsRecord(group=group, step=2, digest="z", sha256=sha256, slices={"0": "z"} if group < 3 else {})
+        for group, sha256 in enumerate(last)
+        if sha256 != "-"
+    ]
+    reasons = found(FENCED, *WRONG, *RIGHT, *ends)
+    assert reasons == ([] if is_right else ["after 2 steps the groups hold different parameters"])
 
 
 def test_who_had_taken_wrong_parameters_over_goes_on_with_those_that_it_gathered_anew() -> None:

@@ -130,3 +130,40 @@ def test_wheels_are_installed_beside_the_python_that_has_torch(tmp_path: Path) -
     )
     assert check == (f"{LAUNCH.parent}:{site}:/given: -m benchmarks.gpu_check --dry-run --json {tmp_path / 'out.json'}")
     assert not Path(site).exists()
+
+
+STUB_PYTHON = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>calls
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *tomllib*) exec "{python}" "$@" ;;
+    *transformer-engine*) exit {code} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("has_driver", "code"), [(True, 0), (True, 1), (False, 0)])
+def test_the_gpu_extra_is_installed_where_a_driver_is_and_its_lack_is_said(
+    tmp_path: Path, code: int, *, has_driver: bool
+) -> None:
+    """It never was, and presets for GPUs took slower layers without a word."""
+    text = (LAUNCH / "environment.sh").read_text().replace("/proc/driver/nvidia", str(tmp_path / "driver"))
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/environment.sh").write_text(
+        text.partition('\npython="$(find_python)"')[0] + '\nmake_environment "$PWD/python" stamp\n'
+    )
+    shutil.copy(LAUNCH.parent / "pyproject.toml", tmp_path)
+    (tmp_path / "python").write_text(STUB_PYTHON.format(python=sys.executable, code=code))
+    (tmp_path / "python").chmod(0o755)
+    if has_driver:
+        (tmp_path / "driver").mkdir()
+        (tmp_path / "driver/version").touch()
+    command = ["bash", "-euo", "pipefail", "launch/environment.sh"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    calls = [call for call in (tmp_path / "calls").read_text().splitlines() if "transformer-engine" in call]
+    assert [call.partition("--no-compile ")[2] for call in calls] == (
+        ["--no-build-isolation transformer-engine[pytorch]>=2.9,<2.12"] if has_driver else []
+    )
+    assert ("slower layers of megatron-core" in ended.stderr) == (code != 0)
+    assert (tmp_path / ".venv/stamp").read_text() == "stamp\n"

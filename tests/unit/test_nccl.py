@@ -3,27 +3,33 @@
 A backend stands in for torch's, which needs a GPU; tests/gpu has what it does there.
 """
 
+import ast
 import os
+import re
+import runpy
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from spare_megatron.comm import nccl, sum_watch
+from spare_megatron.comm import communicators, nccl, sum_watch
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.versions import installed_version
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.rank.bootstrap import choose_device
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.rank_processes import RankProcesses
 
@@ -37,8 +43,10 @@ class Work:
     def __init__(self, backend: "Backend") -> None:
         self._backend = backend
         self.has_come = False
+        self.num_polls = 0
 
     def is_completed(self) -> bool:
+        self.num_polls += 1
         return self.has_come or self._backend.is_aborted.is_set()
 
     def wait(self) -> None:
@@ -98,6 +106,7 @@ def test_a_rank_that_has_met_the_others_connects() -> None:
     other.join()
     _, rank, size, options = backend.arguments
     assert (rank, size, options._timeout, options.config.blocking) == (0, 2, PATIENCE, 1)
+    assert options.is_high_priority_stream, "a stream of a pool that Megatron does not use"
     assert backend.connected == [GPU]
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
 
@@ -118,15 +127,19 @@ def test_no_rank_starts_to_connect_that_could_not_be_stopped(monkeypatch: pytest
 
 @pytest.fixture
 def communicator(monkeypatch: pytest.MonkeyPatch) -> CrossGroupCommunicator:
-    """Of a rank with a GPU. Whatever it builds is there at once."""
     monkeypatch.setattr(nccl, "connect", lambda *_arguments, **_options: Backend())
+    return new_communicator(ask_interval_s=0.01)
+
+
+def new_communicator(ask_interval_s: float) -> CrossGroupCommunicator:
+    """Of a rank with a GPU. Whatever it builds is there at once."""
     return CrossGroupCommunicator(
         group=GroupId(0),
         position=0,
         device=GPU,
         store=SimpleNamespace(rendezvous=lambda *_arguments: None),  # type: ignore[arg-type]
         timeout_s=PATIENCE.total_seconds(),
-        ask_interval_s=0.01,
+        ask_interval_s=ask_interval_s,
         probe=SilentProbe(),
     )
 
@@ -217,6 +230,62 @@ def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(m
     assert threading.get_ident() not in opened_in
 
 
+# ---------------------------------------------------------------------------------------------------------- waiting
+
+
+@pytest.fixture
+def end_of_sum(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Ends the sum behind which events are recorded."""
+    ends = threading.Event()
+    on_stream: list[Work] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking, "or it would take the processor"
+
+        def record(self) -> None:
+            self._work = on_stream[-1]
+
+        def synchronize(self) -> None:
+            assert ends.wait(PATIENCE.total_seconds())
+            self._work.has_come = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: priority)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(Work, "synchronize", lambda work: on_stream.append(work), raising=False)
+    return ends
+
+
+def test_a_waiting_rank_wakes_when_the_sum_ends_and_does_not_poll_for_it(
+    monkeypatch: pytest.MonkeyPatch, end_of_sum: threading.Event
+) -> None:
+    monkeypatch.setattr(nccl, "connect", lambda *_arguments, **_options: Backend())
+    monkeypatch.setattr(communicators, "_PAUSE_S", PATIENCE.total_seconds())
+    communicator = new_communicator(ask_interval_s=PATIENCE.total_seconds())
+    work = post(communicator, 0).works[0]
+    started_s = time.monotonic()
+    threading.Timer(0.2, end_of_sum.set).start()
+    assert communicator.wait(lambda: False)
+    assert time.monotonic() - started_s < PATIENCE.total_seconds() / 2
+    assert communicator.poll() == 1
+    assert work.num_polls < 5
+
+
+def test_a_rank_that_waits_for_a_sum_reads_the_log(
+    communicator: CrossGroupCommunicator, end_of_sum: threading.Event
+) -> None:
+    backend, asked = post(communicator, 0), iter((False, False, True))
+    threads = threading.active_count()
+    assert not communicator.wait(lambda: next(asked))
+    assert communicator.evidence == "the log has moved on"
+    assert next(asked, "all were asked") == "all were asked"
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+    assert threading.active_count() <= threads + 1, "one thread waits, however often the log was read"
+    end_of_sum.set()
+
+
 # --------------------------------------------------------------------------------------------------------- versions
 
 
@@ -224,16 +293,66 @@ def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(m
 def test_processes_of_ranks_start_with_a_supported_nccl_alone(
     monkeypatch: pytest.MonkeyPatch, found: tuple[int | str, ...], is_refused: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found)
+    backend = SimpleNamespace(get_runtime_nccl_version=lambda: found)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", backend, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))  # that of torch's build, whatever is loaded
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     with pytest.raises(ImportError, match=r"NCCL 2\.25\.1 is installed") if is_refused else nullcontext():
-        nccl.prepare_process()
+        nccl.prepare_process(Layout(num_groups=2))
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+@pytest.mark.parametrize(
+    "missing", ["Options._timeout", "NCCLConfig.blocking", "abort", "_start_coalescing", "get_runtime_nccl_version"]
+)
+def test_a_torch_without_a_name_that_is_used_is_refused_at_import(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    complete = MagicMock(Options=MagicMock(_timeout=None))
+    owner, _, name = missing.rpartition(".")
+    delattr(getattr(complete, owner) if owner else complete, name)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", complete, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    found = f"torch {installed_version('torch')} has no torch.distributed.ProcessGroupNCCL.{missing}, "
+    with pytest.raises(ImportError, match=re.escape(found) + ".*pip install"):
+        runpy.run_path(nccl.__file__)
+
+
+def test_every_private_name_of_torch_is_looked_up_at_import() -> None:
+    """In each module that sums over the groups: private attributes of what is not its own."""
+    for path in Path(nccl.__file__).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        used = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
+        }
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
+        names = [word.value for call in calls for word in call.args if isinstance(word, ast.Constant)]
+        assert used <= {str(name).rpartition(".")[2] for name in names}, path.name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "before", "after"),
+    [
+        ({}, None, None),
+        ({"pipeline_parallel": 2}, None, None),
+        ({"tensor_parallel": 2}, None, "1"),
+        ({"context_parallel": 2}, None, "1"),
+        ({"tensor_parallel": 2}, "8", "8"),
+    ],
+)
+def test_kernels_are_ordered_by_one_connection_only_where_megatron_needs_it(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, int], before: str | None, after: str | None
+) -> None:
+    monkeypatch.setattr(nccl, "check_nccl", lambda: None)
+    monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before})
+    nccl.prepare_process(Layout(num_groups=2, **parallel))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 
 # -------------------------------------------------------------------------------------------------------- the watch
@@ -297,7 +416,7 @@ def test_a_main_thread_that_gets_on_is_left_alone(scene: Scene) -> None:
 
 def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """NCCL refuses two ranks of one host on a device."""
-    monkeypatch.setattr(nccl, "prepare_process", lambda: None)
+    monkeypatch.setattr(nccl, "prepare_process", lambda _layout: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setenv("NCCL_HOSTID", "")
     config = RunConfig(cluster=ClusterConfig(device="gpu", ranks_per_gpu=2))

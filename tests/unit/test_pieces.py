@@ -108,6 +108,48 @@ def test_a_state_comes_whole_and_several_clients_are_served_at_once(source: Stat
     assert len(got) == 4
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES, 3 * PIECE_BYTES + 17])
+def test_pieces_that_are_asked_for_ahead_come_in_order(
+    source: StateSource, server: PieceServer, num_bytes: int
+) -> None:
+    state, found = Bytes(num_bytes), bytearray(num_bytes)
+    rooms: list[memoryview] = []
+
+    def room(size: int) -> memoryview:
+        rooms.append(memoryview(bytearray(size)))
+        return rooms[-1]
+
+    source.offer(STEP, {"state": state})
+    with closing(PieceClient(server.address, TIMEOUT_S)) as client:
+        for piece in client.fetch_each("state", STEP, pieces_of(num_bytes), room):
+            found[piece.start : piece.stop] = rooms.pop()
+            assert not rooms, "one at a time"
+    assert found == state.content
+
+
+def test_a_server_prepares_a_piece_while_the_one_before_is_used_and_no_more(
+    source: StateSource, server: PieceServer
+) -> None:
+    class Watched(Bytes):
+        def read(self, piece: Piece) -> bytes:
+            reads[piece.start].set()
+            return super().read(piece)
+
+    pieces = [Piece(start, start + 10) for start in range(0, 40, 10)]
+    reads = {piece.start: threading.Event() for piece in pieces}
+    source.offer(STEP, {"state": Watched(40)})
+    with closing(PieceClient(server.address, TIMEOUT_S)) as client:
+        coming = client.fetch_each("state", STEP, pieces, lambda size: memoryview(bytearray(size)))
+        assert next(coming) == pieces[0]
+        assert reads[10].wait(TIMEOUT_S)
+        assert not reads[20].is_set()
+        with source.changing(STEP + 1):
+            pass
+        assert next(coming) == pieces[1], "as of the step before"
+        with pytest.raises(WrongStep):
+            next(coming)
+
+
 def test_a_server_that_had_no_descriptors_left_serves_again(
     source: StateSource, server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    KernelsChosen,
     RanksReady,
     RunStopped,
     Starting,
@@ -310,8 +311,9 @@ def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> No
     console = Console(file=io.StringIO(), width=120, force_terminal=True, no_color=True, color_system=None)
     with RunProgress(RunConfig(), console, run_dir) as progress:
         progress.on_event(Starting(what="a test"))
+        progress.on_event(KernelsChosen(kernels={"layers": "megatron-core", "fusions": "none"}))
     assert isinstance(console.file, io.StringIO)
-    for part in ("step 1/20", "groups AAA", "starting: a test"):
+    for part in ("step 1/20", "groups AAA", "starting: a test", "layers: megatron-core, fusions: none"):
         assert part in console.file.getvalue(), part
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.driver.shutdown import end_processes, kill
+from spare_megatron.driver.shutdown import await_exit, end_processes, kill
 from spare_megatron.process import processes
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.processes import Child, fork_server, start_child
@@ -78,6 +78,14 @@ def be_driver() -> None:
     signal.pause()
 
 
+def be_parent_without_server() -> None:
+    """The same, whose child is spawned, as ranks on GPUs are."""
+    child = start_child(multiprocessing.get_context("spawn"), "rank", _stop)
+    child.reports.recv()
+    print(child.pid, flush=True)
+    signal.pause()
+
+
 def be_driver_of_stopped_server() -> None:
     """The same, whose fork server is stopped for good; it reports that process."""
     processes._IMPORTED = ()  # for seconds of a processor
@@ -95,7 +103,7 @@ def _await_status(process: psutil.Process, *wanted: str) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server])
+@pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server, be_parent_without_server])
 def test_a_process_that_stays_stopped_does_not_survive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
     """It cannot see that the driver is gone. What a stopped fork server has forked was left behind with it."""
     command = [sys.executable, "-c", f"from {__name__} import {role.__name__} as be; be()"]
@@ -139,3 +147,19 @@ def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child],
     assert ends == ["in order", "interrupted" if is_first else "goes on"]
     assert time.monotonic() - began_s < PATIENT_S
     assert [ended.process.exitcode for ended in (supervisor, store)] == [-signal.SIGKILL] * 2
+
+
+def test_a_killed_process_with_much_memory_has_exited_once_it_is_awaited() -> None:
+    code = "import sys; memory = bytearray(1 << 29); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+        await_exit([process.pid])
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_is_gone_is_not_awaited() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    await_exit([process.pid])

@@ -133,12 +133,12 @@ def test_a_restart_to_a_step_that_was_never_saved_is_found() -> None:
 def test_a_step_that_was_done_again_may_end_in_other_parameters_but_the_groups_have_to_agree() -> None:
     lines = journal_of(SCENARIO)
     last = [line.record for line in lines if isinstance(line.record, ParamsRecord)][-1]
-    answer = verdict_of(replaced(lines, last, dataclasses.replace(last, sha256="0")))
+    answer = verdict_of(replaced(lines, last, dataclasses.replace(last, digest="0")))
     assert answer.verdict == "invalid"
     assert "hold different parameters" in answer.reasons[0]
     early = [line.record for line in lines if isinstance(r := line.record, ParamsRecord) and r.num_restarts == 0]
     other = [
-        dataclasses.replace(line, record=dataclasses.replace(line.record, sha256="0"))  # type: ignore[type-var]
+        dataclasses.replace(line, record=dataclasses.replace(line.record, digest="0"))  # type: ignore[type-var]
         if line.record in early
         else line
         for line in lines

@@ -298,7 +298,7 @@ def _show_a_beat(spec: RankSpec, reports: Connection) -> None:
 
 
 def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: Path) -> None:
-    spares = Spares(rank_context("gpu"), _show_a_beat, 1)
+    spares = Spares(rank_context("gpu", get_context("fork")), _show_a_beat, 1)
     spares.warm()
     (process,) = spares.pop(1)
     try:

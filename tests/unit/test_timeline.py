@@ -66,6 +66,19 @@ def test_a_backward_pass_ends_when_the_rank_turns_to_something_else(recorder: tu
     ]
 
 
+def test_a_backward_pass_goes_on_after_a_wait_in_it_that_does_not_count_as_computing(
+    recorder: tuple[Ring, SpanRecorder],
+) -> None:
+    ring, spans = recorder
+    spans.backward(microbatch(3, 1))
+    with spans.during(Operation.REDUCE, in_backward=True):
+        pass
+    with spans.during(Operation.SETTLE):
+        pass
+    assert spans.passes.total_s() == 2.0
+    assert [span.name for span in read_spans(ring, 0)[0]] == ["backward", "reduce", "backward", "settle"]
+
+
 def test_what_raises_inside_leaves_its_span(recorder: tuple[Ring, SpanRecorder]) -> None:
     ring, spans = recorder
     with pytest.raises(RuntimeError), spans.during(Operation.REDUCE):

@@ -40,7 +40,7 @@ class SavedRank:
         num_ranks: Ranks of the group.
         sha256: Of the file, which has `num_bytes`.
         params_sha256: Of the parameters in it.
-        slices: The SHA-256 of each optimizer state partition in it; empty if it holds all state.
+        slices: The digest of each optimizer state partition in it; empty if it holds all state.
         manifest: Of the checkpoint that the file is a part of, without files.
     """
 
@@ -168,8 +168,8 @@ def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> Non
             found.setdefault((rank, "parameters"), set()).add(saved.params_sha256)
             if not saved.slices:
                 found.setdefault((rank, "optimizer state"), set()).add(saved.sha256)
-            for number, sha256 in saved.slices.items():
-                found.setdefault((rank, f"state of partition {number}"), set()).add(sha256)
+            for number, digest in saved.slices.items():
+                found.setdefault((rank, f"state of partition {number}"), set()).add(digest)
     for (rank, what), digests in sorted(found.items()):
         if len(digests) > 1:
             ids = sorted(saved.group for ranks in groups for saved in ranks.values() if saved.rank == rank)

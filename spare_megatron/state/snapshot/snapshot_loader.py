@@ -34,6 +34,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses before the holders of a copy are asked again; doubled every time."""
 
 
+_Read = Callable[[Piece, memoryview | None], memoryview]
+"""Reads a piece of a copy, into given memory or into memory of its own."""
+
+
 class _Unusable(Exception):
     """The copy held there differs from the snapshot."""
 
@@ -222,12 +226,12 @@ class SnapshotLoader:
                     found[server] = _Holder(holder, sha256)
         return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
-    def _read(self, read: Callable[[Piece], memoryview], sha256: str, prepare: Callable[[bytes], TensorBytes]) -> None:
+    def _read(self, read: _Read, sha256: str, prepare: Callable[[bytes], TensorBytes]) -> None:
         """Reads a whole copy; raises `_Unusable` if it is not what was copied."""
         digest = hashlib.sha256()
 
-        def checked(piece: Piece) -> memoryview:
-            content = read(piece)
+        def checked(piece: Piece, into: memoryview | None = None) -> memoryview:
+            content = read(piece, into)
             digest.update(content)
             self._progress()
             return content
@@ -236,8 +240,10 @@ class SnapshotLoader:
         description = b"".join(checked(piece) for piece in LengthFirst.pieces(head))
         start = LengthFirst.PIECE.stop + len(description)
         tensors = prepare(description)
-        for piece in pieces_of(tensors.num_bytes):
-            tensors.write(piece, checked(Piece(start + piece.start, start + piece.stop)))
+        with tensors.writing() as writer:
+            for piece in pieces_of(tensors.num_bytes):
+                checked(Piece(start + piece.start, start + piece.stop), writer.room(piece.size))
+                writer.write(piece)
         if digest.hexdigest() != sha256:
             raise _Unusable("it is not what was copied, by its SHA-256")
 
@@ -246,6 +252,12 @@ def _in_place(state: Tensor, description: bytes) -> TensorBytes:
     return TensorBytes([state])
 
 
-def _pieces_of(memory: mmap.mmap) -> Callable[[Piece], memoryview]:
-    """Reads each piece once, into memory of its own: what is checked is what is loaded."""
-    return lambda piece: memoryview(bytearray(memory[piece.start : piece.stop]))
+def _pieces_of(memory: mmap.mmap) -> _Read:
+    """Reads each piece once, into other memory: what is checked is what is loaded."""
+
+    def read(piece: Piece, into: memoryview | None = None) -> memoryview:
+        content = memoryview(bytearray(piece.size)) if into is None else into
+        content[:] = memory[piece.start : piece.stop]
+        return content
+
+    return read

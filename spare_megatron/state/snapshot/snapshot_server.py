@@ -21,7 +21,7 @@ from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.process.piece_wire import NotOffered
-from spare_megatron.process.processes import Child, die_with, end_child, log_to_file, start_child
+from spare_megatron.process.processes import Child, end_child, log_to_file, start_child
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.transfer.piece_server import PieceServer
 
@@ -34,11 +34,8 @@ _TIMEOUT_S = 60.0
 """Longest wait for a client to take a piece of a snapshot."""
 
 
-def run_snapshot_server(
-    address: wire.SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection
-) -> None:
+def run_snapshot_server(address: wire.SnapshotServerAddress, run_dir: Path, name: str, _: Connection) -> None:
     """The main function of a snapshot server's process. It ends with its supervisor."""
-    die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log_to_file(run_dir, name)
@@ -244,9 +241,7 @@ class NodeSnapshotServer:
             return
         self.stop()
         name = f"keeper-{self._spec.node}"
-        self._child = start_child(
-            self._context, name, run_snapshot_server, self.address, self._spec.run_dir, name, os.getpid()
-        )
+        self._child = start_child(self._context, name, run_snapshot_server, self.address, self._spec.run_dir, name)
 
     def stop(self) -> None:
         """Kills and reaps the process."""

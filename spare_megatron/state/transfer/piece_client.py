@@ -5,7 +5,8 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from spare_megatron.core.pieces import Piece
 from spare_megatron.process import piece_wire as wire
@@ -40,9 +41,30 @@ class PieceClient:
             raise
         self._channel = wire.Channel(self._connection, address.token, nonce, timeout_s, is_over)
 
-    def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
-        """The piece of the state of this name and step. Raises `WrongStep`, `NotOffered` or `TransferBroken`."""
-        return self._channel.ask(wire.Request(name=name, step=step, piece=piece))
+    def fetch(self, name: str, step: int, piece: Piece, into: memoryview | None = None) -> memoryview:
+        """The piece of the state of this name and step, in memory of its own or `into` memory of its size.
+
+        Raises `WrongStep`, `NotOffered` or `TransferBroken`; what is in that memory then is not the piece.
+        """
+        return self._channel.ask(wire.Request(name=name, step=step, piece=piece), into)
+
+    def fetch_each(
+        self, name: str, step: int, pieces: Iterable[Piece], room: Callable[[int], memoryview]
+    ) -> Iterator[Piece]:
+        """Fetches pieces in order, each into `room(size)`, and yields each when it is there; raises as `fetch` does.
+
+        The server prepares a piece while the one before is checked and used. Unless all pieces are taken, this client
+        can only be closed.
+        """
+        asked: wire.Request | None = None
+        for piece in chain(pieces, (None,)):
+            following = None if piece is None else wire.Request(name=name, step=step, piece=piece)
+            if following is not None:
+                self._channel.send_request(following)
+            if asked is not None:
+                self._channel.await_answer(asked, room(asked.piece.size))
+                yield asked.piece
+            asked = following
 
     def close(self) -> None:
         self._connection.close()

@@ -21,8 +21,8 @@ _IDLE_S = 60.0
 class Source(Protocol):
     """The state that is served. Several threads read it."""
 
-    def read(self, name: str, step: int, piece: Piece) -> bytes:
-        """The piece of the state of this name, as of this step.
+    def read(self, name: str, step: int, piece: Piece) -> bytes | memoryview:
+        """The piece of the state of this name, as of this step, until the thread's next call.
 
         Raises `WrongStep` if the state is of another step, `NotOffered` if the name or the range is unknown.
         """

@@ -1,8 +1,6 @@
 """Digests of a group's state: its ranks agree on them, its journal records them, its votes carry them."""
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.actions import StartRepairs
@@ -10,6 +8,7 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.votes import Digests, PartitionDigest
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ParamsRecord
+from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, PartitionId
@@ -43,7 +42,7 @@ class StateDigests:
         self._unproven: frozenset[PartitionId] = frozenset()  # copied, and not yet compared with all hosts
         self.value = Digests()
         """Digests of the present state; empty where it is not compared."""
-        self._hashing: Future[str] | None = None
+        self._rest: TensorsDigest | None = None
         self._copied_from: GroupId | None = None
         self.is_wanted = False
         """Compare as soon as all parameters are here: after a loss, for a save, before a host drops a copy."""
@@ -77,7 +76,7 @@ class StateDigests:
         elif not self.value.params:
             self.check(step, num_restarts)
         if is_last:
-            self.hash_rest()
+            self.compute_rest()
 
     def forget(self) -> None:
         """The state has changed."""
@@ -98,49 +97,51 @@ class StateDigests:
         """Computes the digests of the present state. Collective over: all ranks of the group."""
         hosted, stacked = sorted(self._hosted), self._trainer.stacked
         with self._probe.during(Operation.CHECK):
-            own = [self._trainer.params_sha256()]
+            computing = [self._trainer.params_digest()]
             if stacked is not None:
-                own += [stacked.state_sha256(number) for number in hosted]
+                computing += [stacked.state_digest(number) for number in hosted]
+            own = [digest.hexdigest() for digest in computing]
         with self._probe.during(Operation.SETTLE):
             params, *states = self._agreement.combine_digests(own)
         self.value = Digests(
             params=params,
             partitions=tuple(
-                PartitionDigest(number, sha256, number not in self._unproven)
-                for number, sha256 in zip(hosted, states, strict=True)
+                PartitionDigest(number, state, number not in self._unproven)
+                for number, state in zip(hosted, states, strict=True)
             ),
         )
 
-    def hash_rest(self, *, copied_from: GroupId | None = None) -> None:
+    def compute_rest(self, *, copied_from: GroupId | None = None) -> None:
         """The next vote also carries a digest of all other state, where every group holds all of it.
 
-        A thread hashes it until that vote; it does not change before the update after that. `copied_from` names its
-        donor.
+        `copied_from` names its donor.
         """
         if self._trainer.stacked is None:
-            self._hashing = _in_background(self._trainer.rest_of_state().sha256)
+            with self._probe.during(Operation.CHECK):
+                self._rest = self._trainer.rest_of_state()
             self._copied_from = copied_from
 
     def for_vote(self) -> Digests:
         """The digests for the next vote. Collective over: all ranks of the group."""
-        if self._hashing is not None:
+        if self._rest is not None:
             with self._probe.during(Operation.CHECK):
-                own = self._hashing.result()
+                own = self._rest.hexdigest()
             with self._probe.during(Operation.SETTLE):
                 [state] = self._agreement.combine_digests([own])
             self.value = replace(self.value, state=state, copied_from=self._copied_from)
-            self._hashing = None
+            self._rest = None
         return self.value
 
-    def write(self, step: int, num_restarts: int) -> None:
+    def write(self, step: int, num_restarts: int, sha256: str = "") -> None:
         """Journals the digests as those after `step` committed steps of a run with so many restarts."""
         if self._agreement.is_leader:
             record = ParamsRecord(
                 group=self._agreement.member.group,
                 step=step,
-                sha256=self.value.params,
+                digest=self.value.params,
+                sha256=sha256,
                 num_restarts=num_restarts,
-                slices={str(digest.partition): digest.sha256 for digest in self.value.partitions},
+                slices={str(digest.partition): digest.value for digest in self.value.partitions},
             )
             self._journal.write(record)
 
@@ -149,15 +150,19 @@ class StateDigests:
         self.compute()
         self.write(step, num_restarts)
 
+    def end(self, step: int, num_restarts: int, *, has_sha256: bool) -> None:
+        """Journals the last digests, with the SHA-256 of the parameters if asked for.
 
-def _in_background(work: Callable[[], str]) -> Future[str]:
-    future: Future[str] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001  (raised where the result is used)
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="hash-state", daemon=True).start()
-    return future
+        Collective over: all ranks of the group.
+        """
+        if self.value.params and not has_sha256:
+            return
+        if not self.value.params:
+            self.compute()
+        sha256 = ""
+        if has_sha256:
+            with self._probe.during(Operation.CHECK):
+                own = self._trainer.params_sha256()
+            with self._probe.during(Operation.SETTLE):
+                [sha256] = self._agreement.combine_digests([own])
+        self.write(step, num_restarts, sha256)

@@ -16,8 +16,8 @@ class Content(Protocol):
 
     num_bytes: int
 
-    def read(self, piece: Piece) -> bytes:
-        """The bytes of the piece. Raises `NotOffered` if they are not here now."""
+    def read(self, piece: Piece) -> bytes | memoryview:
+        """The bytes of the piece, until the thread's next call. Raises `NotOffered` if they are not here now."""
 
 
 class StateSource:
@@ -46,7 +46,7 @@ class StateSource:
             yield
             self._step = step
 
-    def read(self, name: str, step: int, piece: Piece) -> bytes:
+    def read(self, name: str, step: int, piece: Piece) -> bytes | memoryview:
         with self._lock:
             if step != self._step:
                 raise WrongStep(self._step)

@@ -166,10 +166,13 @@ class _Fetch(threading.Thread):
                     self.failure = "it lacks parameters itself"
                     return
                 state = self._trainer.incoming_state(description)
-                for piece in pieces_of(state.tensors.num_bytes):
-                    state.tensors.write(piece, self._piece(client, _TENSORS, piece))
-                    if not piece.start:
-                        self._probe(FaultPoint.JOIN_TRANSFER)
+                with state.tensors.writing() as writer:
+                    pieces = pieces_of(state.tensors.num_bytes)
+                    for piece in client.fetch_each(_TENSORS, self._step, pieces, writer.room):
+                        self._require_donor()
+                        writer.write(piece)
+                        if not piece.start:
+                            self._probe(FaultPoint.JOIN_TRANSFER)
                 self.state = state
         except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
             self.failure = "it is lost" if self.is_left else str(error)
@@ -179,7 +182,7 @@ class _Fetch(threading.Thread):
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                length = self._piece(client, _DESCRIPTION, LengthFirst.PIECE)
+                length = self._piece(client, LengthFirst.PIECE)
                 break
             except (NotOffered, WrongStep) as error:
                 is_too_late = isinstance(error, WrongStep) and error.present > self._step
@@ -187,12 +190,15 @@ class _Fetch(threading.Thread):
                     raise
             time.sleep(_POLL_S)
         pieces = LengthFirst.pieces(length)
-        return b"".join(self._piece(client, _DESCRIPTION, piece) for piece in pieces)
+        return b"".join(self._piece(client, piece) for piece in pieces)
 
-    def _piece(self, client: PieceClient, name: str, piece: Piece) -> memoryview:
+    def _piece(self, client: PieceClient, piece: Piece) -> memoryview:
+        self._require_donor()
+        return client.fetch(_DESCRIPTION, self._step, piece)
+
+    def _require_donor(self) -> None:
         if self.is_left:
             raise TransferBroken("it is lost")
-        return client.fetch(name, self._step, piece)
 
 
 class _Probed:
@@ -203,7 +209,7 @@ class _Probed:
         self._probe = probe
         self.num_bytes = content.num_bytes
 
-    def read(self, piece: Piece) -> bytes:
+    def read(self, piece: Piece) -> bytes | memoryview:
         if not piece.start:
             self._probe(FaultPoint.JOIN_TRANSFER)
         return self._content.read(piece)

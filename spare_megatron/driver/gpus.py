@@ -1,0 +1,121 @@
+"""The NVIDIA GPUs of this machine, counted by NVML, the library of the driver: without torch, and without using any."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spare_megatron.config.node_facts import Gpu
+
+_LIBRARY = "libnvidia-ml.so.1"
+_TEXT_BYTES = 96
+"""NVML's own limit for names and UUIDs."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    uuid: str
+    handle: ctypes.c_void_p = field(compare=False)
+    is_instance: bool = False
+    """A MIG instance, a part of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A GPU with its only device, or, in MIG mode, its instances."""
+
+    uuid: str
+    devices: Sequence[_Device]
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The devices that CUDA shows to a process, in the order of CUDA_VISIBLE_DEVICES; all of them if it is unset. Of
+    MIG instances CUDA shows only one, and here none beside a whole GPU. Empty where no driver is loaded.
+    """
+    try:
+        nvml = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return ()
+    if nvml.nvmlInit_v2() != 0:
+        return ()
+    try:
+        devices = _visible(_cards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return tuple(_describe(nvml, device) for device in devices)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _visible(cards: Sequence[_Card], names: str | None) -> Sequence[_Device]:
+    """Like CUDA, ignores everything from the first name on that is no device, and all names if one is repeated."""
+    found: list[_Device] = []
+    if names is None:
+        found = [device for card in cards for device in card.devices]
+    else:
+        for name in names.split(","):
+            device = _find(cards, name.strip())
+            if device is None:
+                break
+            if device in found:
+                return ()
+            found.append(device)
+    return [device for device in found if not device.is_instance] or found[:1]
+
+
+def _find(cards: Sequence[_Card], name: str) -> _Device | None:
+    """The device of an index, in MIG mode its first instance, or of a UUID, of which the beginning suffices."""
+    if name.isdecimal():
+        named = cards[int(name) : int(name) + 1]
+    elif name.startswith("GPU-"):
+        named = [card for card in cards if card.uuid.startswith(name)]
+    elif name.startswith("MIG-"):
+        parts = [part for card in cards for part in card.devices if part.is_instance and part.uuid.startswith(name)]
+        return parts[0] if len(parts) == 1 else None
+    else:
+        return None
+    return named[0].devices[0] if len(named) == 1 and named[0].devices else None
+
+
+def _cards(nvml: Any) -> list[_Card]:
+    """The GPUs that this process may use, ordered by bus address. NVML counts those that a job was not given, too."""
+    indices = range(_count(nvml.nvmlDeviceGetCount_v2))
+    handles = (_handle(nvml.nvmlDeviceGetHandleByIndex_v2, index) for index in indices)
+    return [_card(nvml, handle) for handle in handles if handle is not None]
+
+
+def _card(nvml: Any, handle: ctypes.c_void_p) -> _Card:
+    uuid = _text(nvml.nvmlDeviceGetUUID, handle)
+    mode, pending = ctypes.c_uint(), ctypes.c_uint()
+    if nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending)) != 0 or not mode.value:
+        return _Card(uuid, [_Device(uuid, handle)])
+    places = range(_count(nvml.nvmlDeviceGetMaxMigDeviceCount, handle))
+    parts = (_handle(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place) for place in places)
+    return _Card(uuid, [_Device(_text(nvml.nvmlDeviceGetUUID, part), part, True) for part in parts if part is not None])
+
+
+def _describe(nvml: Any, device: _Device) -> Gpu:
+    memory = _Memory()
+    nvml.nvmlDeviceGetMemoryInfo(device.handle, ctypes.byref(memory))
+    name = _text(nvml.nvmlDeviceGetName, device.handle)
+    return Gpu(name=name, memory_bytes=memory.total, free_bytes=memory.free)
+
+
+def _count(ask: Any, *arguments: Any) -> int:
+    count = ctypes.c_uint()
+    ask(*arguments, ctypes.byref(count))
+    return count.value
+
+
+def _handle(ask: Any, *arguments: Any) -> ctypes.c_void_p | None:
+    handle = ctypes.c_void_p()
+    return handle if ask(*arguments, ctypes.byref(handle)) == 0 else None
+
+
+def _text(ask: Any, handle: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    ask(handle, text, _TEXT_BYTES)
+    return text.value.decode(errors="replace")

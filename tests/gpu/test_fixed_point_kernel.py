@@ -1,0 +1,72 @@
+"""The fused kernel of fixed-point sums against torch on the CPU, bit by bit: on a GPU, and in Triton's interpreter."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+SCALES = (2.0**7, 2.0**31, 2.0**39)
+INTERPRETER = pytest.param("cpu", id="interpreter")
+GPU = pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_the_kernel_adds_what_the_cpu_adds_and_keeps_the_same_largest_magnitude(device: str) -> None:
+    pytest.importorskip("triton", reason="comes with torch's CUDA builds; 286 MB are too much for the tests")
+    # In a process of its own: Triton decides at its import whether it interprets.
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1" if device == "cpu" else "0",
+        "PYTHONPATH": os.pathsep.join(sys.path),  # Triton may be beside the environment
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, device], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50
+
+
+def compare(device: str) -> int:
+    """Returns the number of comparisons; raises AssertionError at the first difference."""
+    from spare_megatron.mcore import fixed_point_kernel, gradients
+
+    generator = torch.Generator().manual_seed(7)
+    num_compared = 0
+    for values in cases(generator):
+        for scale in SCALES:
+            before = torch.randint(-(2**60), 2**60, values.shape, generator=generator)
+            largest = torch.tensor(3.0)
+            added, expected = before.to(device), before.clone()
+            found, expected_largest = largest.to(device), largest.clone()
+            fixed_point_kernel.add_rounded(added, values.to(device), scale, found)
+            gradients.add_rounded(expected, values, scale, expected_largest)
+            fits = values.float().abs() * scale <= 2.0**62  # what does not is flagged, and its sum void
+            assert torch.equal(added.cpu()[fits], expected[fits]), (values.dtype, values.shape, scale)
+            assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected_largest.nan_to_num(nan=-1.0))
+            num_compared += 1
+    return num_compared
+
+
+def cases(generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """Values of all magnitudes, ties among them, in sizes that fill blocks and that do not."""
+    for size in (1, 5, 1024, 1025, 5003):
+        signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield (torch.randn(size, generator=generator) * 2.0**-8).to(dtype)
+        exponents = torch.randint(-149, 20, (size,), generator=generator).double()
+        yield (signs * (1.0 + torch.rand(size, generator=generator)) * 2.0**exponents).float()
+        for scale in SCALES:
+            yield signs * (torch.randint(0, 2**22, (size,), generator=generator) + 0.5) / scale  # ties
+            yield signs * torch.randint(2**22, 2**24, (size,), generator=generator) / (2.0 * scale)
+    tail = torch.randn(3000, generator=generator)
+    for value in (math.nan, -math.nan, math.inf, -math.inf, 3e38, -0.0, 1e-45):
+        for place in (0, 1500, 2999):
+            yield tail.index_fill(0, torch.tensor(place), value)
+
+
+if __name__ == "__main__":
+    print(compare(sys.argv[1]))

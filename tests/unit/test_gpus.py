@@ -1,0 +1,180 @@
+"""Which GPUs a run may count on, by what the driver's library says and by what CUDA_VISIBLE_DEVICES names."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.node_facts import Gpu
+from spare_megatron.config.schema import DataConfig, RunConfig
+from spare_megatron.driver.gpus import visible_gpus
+from spare_megatron.driver.run import look_at_machine
+
+GIB = 2**30
+NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED = 3, 6, 4, 9
+
+
+@dataclass(frozen=True)
+class Part:
+    uuid: str
+    name: str
+    memory_bytes: int = 80 * GIB
+    parts: Sequence["Part | None"] | None = None
+    """Its MIG instances, with gaps; None: not in MIG mode."""
+    is_allowed: bool = True
+
+
+class Nvml:
+    """NVML on a machine with these GPUs. Handles are positions in the list of all devices, from 1."""
+
+    def __init__(self, cards: Sequence[Part], *, is_loaded: bool = True) -> None:
+        self._cards = cards
+        self._devices = [*cards, *(part for card in cards for part in card.parts or () if part)]
+        self._is_loaded = is_loaded
+        self.num_open = 0
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        self.num_open += self._is_loaded
+        return 0 if self._is_loaded else NOT_LOADED
+
+    def nvmlShutdown(self) -> int:  # noqa: N802
+        self.num_open -= 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._cards)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:  # noqa: N802
+        handle._obj.value = index + 1
+        return 0 if self._cards[index].is_allowed else NO_PERMISSION
+
+    def nvmlDeviceGetUUID(self, handle: Any, text: Any, _length: int) -> int:  # noqa: N802
+        text.value = self._device(handle).uuid.encode()
+        return 0
+
+    def nvmlDeviceGetName(self, handle: Any, text: Any, _length: int) -> int:  # noqa: N802
+        text.value = self._device(handle).name.encode()
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:  # noqa: N802
+        memory._obj.total, memory._obj.free = self._device(handle).memory_bytes, self._device(handle).memory_bytes // 2
+        return 0
+
+    def nvmlDeviceGetMigMode(self, handle: Any, mode: Any, _pending: Any) -> int:  # noqa: N802
+        mode._obj.value = int(self._device(handle).parts is not None)
+        return 0 if "H100" in self._device(handle).name else NOT_SUPPORTED
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._device(handle).parts or ())
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, place: int, part: Any) -> int:  # noqa: N802
+        found = (self._device(handle).parts or ())[place]
+        if found is None:
+            return NOT_FOUND
+        part._obj.value = self._devices.index(found) + 1
+        return 0
+
+    def _device(self, handle: Any) -> Part:
+        return self._devices[handle.value - 1]
+
+
+FOUR = [Part(f"GPU-{letter}{letter}00-0000", f"H100 {letter}") for letter in "abcd"]
+DIVIDED = Part(
+    "GPU-ee00-0000",
+    "H100 e",
+    parts=[None, Part("MIG-1100-0000", "H100 1g", 10 * GIB), Part("MIG-2200-0000", "H100 2g", 20 * GIB)],
+)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(nvml: Nvml, visible: str | None = None) -> Nvml:
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": nvml}[name])
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return nvml
+
+    return use
+
+
+def test_a_gpu_is_described_by_its_model_and_memory(install: Any) -> None:
+    nvml = install(Nvml([Part("GPU-aa", "Tesla V100", 32 * GIB)]))
+    assert visible_gpus() == (Gpu(name="Tesla V100", memory_bytes=32 * GIB, free_bytes=16 * GIB),)
+    assert nvml.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, "abcd"),
+        ("", ""),
+        ("NoDevFiles", ""),
+        ("-1", ""),
+        ("2,0", "ca"),
+        (" 1 , 3", "bd"),
+        ("0,1,4,2", "ab"),  # there is no fifth
+        ("0,-1,1", "a"),
+        ("0,1,0", ""),
+        ("GPU-bb00-0000,GPU-aa00-0000", "ba"),
+        ("GPU-dd,0", "da"),
+        ("GPU-cc,GPU-ff,GPU-aa", "c"),
+        ("GPU-,1", ""),  # of several
+        ("MIG-1100", ""),
+    ],
+)
+def test_of_four_gpus_those_count_that_cuda_would_number(install: Any, visible: str | None, expected: str) -> None:
+    install(Nvml(FOUR), visible)
+    assert "".join(gpu.name[-1] for gpu in visible_gpus()) == expected
+
+
+@pytest.mark.parametrize(
+    ("cards", "visible", "expected"),
+    [
+        ([DIVIDED], None, ["H100 1g"]),
+        ([DIVIDED], "0", ["H100 1g"]),
+        ([DIVIDED], "MIG-2200-0000", ["H100 2g"]),
+        ([DIVIDED], "MIG-2200-0000,MIG-1100-0000", ["H100 2g"]),
+        ([DIVIDED], "MIG-3300-0000", []),
+        ([DIVIDED], "GPU-ee00", ["H100 1g"]),
+        ([DIVIDED, *FOUR[:2]], None, ["H100 a", "H100 b"]),
+        ([DIVIDED, *FOUR[:2]], "MIG-1100-0000", ["H100 1g"]),
+        ([Part("GPU-ff", "H100 f", parts=[None])], None, []),
+        ([Part("GPU-ff", "H100 f", parts=[None])], "0", []),
+    ],
+)
+def test_of_mig_instances_a_process_sees_one_alone(
+    install: Any, cards: list[Part], visible: str | None, expected: list[str]
+) -> None:
+    install(Nvml(cards), visible)
+    assert [gpu.name for gpu in visible_gpus()] == expected
+
+
+def test_gpus_that_a_job_was_not_given_are_not_numbered(install: Any) -> None:
+    """Slurm hides them by their device files, and its indices are those of the others."""
+    hidden = Part("GPU-ff", "H100 f", is_allowed=False)
+    install(Nvml([hidden, *FOUR[:2], hidden]), "0,1")
+    assert [gpu.name for gpu in visible_gpus()] == ["H100 a", "H100 b"]
+
+
+def test_without_a_driver_there_are_none(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install(Nvml(FOUR, is_loaded=False))
+    assert (visible_gpus(), nvml.num_open) == ((), 0)
+
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    assert visible_gpus() == ()
+
+
+def test_a_run_counts_the_gpus_that_nvml_counts(install: Any, tmp_path: Path) -> None:
+    """It read /proc/driver/nvidia/gpus, which knows neither UUIDs nor what a job was given."""
+    install(Nvml(FOUR), "GPU-bb,GPU-unknown,GPU-dd")
+    config = RunConfig(data=DataConfig(corpus=str(tmp_path / "none")))
+    assert look_at_machine(config).num_gpus == 1

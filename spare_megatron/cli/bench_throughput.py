@@ -110,6 +110,11 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
             f"cluster.num_nodes={config.cluster.num_nodes}, cluster.launcher={config.cluster.launcher}: this measures "
             f"one machine; set 1 and local"
         )
+    if config.cluster.ranks_per_gpu > 1:
+        yield (
+            f"cluster.ranks_per_gpu={config.cluster.ranks_per_gpu}: ranks that wait for each other's GPU are not "
+            f"measured; set 1"
+        )
     if has_plain and config.layout.virtual_pipeline > 1:
         yield f"layout.virtual_pipeline={config.layout.virtual_pipeline}: plain Megatron is not interleaved here; set 1"
     if has_plain and config.layout.context_parallel > 1:

@@ -7,6 +7,7 @@ in its own thread. An aborted sum looks complete: `comm.transfers` records what 
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,15 @@ def prepare_process(layout: Layout) -> None:
         # only let a sum over the groups hold up the backward pass.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_nccl()
+
+
+def share_gpu(slot: int) -> None:
+    """Lets this rank share its GPU with ranks of other `slot`s; call it before the first communicator.
+
+    NCCL refuses two ranks of one host on a device, so each slot poses as a host of its own, and slots exchange data
+    over sockets. NCCL_MULTI_RANK_GPU_ENABLE would need NCCL 2.30; torch 2.11 to 2.13 bring 2.28 and 2.29.
+    """
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{slot}"
 
 
 def check_nccl() -> None:

@@ -141,29 +141,30 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
             text=f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
             f"install its build for CUDA, or set cluster.device=cpu",
         )
-    ranks = ranks_per_machine(config)
-    if len(facts.gpus) < ranks:
+    ranks, sharing = ranks_per_machine(config), config.cluster.ranks_per_gpu
+    num_needed = -(-ranks // sharing)
+    if len(facts.gpus) < num_needed:
         yield NodeFinding(
             node=name,
             check="gpus",
-            text=f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need one each; see `nvidia-smi` and "
+            text=f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see `nvidia-smi` and "
             f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes",
         )
-    needed = run_sizes(config).memory.total_bytes
-    for index, gpu in enumerate(facts.gpus[:ranks]):
+    needed = sharing * run_sizes(config).memory.total_bytes
+    for index, gpu in enumerate(facts.gpus[:num_needed]):
         if gpu.memory_bytes < needed:
             yield NodeFinding(
                 node=name,
                 check="gpus",
-                text=f"GPU {index} has {gib(gpu.memory_bytes)}, and the fullest rank needs {gib(needed)}; see "
+                text=f"GPU {index} has {gib(gpu.memory_bytes)}, and its ranks need {gib(needed)}; see "
                 f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel",
             )
         elif gpu.free_bytes < needed:
             yield NodeFinding(
                 node=name,
                 check="gpus",
-                text=f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and the fullest rank "
-                f"needs {gib(needed)}: others use it; `nvidia-smi` there names them",
+                text=f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and its ranks "
+                f"need {gib(needed)}: others use it; `nvidia-smi` there names them",
             )
 
 

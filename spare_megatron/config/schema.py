@@ -316,6 +316,8 @@ class ClusterConfig:
     """Gives each node of a run on one machine its own network, which faults can cut; needs root."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Device that ranks compute on; auto uses GPUs if there are any."""
+    ranks_per_gpu: PositiveInt = 1
+    """Ranks that share a GPU, for tests on one machine: the GPU serves them in turn."""
     threads_per_rank: PositiveInt = 1
     """Threads per rank for CPU operations."""
     launcher: Literal["local", "srun", "hand"] = "local"

@@ -296,10 +296,11 @@ def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
 def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
     num_ranks = config.parallel.num_ranks
     if resolve_device(config, machine) == "gpu":
-        if num_ranks > machine.num_gpus:
+        num_needed = -(-num_ranks // config.cluster.ranks_per_gpu)
+        if num_needed > machine.num_gpus:
             yield (
                 f"{num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
-                f"{config.parallel.ranks_per_group} ranks) need as many GPUs, and there are {machine.num_gpus}; "
+                f"{config.parallel.ranks_per_group} ranks) need {num_needed} GPUs, and there are {machine.num_gpus}; "
                 f"reduce the layout or set cluster.device=cpu"
             )
         if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":

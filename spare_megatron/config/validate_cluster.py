@@ -27,6 +27,11 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
     launcher = config.cluster.launcher
     if launcher == "local":
         return
+    if config.cluster.ranks_per_gpu > 1:
+        yield (
+            f"cluster.ranks_per_gpu={config.cluster.ranks_per_gpu} is for tests on one machine, but "
+            f"cluster.launcher={launcher} uses several; set the first to 1 or the second to local"
+        )
     if config.cluster.isolate_nodes:
         yield (
             f"cluster.isolate_nodes=true emulates nodes on one machine, but cluster.launcher={launcher} uses real "

@@ -26,6 +26,8 @@ def choose_device(spec: RankSpec) -> torch.device:
     device = torch.device(spec.device)
     if device.type == "cuda":
         nccl.prepare_process(spec.config.parallel)
+        if (sharing := spec.config.cluster.ranks_per_gpu) > 1:
+            nccl.share_gpu((spec.group * spec.config.parallel.ranks_per_group + spec.rank) % sharing)
         choose_deterministic_kernels(spec.config)
         torch.cuda.set_device(device)
     return device

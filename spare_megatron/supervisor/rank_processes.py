@@ -191,7 +191,8 @@ class RankProcesses:
         """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
         cluster, layout = self._spec.config.cluster, self._spec.config.parallel
         first = self._spec.node * layout.ranks_per_node if cluster.launcher == "local" else 0
-        return f"cuda:{first + self._keys.index(key)}" if cluster.device == "gpu" else "cpu"
+        index = first + self._keys.index(key)
+        return f"cuda:{index // cluster.ranks_per_gpu}" if cluster.device == "gpu" else "cpu"
 
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""

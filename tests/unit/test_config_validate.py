@@ -277,6 +277,13 @@ def test_more_ranks_than_gpus_is_a_problem_on_gpus_only() -> None:
     assert problems(configured("cluster.device=cpu"), machine) == []
 
 
+def test_ranks_that_share_a_gpu_need_fewer() -> None:
+    machine = Machine(num_gpus=1, num_cores=64, has_corpus=True)
+    text = only_problem("cluster.device=gpu", "cluster.ranks_per_gpu=3", machine=machine)
+    assert "4 ranks (layout.num_groups=4 x 1 ranks) need 2 GPUs, and there are 1" in text
+    assert problems(configured("cluster.device=gpu", "cluster.ranks_per_gpu=4"), machine) == []
+
+
 def test_what_cpus_lack_is_allowed_on_gpus() -> None:
     machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
     config = configured("megatron.sequence_parallel=true", "layout.tensor_parallel=2", "layout.context_parallel=1")

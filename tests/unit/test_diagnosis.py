@@ -80,7 +80,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
     ("change", "check", "is_problem", "expected"),
     [
         ({"facts": None, "failure": "no answer"}, "node", True, "no answer"),
-        ({"gpus": (GPU,) * 7}, "gpus", True, "7 GPUs are visible, and its 8 ranks need one each"),
+        ({"gpus": (GPU,) * 7}, "gpus", True, "7 GPUs are visible, and its 8 ranks need 8;"),
         (
             {"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)},
             "gpus",

@@ -106,6 +106,32 @@ def test_a_launcher_in_its_own_environment_makes_it_again(tmp_path: Path) -> Non
     assert not (environment / "stamp").exists()
 
 
+STUB_OF_PYTHON = """#!/usr/bin/env bash
+[ "$1" = -c ] || printf '%s: %s\\n' "$PYTHONPATH" "$*" >>"$CALLS"
+"""
+
+
+def test_wheels_are_installed_beside_the_python_that_has_torch(tmp_path: Path) -> None:
+    """A path that was given comes after them: it was overwritten."""
+    stub = tmp_path / "python3"
+    stub.write_text(STUB_OF_PYTHON)
+    stub.chmod(0o755)
+    (tmp_path / "some.whl").touch()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": f"{tmp_path}/calls", "PYTHONPATH": "/given"}
+    command = [LAUNCH / "gpu-check", "--wheels", tmp_path, "--dry-run", "--json", "out.json"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=TIMEOUT_S)
+    install, check = (tmp_path / "calls").read_text().splitlines()
+    path, _, words = install.partition(": ")
+    assert path == "/given"
+    site = words.partition("--target ")[2].split()[0]
+    assert words == (
+        f"-m pip install --disable-pip-version-check --quiet --no-index --no-deps --no-compile --target {site} "
+        f"{tmp_path}/some.whl"
+    )
+    assert check == (f"{LAUNCH.parent}:{site}:/given: -m benchmarks.gpu_check --dry-run --json {tmp_path / 'out.json'}")
+    assert not Path(site).exists()
+
+
 STUB_PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>calls
 case "$*" in

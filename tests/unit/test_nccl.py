@@ -26,8 +26,13 @@ from spare_megatron.comm import communicators, nccl, sum_watch
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.warm_up import Call, warm_up
+from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.mcore.versions import installed_version
+from spare_megatron.process.specs import NodeSpec, RankSpec
+from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor.rank_processes import RankProcesses
 from tests.unit.nccl_stand_in import GPU, PATIENCE, Backend, Work, new_communicator, post
 
 
@@ -522,3 +527,20 @@ def test_a_main_thread_that_gets_on_is_left_alone(scene: Scene) -> None:
     scene.in_flight, scene.num_written = None, scene.head + 1
     scene.look(3)
     assert scene.ended == []
+
+
+def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL refuses two ranks of one host on a device."""
+    monkeypatch.setattr(nccl, "prepare_process", lambda _layout: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    config = RunConfig(cluster=ClusterConfig(device="gpu", ranks_per_gpu=2))
+    common = {"config": config, "run_dir": tmp_path, "store": TcpStoreSpec(host="127.0.0.1", port=1), "faults": ()}
+    node = RankProcesses(NodeSpec(node=0, rank_main=lambda *_: None, **common))
+    placed = []
+    for group in config.parallel.groups_on(0):
+        device = choose_device(
+            RankSpec(group=group, incarnation=0, rank=0, device=node._device_of((group, 0)), **common)
+        )
+        placed.append((device.index, os.environ["NCCL_HOSTID"].rpartition("-")[2]))
+    assert placed == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]

@@ -42,6 +42,7 @@ def problems_of(*overrides: str) -> list[str]:
         (["slurm.gpus_per_node=0"], "slurm.gpus_per_node=0 must be at least 1"),
         (["slurm.num_spare_nodes=-1"], "slurm.num_spare_nodes=-1 must be at least 0"),
         (["slurm.etcd_port=65534"], "slurm.etcd_port=65534 leaves fewer than 6 ports"),
+        (["cluster.ranks_per_gpu=2"], "cluster.ranks_per_gpu=2 is for tests on one machine"),
         (["cluster.isolate_nodes=true"], "cluster.isolate_nodes=true emulates nodes on one machine"),
         (["faults.trace=[{phase='backward', kind='stop_node'}]"], "faults of kind stop_node strike processes of one"),
         (["faults.mean_steps=9", "faults.kinds=['kill', 'stop_store']"], "leave stop_store out"),

@@ -1,0 +1,198 @@
+"""Parts that look into single ranks: memory over aborts, and what the steps of a reduction cost."""
+
+import mmap
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_check.scene import ROOT, Scene, mib, seconds
+from spare_megatron.comm import nccl
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import GroupId, Layout, ShardId
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.store.tcp_store import TcpControlStore, listen
+
+NUM_ABORTS = 10
+_TIMEOUT_S = 60.0
+_SUM_BYTES = 64 * 2**20
+_MOST_GROWTH_BYTES = 32 * 2**20
+"""Device memory that an abort may cost for good: a GiB in 32 losses."""
+_ROUNDS = 5
+
+
+def _ask(task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[str, str] | None = None) -> list[Any]:
+    """What a process for each of `ways` sends, all at once. Raises EOFError if one ends early, TimeoutError."""
+    context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
+    os.environ.update({"OMP_NUM_THREADS": "1", **(environment or {})})
+    pipes, processes = [], []
+    try:
+        for way in ways:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=task, args=(*way, sender), daemon=True)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        if not all(pipe.poll(2 * _TIMEOUT_S) for pipe in pipes):
+            raise TimeoutError(f"no answer of {task.__name__} within {2 * _TIMEOUT_S:g} s")
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# ------------------------------------------------------------------------------------------------- memory over aborts
+
+
+def abort_often(scene: Scene) -> None:
+    """Two ranks on one GPU. Raises RuntimeError if device memory grows by more than the limit from abort to abort."""
+    server = listen("127.0.0.1", timedelta(seconds=_TIMEOUT_S))
+    num_bytes = 2**20 if scene.is_dry else _SUM_BYTES
+    ways = [(group, scene.device, server.port, num_bytes) for group in range(2)]
+    after = _ask(sum_and_abort, *ways)[0]
+    scene.report(after_each_abort=after)
+    growth = {key: (after[-1][key] - after[1][key]) / (len(after) - 2) for key in after[0]}
+    text = (
+        f"{mib(growth['device_bytes'])} of the GPU, {mib(growth['host_bytes'])} of host memory, "
+        f"{growth['threads']:.1f} threads, {growth['files']:.1f} files"
+    )
+    scene.report((f"growth per abort of a communicator with a sum in flight, {NUM_ABORTS} aborts", text), growth=growth)
+    if growth["device_bytes"] > _MOST_GROWTH_BYTES:
+        raise RuntimeError(f"an abort costs {mib(growth['device_bytes'])} of the GPU, limit {mib(_MOST_GROWTH_BYTES)}")
+
+
+def sum_and_abort(group: int, name: str, port: int, num_bytes: int, answer: Connection) -> None:
+    """Sends the memory in use with each of the communicators; all but the last were aborted in a sum of group 0."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        nccl.prepare_process(Layout(num_groups=2))
+        nccl.share_gpu(group)
+        torch.cuda.set_device(device)
+    communicator = CrossGroupCommunicator(
+        group=GroupId(group),
+        position=0,
+        device=device,
+        store=TcpControlStore("127.0.0.1", port),
+        timeout_s=_TIMEOUT_S,
+        ask_interval_s=0.05,
+        probe=SilentProbe(),
+    )
+    found = []
+    for number in range(NUM_ABORTS + 1):
+        communicator.start_build(number, [GroupId(0), GroupId(1)])
+        communicator.start_attempt()
+        tensor = torch.ones(num_bytes // 4, device=device)
+        if not (communicator.connect(lambda: False) and communicator.reduce(tensor, lambda: False)):
+            raise RuntimeError(f"communicator {number}: {communicator.evidence}")
+        if tensor[-1].item() != 2:
+            raise RuntimeError(f"communicator {number}: the sum of 1 and 1 is {tensor[-1].item()}")
+        found.append(_in_use(device))
+        if group == 0 and number < NUM_ABORTS:
+            communicator.post(torch.ones(num_bytes // 4, device=device))  # the other rank never does
+    answer.send(found)
+    threading.Event().wait(_TIMEOUT_S)  # until it is killed: the other rank may still need this one
+
+
+def _in_use(device: torch.device) -> dict[str, int]:
+    process = psutil.Process()
+    device_bytes = 0
+    if device.type == "cuda":
+        free, memory = torch.cuda.mem_get_info(device)
+        device_bytes = memory - free
+    host_bytes = process.memory_info().rss
+    return {
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
+        "threads": process.num_threads(),
+        "files": process.num_fds(),
+    }
+
+
+# -------------------------------------------------------------------------------------------- costs around the sums
+
+
+def time_costs(scene: Scene) -> None:
+    alone = ("layout.num_groups=1", "spare.redundancy=1", "spare.microbatches_per_shard=2", "reduce.bucket_mib=128")
+    config = load_run_config(ROOT / "configs/run/gpt_1p3b_node.toml", scene.settings(*alone)).config
+    prepare_index(config)
+    for connections in ("1",) if scene.is_dry else ("1", "8"):
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+        [found] = _ask(costs_of_a_rank, (config, scene.device), environment=environment)
+        scene.report(**{f"connections_{connections}": found})
+        for what, spent_s in found.items():
+            scene.report((f"{what}, CUDA_DEVICE_MAX_CONNECTIONS={connections}", seconds(spent_s)))
+
+
+def costs_of_a_rank(config: RunConfig, name: str, answer: Connection) -> None:
+    """Sends median seconds, each until the device has finished, of a group of one rank after its first update."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=_TIMEOUT_S))
+        answer.send(_costs(GroupTrainer(config, device), config, device))
+
+
+def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> dict[str, float]:
+    work = [Microbatch(ShardId(0), index) for index in range(config.spare.microbatches_per_shard)]
+    sums = trainer.gradients
+    staging = sums.new_staging()
+
+    def stage_all() -> None:
+        for bucket in range(len(sums.buckets)):
+            sums.stage(bucket, staging)
+
+    trainer.begin_step(0)
+    trainer.compute(work)
+    for bucket in range(len(sums.buckets)):
+        sums.stage(bucket, staging)
+        sums.on_summed(bucket, staging)
+        sums.put(bucket, staging)
+    trainer.update(sums.totals().loss_sum)
+    trainer.begin_step(1)
+    memory = mmap.mmap(-1, trainer.state_copy().num_bytes)
+
+    def copy_beside() -> None:
+        copying = threading.Thread(target=trainer.state_copy().write, args=(memory,))
+        copying.start()
+        trainer.compute(work)
+        copying.join()
+
+    return {
+        "digest of the parameters": _median_s(lambda: trainer.params_digest().hexdigest(), device),
+        "norms of all buckets": _median_s(lambda: [sums.norm(bucket) for bucket in range(len(sums.buckets))], device),
+        "staging of all buckets": _median_s(stage_all, device),
+        "two microbatches": _median_s(lambda: trainer.compute(work), device),
+        "snapshot copy": _median_s(lambda: trainer.state_copy().write(memory), device),
+        "snapshot copy beside two microbatches": _median_s(copy_beside, device),
+    }
+
+
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
+    spent_s = []
+    for _ in range(_ROUNDS):
+        began_s = time.monotonic()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spent_s.append(time.monotonic() - began_s)
+    return statistics.median(spent_s)

@@ -1,0 +1,160 @@
+"""Parts that use the commands of the package: its tests, whole runs, and `spare bench throughput`."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu_check.scene import ROOT, SPARE, NotRun, Scene, mib, seconds
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.driver.run import start_run
+from spare_megatron.journal.summary import Summary
+from spare_megatron.mcore.versions import installed_version
+
+PRESETS = ROOT / "configs/run"
+BUCKETS_MIB = (128, 32, 256)
+_WITHOUT_TE = "not gpu-te and not transformer_engine"
+"""Of tests/gpu, those that need no transformer-engine."""
+_SHORT = "missing_member and cpu"
+_FAULT_STEP = 6
+"""The first steps are spared: without a known step time a hung rank is found only by a timeout."""
+
+
+def has_transformer_engine() -> bool:
+    return installed_version("transformer-engine") is not None
+
+
+# ------------------------------------------------------------------------------------------------------------ tests
+
+
+def run_tests(scene: Scene) -> None:
+    """Raises RuntimeError if a test fails; what passed until then is reported line by line."""
+    chosen = ["-k", _SHORT] if scene.is_dry else ["-m", "gpu or cuda_build", "--require", "gpu"]
+    if not scene.is_dry and not has_transformer_engine():
+        chosen += ["-k", _WITHOUT_TE]
+        scene.report(left_out="tests of transformer-engine, which is not installed")
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider", "--durations=0", *chosen]
+    counts: Counter[str] = Counter()
+    failed: list[str] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="")
+            name, _, outcome = line.partition(" ")
+            outcome = outcome.split(" ")[0].strip()
+            if name.startswith("tests/gpu/") and outcome in ("PASSED", "FAILED", "SKIPPED", "ERROR"):
+                counts[outcome.lower()] += 1
+                failed += [name] if outcome in ("FAILED", "ERROR") else []
+                scene.report(tests=dict(counts), failed=failed)
+    scene.report(("tests of tests/gpu", ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))))
+    if tests.returncode != 0 or not counts["passed"]:
+        raise RuntimeError(f"pytest ended with exit code {tests.returncode}; failed: {', '.join(failed) or 'none'}")
+
+
+# ------------------------------------------------------------------------------------------------------- whole runs
+
+
+def lose_groups(scene: Scene) -> None:
+    """One of two groups is lost, by a kill in a reduction and a hang in a backward pass. Raises RuntimeError if a run
+    does not mask it.
+    """
+    wanted = ("layout.num_groups=2", "spare.redundancy=2", "cluster.ranks_per_gpu=2", "control.heartbeat_interval_s=1")
+    shape = ("model.hidden_size=256", "model.seq_length=256", "model.precision=bf16", "reduce.bucket_mib=0.5")
+    tiny = ("reduce.bucket_mib=0.01", "control.heartbeat_interval_s=1")
+    cases = [(overlap, kind) for overlap in ("false", "true") for kind in ("kill", "hang")]
+    for overlap, kind in cases[::3] if scene.is_dry else cases:
+        phase = "in_reduce" if kind == "kill" else "backward"
+        fault = f'faults.trace=[{{phase="{phase}", step={_FAULT_STEP}, group=1, rank=0, kind="{kind}"}}]'
+        settings = [*scene.settings(*wanted, *shape, f"reduce.overlap={overlap}", tiny=tiny), fault, "train.steps=12"]
+        name = f"{kind}, reduce.overlap={overlap}"
+        summary = _train(scene, name.replace(", ", "-"), settings)
+        if summary.groups_lost != 1 or len(summary.recoveries) != 1:
+            raise RuntimeError(f"{name}: {summary.groups_lost} groups were lost, {len(summary.recoveries)} recoveries")
+        recovery = summary.recoveries[0]
+        figures = {**dataclasses.asdict(recovery), "final_loss": summary.final_loss}
+        text = f"{seconds(recovery.total_s)}, of which detection {seconds(recovery.detect_s)}"
+        scene.report((f"{name}: whole recovery", text), **{name: figures})
+
+
+def repeat_bitwise(scene: Scene) -> None:
+    """Trains twice. Raises RuntimeError if parameters differ in a bit at the end."""
+    shape = ("model.num_layers=4", "model.hidden_size=512", "model.num_attention_heads=8", "model.seq_length=2048")
+    rest = ("model.precision=bf16", "model.hidden_dropout=0.1", "model.attention_dropout=0.1", "train.steps=8")
+    alone = ("layout.num_groups=1", "spare.redundancy=1", "reduce.mode=reproducible")
+    found = []
+    for number in range(2):
+        summary = _train(scene, f"run-{number}", scene.settings(*shape, *rest, *alone, "faults.trace=[]"))
+        found.append((summary.params_sha256, summary.final_loss))
+        scene.report(runs=found)
+    if found[0] != found[1] or found[0][0] is None:
+        raise RuntimeError(f"parameters (SHA-256) and losses of two runs differ: {found[0]}, {found[1]}")
+    scene.report(("parameters after 8 steps with reduce.mode=reproducible, two runs", "bitwise equal"))
+
+
+def _train(scene: Scene, name: str, settings: Sequence[str]) -> Summary:
+    settings = ["layout.pipeline_parallel=1", "spare.microbatches_per_shard=4", *settings]
+    config = load_run_config(PRESETS / "demo_cpu.toml", settings).config
+    summary = start_run(config, scene.folder / name, lambda event: print(event))
+    if summary.outcome != "finished" or summary.verdict != "valid":
+        reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
+        raise RuntimeError(f"{name}: the run {summary.outcome}, {summary.verdict}: {reasons}")
+    return summary
+
+
+# ------------------------------------------------------------------------------------------------------- step times
+
+
+def time_steps_of_125m(scene: Scene) -> None:
+    _time_steps(scene, "gpt_125m_node", "125M")
+
+
+def time_steps_of_1p3b(scene: Scene) -> None:
+    _time_steps(scene, "gpt_1p3b_node", "1.3B")
+
+
+def _time_steps(scene: Scene, preset: str, size: str) -> None:
+    """Ours and plain Megatron in turn with the first size of buckets, ours alone with the others."""
+    plain_s = 0.0
+    for bucket_mib in BUCKETS_MIB[:1] if scene.is_dry else BUCKETS_MIB:
+        is_first = bucket_mib == BUCKETS_MIB[0]
+        words = ["--pairs", "1" if scene.is_dry else "2"] if is_first else ["--alone", "--pairs", "1"]
+        found = _bench(scene, preset, f"bucket-{bucket_mib}", words, [f"reduce.bucket_mib={bucket_mib}"])
+        plain_s = found["speeds"].get("plain", {}).get("step_s", plain_s)
+        ratios = found["ratios"] or [found["speeds"]["ours"]["step_s"] / plain_s]
+        text = f"{_speed(found['speeds']['ours'])}; plain {seconds(plain_s)}; "
+        text += f"ratio {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
+        scene.report((f"median step, {size}, buckets of {bucket_mib} MiB", text), **{f"bucket_{bucket_mib}": found})
+
+
+def try_transformer_engine(scene: Scene) -> None:
+    if not has_transformer_engine():
+        raise NotRun("transformer-engine is not installed")
+    fp8 = ['megatron.fp8="hybrid"', 'megatron.fp8_recipe="tensorwise"']
+    for name, settings in (("bf16", []), ("fp8", fp8)):
+        settings = ["model.transformer_impl=transformer_engine", *settings]
+        found = _bench(scene, "gpt_125m_node", name, ["--alone", "--pairs", "1"], settings)
+        row = (f"median step, 125M, transformer-engine, {name}", _speed(found["speeds"]["ours"]))
+        scene.report(row, **{name: found})
+
+
+def _speed(speed: dict[str, Any]) -> str:
+    memory = speed["memory"]["device_bytes"]
+    text = f"{seconds(speed['step_s'])}, {speed['tflops_per_rank']:.4g} TFLOP/s"
+    return text + (f", {mib(memory)} of the GPU" if memory else "")
+
+
+def _bench(scene: Scene, preset: str, name: str, words: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+    """The figures of `spare bench throughput`. Raises CalledProcessError; what it printed is in the log."""
+    alone = ("layout.num_groups=1", "spare.redundancy=1", "spare.microbatches_per_shard=8")
+    settings = [*scene.settings(*alone, *settings)]
+    out = scene.folder / f"{name}.json"
+    command = ["bench", "throughput", "--config", str(PRESETS / f"{preset}.toml"), "--out", str(out), *words]
+    steps = ["--steps", "8" if scene.is_dry else "25"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    subprocess.run([sys.executable, "-c", SPARE, *command, *steps, *overrides], env=os.environ, check=True)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found

@@ -255,17 +255,17 @@ def test_a_torch_without_a_name_that_is_used_is_refused_at_import(
 
 
 def test_every_private_name_of_torch_is_looked_up_at_import() -> None:
-    """In each module that sums over the groups: private attributes of what is not its own."""
-    for path in Path(nccl.__file__).parent.glob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        used = {
-            node.attr
-            for node in nodes
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
-        }
-        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
-        names = [word.value for call in calls for word in call.args if isinstance(word, ast.Constant)]
-        assert used <= {str(name).rpartition(".")[2] for name in names}, path.name
+    """By the modules that sum over the groups: private attributes of what is not their own."""
+    trees = [ast.parse(path.read_text()) for path in Path(nccl.__file__).parent.glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
+    names = {str(word.value) for call in calls for word in call.args if isinstance(word, ast.Constant)}
+    assert used <= {name.rpartition(".")[2] for name in names}
 
 
 # -------------------------------------------------------------------------------------------------------- the watch

@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.search_path import with_checkout
 
 NOT_HERE = "Triton comes with torch's CUDA builds; its 286 MB are too much for the other tests"
 SCALES = (2.0**7, 2.0**31, 2.0**39)
@@ -22,7 +25,7 @@ def test_the_kernel_adds_what_the_cpu_adds_and_keeps_the_same_largest_magnitude(
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1" if device == "cpu" else "0",
-        "PYTHONPATH": os.pathsep.join(sys.path),  # Triton may be beside the environment
+        "PYTHONPATH": with_checkout(*map(Path, sys.path)),  # Triton may be beside the environment
     }
     done = subprocess.run(
         [sys.executable, __file__, device], env=environment, capture_output=True, text=True, check=False

@@ -24,7 +24,7 @@ def make_sums(mode: str, device: str = "cpu") -> Any:
     module = SimpleNamespace(buffers=[buffer], zero_grad_buffer=parameter.main_grad.zero_)
     chunks: Any = [SimpleNamespace(module=module)]
     if mode == "fast":
-        return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * 4)
+        return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * 4, torch.float32)
     return FixedPointSums(chunks, torch.device(device), BUCKET_ELEMENTS * 8, FIXED)
 
 

@@ -32,6 +32,11 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
     assert run.journal.of(RepairRecord), "a copy that a loss has asked for is whole"
 
 
+def test_sums_in_bf16_go_only_where_they_are_needed(text_corpus: Path, tmp_path: Path) -> None:
+    run = scattered(text_corpus, tmp_path / "run", [kill("in_reduce", 1, 1, 1)], "fast_bf16", "bf16")
+    assert norms_of(run).keys() == set(range(STEPS)), "groups agree"
+
+
 @pytest.mark.parametrize("layout", [STAGES, LayoutConfig(num_groups=3, tensor_parallel=2)], ids=["PP", "TP"])
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])
 def test_the_squares_of_state_partitions_make_up_the_norm_that_megatron_takes_of_all_gradients(
@@ -46,9 +51,12 @@ def test_the_squares_of_state_partitions_make_up_the_norm_that_megatron_takes_of
         assert num_parts > layout.num_groups
 
 
-def scattered(corpus: Path, run_dir: Path, faults: list[FaultConfig]) -> Run:
+def scattered(
+    corpus: Path, run_dir: Path, faults: list[FaultConfig], mode: str = "reproducible", precision: str = "fp32"
+) -> Run:
     optimizer = OptimizerConfig(sharding="stacked", redundancy=3)
-    config = tiny_config(corpus, STAGES, steps=STEPS, faults=faults, mode="reproducible", optimizer=optimizer)
+    settings = {"mode": mode, "precision": precision, "optimizer": optimizer}
+    config = tiny_config(corpus, STAGES, steps=STEPS, faults=faults, **settings)
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
     run = complete_run(config, run_dir, Watch(scatters=True, whole_copies=frozenset({3})), holds_back=False)
     assert_masked(run)

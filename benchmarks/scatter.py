@@ -21,7 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
+from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
 
 TIMEOUT = timedelta(seconds=120)
 POLL_S = 0.0005
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, rank: int, store: Path, results: Connectio
         for kind in spent_s:
             backend.barrier(dist.BarrierOptions()).wait()
             began_s, before = time.perf_counter(), _sent_bytes()
-            transfer = Transfer(backend=backend, tensors=[buffer])
+            transfer = Transfer(connection=SharedBackend(backend, buffer.device), tensors=[buffer])
             if kind == "all_reduced":
                 transfer.works = [backend.allreduce([buffer], dist.AllreduceOptions())]
             else:

@@ -111,6 +111,7 @@ class ScatteredBuckets:
         assert action.ownership is not None, "only stacked state has recipients"
         if action.ownership is not self._ownership:
             self._ownership, self._recipients = action.ownership, recipients(action.ownership)
+        self._communicator.connect_pairs({(owner, other) for owner, *others in self._recipients for other in others})
         self.is_finished, self.squares = False, None
 
     def post(self, bucket: int, staged: torch.Tensor) -> bool:

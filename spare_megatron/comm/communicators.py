@@ -5,10 +5,11 @@ gloo's constructor blocks until all members arrive, so it runs in a thread. gloo
 destructor waits for it, and it may still write its tensors: all is kept until it has ended. For NCCL see `comm.nccl`.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
+from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
+from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.mcore.versions import check_names
 from spare_megatron.stacking.layout import GroupId
@@ -26,26 +28,37 @@ from spare_megatron.store.interface import ControlStore
 
 check_names("torch", dist, "ProcessGroupGloo._allgather_base")  # of all backends
 
+_POLL_S = 0.0005
 _PAUSE_S = 0.050
 """Longest sleep between two progress reports while waiting for something that wakes the rank."""
 _NUM_TAGS = 1 << 30
+MOVED_ON = "the log has moved on"
+"""Evidence of a wait that an entry has ended."""
 _MAX_RENDEZVOUS = 2
 """Number of latest rendezvous where other members may still be; what this rank left at earlier ones is removed."""
 
 
 @dataclass(slots=True)
 class _Build:
-    thread: threading.Thread
-    result: list[Any] = field(default_factory=list)
-    """The backend, or the exception that its constructor raised."""
+    """A connection that a thread builds or extends; the warm-up transfer under way is the last of `transfers`."""
+
+    result: list[SharedBackend | Exception] = field(default_factory=list)
+    """The connection, or the exception that a step of it raised."""
+    thread: threading.Thread | None = None
+    transfers: list[Transfer] = field(default_factory=list)
     is_wanted: bool = True
+
+    @property
+    def is_over(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
 
 
 class CrossGroupCommunicator:
     """The cross-group communicator of rank j = `position` of every group, as one rank sees it across rebuilds.
 
     The type of `device` selects gloo or NCCL. A build or a reduction takes `timeout_s` at most; a waiting rank reads
-    the log every `ask_interval_s` (`store.decision_log.ask_interval_s`) and reports progress to `probe`.
+    the log every `ask_interval_s` (`store.decision_log.ask_interval_s`) and reports progress to `probe`. `warm_up`
+    makes the calls after which NCCL has connected everything, for a number of members.
     """
 
     def __init__(
@@ -58,6 +71,7 @@ class CrossGroupCommunicator:
         timeout_s: float,
         ask_interval_s: float,
         probe: Probe,
+        warm_up: WarmUp = no_warm_up,
     ) -> None:
         self._group = group
         self._position = position
@@ -66,13 +80,15 @@ class CrossGroupCommunicator:
         self._timeout = timedelta(seconds=timeout_s)
         self._ask_interval_s = ask_interval_s
         self._probe = probe
+        self._warm_up = warm_up
         self._end_of_work = nccl.EndOfWork(device)
-        self._backend: Any = None
+        self._connection: SharedBackend | None = None
         self._build: _Build | None = None
         self._members: tuple[GroupId, ...] = (group,)
         self._num_shares = 0  # posted to this communicator
         self._in_flight: deque[Transfer] = deque()
-        self._aborted: Any = None  # the last backend that was aborted
+        self._linked: set[tuple[GroupId, GroupId]] = set()  # pairs that can send, of which this group is one
+        self._aborted: list[SharedBackend] = []  # until their devices are found sound
         self._abandoned: list[Transfer] = []
         self._abandoned_builds: list[_Build] = []
         self._rendezvous: deque[tuple[str, int]] = deque()  # the latest rendezvous, with this rank's index in each
@@ -89,20 +105,34 @@ class CrossGroupCommunicator:
     def start_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Drops the current communicator and starts to build the next one in a thread."""
         self._abandon()
-        self._members, self._num_shares = tuple(members), 0
+        self._members, self._num_shares, self._linked = tuple(members), 0, set()
         if self._is_alone:
             return
         self._rendezvous.append((keys.communicator(key, self._position), list(members).index(self._group)))
         former = self._rendezvous.popleft() if len(self._rendezvous) > _MAX_RENDEZVOUS else None
-        build = _Build(
-            thread=threading.Thread(
-                target=lambda *where: build.result.append(self._construct(build, len(members), *where)),
-                args=(*self._rendezvous[-1], former),
-            )
-        )
-        build.thread.daemon = True
+        place = *self._rendezvous[-1], former
+        build = self._build = _Build()
+        self._run_in_thread(build, lambda: build.result.append(self._construct(build, len(members), *place)))
+
+    def connect_pairs(self, pairs: Collection[tuple[GroupId, GroupId]]) -> None:
+        """Connects (sender, receiver) pairs before `post_shares` needs them; until then sums cannot be posted.
+
+        Collective over: the members that are in a new pair. Does nothing on CPUs, where all pairs are connected.
+        """
+        new = [pair for pair in sorted(set(pairs) - self._linked) if self._group in pair and pair[0] != pair[1]]
+        self._linked.update(new)
+        is_there = self._build is not None or self._connection is not None
+        if self._device.type != "cuda" or not new or not is_there:
+            return
+        index = self._members.index
+        call = connecting([(index(sender), index(to)) for sender, to in new], index(self._group), self._device)
+        build = self._build or _Build(result=[self._connection] if self._connection is not None else [])
+        earlier, self._build, self._connection = build.thread, build, None
+        self._run_in_thread(build, lambda: self._extend(build, earlier, call))
+
+    def _run_in_thread(self, build: _Build, run: Callable[[], None]) -> None:
+        build.thread = threading.Thread(target=run, daemon=True)
         build.thread.start()
-        self._build = build
 
     def start_attempt(self) -> None:
         """Starts an attempt: clears `evidence` and `ready_at_s`, and frees abandoned work that has ended."""
@@ -111,9 +141,9 @@ class CrossGroupCommunicator:
 
     def is_ready(self) -> bool:
         """Whether sums can be posted now. Never waits."""
-        if self._build is not None and not self._build.thread.is_alive():
+        if self._build is not None and self._build.is_over:
             self._take_over(self._build)
-        is_there = self._is_alone or self._backend is not None
+        is_there = self._is_alone or self._connection is not None
         if is_there and self.ready_at_s is None:
             self.ready_at_s = time.monotonic()
         return is_there
@@ -145,8 +175,8 @@ class CrossGroupCommunicator:
         self._num_shares += len(shares)
         ranked = [BucketShare(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
 
-        def start(transfer: Transfer) -> None:
-            exchange = Exchange(transfer.backend, index(self._group), is_polled=self._device.type == "cuda")
+        def start(transfer: Transfer, backend: Any) -> None:
+            exchange = Exchange(backend, index(self._group), is_polled=self._device.type == "cuda")
             exchange.post(transfer, ranked, extras, first_tag)
 
         return self._start([*(values for values, _ in shares), extras], start)
@@ -159,24 +189,31 @@ class CrossGroupCommunicator:
         return self._post([received, mine], lambda backend: [backend._allgather_base(received.view(-1), mine)])
 
     def _post(self, tensors: Sequence[torch.Tensor], start: Callable[[Any], Sequence[Any]]) -> bool:
-        def post(transfer: Transfer) -> None:
-            transfer.works = start(transfer.backend)
+        def post(transfer: Transfer, backend: Any) -> None:
+            transfer.works = start(backend)
 
         return self._start(tensors, post)
 
-    def _start(self, tensors: Sequence[torch.Tensor], start: Callable[[Transfer], None]) -> bool:
-        transfer = Transfer(backend=self._backend, tensors=tensors)
-        if self._is_alone or self._backend is not None:
+    def _start(self, tensors: Sequence[torch.Tensor], start: Callable[[Transfer, Any], None]) -> bool:
+        connection = self._connection
+        transfer = Transfer(connection=connection, tensors=tensors)
+        if self._is_alone or connection is not None:
             self._in_flight.append(transfer)  # first, as a lost member may block posting: `abort_sum` must find it
         if self._is_alone:
             return True
-        if self._backend is None:
+        if connection is None:
             return False  # an earlier sum has broken it
         try:
-            start(transfer)
+            self._begin(transfer, connection, start)
         except RuntimeError as error:
             return self.give_up(error)
         return True
+
+    def _begin(self, transfer: Transfer, connection: SharedBackend, start: Callable[[Transfer, Any], None]) -> None:
+        with connection.using() as backend:
+            if self._device.type == "cuda":
+                transfer.preceding = nccl.event_now()
+            start(transfer, backend)
 
     def poll(self) -> int:
         """Number of posted sums, in posting order, that have completed since the last call. Never waits.
@@ -185,22 +222,14 @@ class CrossGroupCommunicator:
         """
         num_complete = 0
         try:
-            while self._in_flight and self._advance(self._in_flight[0]):
+            while self._in_flight and self._in_flight[0].advance():
                 self._in_flight.popleft()
                 num_complete += 1
             for transfer in self._in_flight:
-                self._advance(transfer)
+                transfer.advance()
         except RuntimeError as error:
             self.give_up(error)
         return num_complete
-
-    def _advance(self, transfer: Transfer) -> bool:
-        """`Transfer.advance`, but raises RuntimeError if the communicator was aborted."""
-        is_over = transfer.advance()
-        # Checked afterwards: an aborted sum looks complete, and another thread may abort it at any moment.
-        if transfer.backend is not None and transfer.backend is self._aborted:
-            raise RuntimeError("aborted: the log has moved on")
-        return is_over
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
         """Waits until the first sum in flight has ended; `poll` then reports whether it succeeded.
@@ -214,7 +243,7 @@ class CrossGroupCommunicator:
     def _has_ended(self) -> bool:
         """Whether the first sum in flight has ended, with or without success."""
         try:
-            return all([self._advance(transfer) for transfer in self._in_flight][:1])
+            return all([transfer.advance() for transfer in self._in_flight][:1])
         except RuntimeError as error:
             self.give_up(error)
             return True
@@ -238,56 +267,118 @@ class CrossGroupCommunicator:
         """Abandons the communicator and all sums in flight, as failed with `error` or as obsolete. Returns False."""
         if error is not None:
             self.evidence = f"connection: {str(error).splitlines()[0]}"
-        self.evidence = self.evidence or "the log has moved on"
-        self._drop_backend()
+        self.evidence = self.evidence or MOVED_ON
+        self._drop_connection()
         return False
 
     def first_in_flight(self) -> object | None:
         """The oldest sum in flight, for `abort_sum`; None on CPUs, which abort none. Callable from any thread."""
-        try:
-            return self._in_flight[0] if self._device.type == "cuda" else None
-        except IndexError:
-            return None
+        return next(iter(self._all_in_flight()), None)
 
-    def abort_sum(self, in_flight: object) -> None:
+    def first_waiting(self) -> Transfer | None:
+        """The oldest sum in flight that is not complete, as far as torch's watchdog knows. Callable from any thread."""
+        return next((transfer for transfer in self._all_in_flight() if transfer.is_waiting), None)
+
+    def abort_sum(self, in_flight: object, reason: str = MOVED_ON) -> None:
         """Aborts a sum's communicator; `poll` then counts none of its sums. Callable from any thread; never waits."""
         assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
-        self._abort_backend(in_flight.backend)
+        self._abort(in_flight.connection, reason)
+
+    @property
+    def may_break_device(self) -> bool:
+        """Whether a memory error of the device may be due to communicators that are being aborted, here or at peers."""
+        return any(connection.may_break_device for connection in self._aborted)
+
+    def _all_in_flight(self) -> list[Transfer]:
+        if self._device.type != "cuda":
+            return []
+        build = self._build
+        return [*self._in_flight, *([] if build is None else build.transfers[-1:])]
 
     @property
     def _is_alone(self) -> bool:
         return len(self._members) == 1
 
-    def _construct(self, build: _Build, size: int, name: str, rank: int, former: tuple[str, int] | None) -> Any:
-        """Runs in the build's thread. Returns the backend, or the exception for the main thread to read."""
+    def _construct(
+        self, build: _Build, size: int, name: str, rank: int, former: tuple[str, int] | None
+    ) -> SharedBackend | Exception:
+        """Runs in the build's thread. Returns the connection, or the exception for the main thread to read."""
         try:
             store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
-            if self._device.type == "cuda":
-                return nccl.connect(
-                    store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
-                )
-            return dist.ProcessGroupGloo(store, rank, size, self._timeout)
+            if self._device.type != "cuda":
+                return SharedBackend(dist.ProcessGroupGloo(store, rank, size, self._timeout), self._device)
+            backend = nccl.connect(
+                store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
+            )
+            connection = SharedBackend(backend, self._device)
+            self._rehearse(build, connection, self._warm_up(size))
         except Exception as error:  # noqa: BLE001  (handled in the rank's main thread)
-            # Without its frames: they form a cycle with the build, which would keep the store open until it is
-            # garbage-collected.
-            return error.with_traceback(None)
+            return self._why_failed(error)
+        return connection
+
+    def _extend(self, build: _Build, earlier: threading.Thread | None, call: Call) -> None:
+        """Runs in the build's thread, after an earlier one."""
+        if earlier is not None:
+            earlier.join()
+        connection = build.result[0]
+        if isinstance(connection, SharedBackend):
+            try:
+                self._rehearse(build, connection, [call])
+            except Exception as error:  # noqa: BLE001  (handled in the rank's main thread)
+                build.result[0] = self._why_failed(error)
+
+    def _rehearse(self, build: _Build, connection: SharedBackend, calls: Iterable[Call]) -> None:
+        """Makes calls in which NCCL connects, one by one, as a kernel must not wait while a later call connects."""
+
+        def start(call: Call) -> Callable[[Transfer, Any], None]:
+            def post(transfer: Transfer, backend: Any) -> None:
+                transfer.works = [call.start(backend)]
+
+            return post
+
+        connection.is_connecting = True
+        try:
+            with nccl.own_stream(self._device):
+                for call in calls:
+                    build.transfers[:] = [transfer := Transfer(connection=connection, tensors=call.tensors)]
+                    self._begin(transfer, connection, start(call))
+                    while not transfer.advance():
+                        if not build.is_wanted:
+                            raise nccl.NoLongerWanted
+                        time.sleep(_POLL_S)
+        except Exception as error:
+            self._abort(connection, str(error) or MOVED_ON)
+            raise
+        build.transfers.clear()
+        connection.is_connecting = False
+
+    def _why_failed(self, error: Exception) -> Exception:
+        """The error, without its frames: they form a cycle with the build, which would keep the store open until it is
+        garbage-collected.
+        """
+        if self._device.type == "cuda" and not isinstance(error, nccl.NoLongerWanted):
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()  # NCCL may lack the memory that torch holds; the next attempt builds again
+        return error.with_traceback(None)
 
     def _finish_build(self, is_decided: Callable[[], bool]) -> bool:
         """Waits for a build under way. Returns whether there is a communicator."""
         if self._build is None:
-            return self._backend is not None
+            return self._connection is not None
         build = self._build
-        if is_decided() or not self._wait(lambda: not build.thread.is_alive(), build.thread.join, is_decided):
+        assert build.thread is not None, "started with the build"
+        if is_decided() or not self._wait(lambda: build.is_over, build.thread.join, is_decided):
             return False
         return self._take_over(build)
 
     def _take_over(self, build: _Build) -> bool:
         self._build = None
+        self._abandoned += build.transfers
         result = build.result[0]
         if isinstance(result, Exception):
             self.evidence = f"rebuild: {result}"
             return False
-        self._backend = result
+        self._connection = result
         return True
 
     def _wait(
@@ -314,26 +405,28 @@ class CrossGroupCommunicator:
             self._build.is_wanted = False
             self._abandoned_builds.append(self._build)
             self._build = None
-        self._drop_backend()
+        self._drop_connection()
 
-    def _drop_backend(self) -> None:
+    def _drop_connection(self) -> None:
         """Keeps everything in flight until it has ended, and aborts the backend where possible (NCCL)."""
         self._abandoned += self._in_flight
         self._in_flight.clear()
-        if self._backend is not None:
-            self._abandoned.append(Transfer(backend=self._backend))
-            self._abort_backend(self._backend)
-            self._backend = None
+        if self._connection is not None:
+            self._abandoned.append(Transfer(connection=self._connection))
+            self._abort(self._connection, MOVED_ON)
+            self._connection = None
 
-    def _abort_backend(self, backend: Any) -> None:
-        if self._device.type == "cuda" and backend is not None and backend is not self._aborted:
-            self._aborted = backend
-            nccl.abort(backend)
+    def _abort(self, connection: SharedBackend | None, reason: str) -> None:
+        if self._device.type == "cuda" and connection is not None and not connection.end_reason:
+            self._aborted.append(connection)
+            connection.abort(reason)
 
     def _sweep(self) -> None:
+        self._aborted = [connection for connection in self._aborted if connection.may_break_device]
         self._abandoned = [transfer for transfer in self._abandoned if transfer.may_write]
         for build in self._abandoned_builds:
-            is_done = not build.thread.is_alive()
-            if is_done and self._device.type == "cuda" and not isinstance(build.result[0], Exception):
-                nccl.abort(build.result[0])
-        self._abandoned_builds = [build for build in self._abandoned_builds if build.thread.is_alive()]
+            if build.is_over:
+                self._abandoned += build.transfers
+                if isinstance(build.result[0], SharedBackend):
+                    self._abort(build.result[0], MOVED_ON)
+        self._abandoned_builds = [build for build in self._abandoned_builds if not build.is_over]

@@ -2,14 +2,14 @@
 
 Connecting cannot be aborted and waits forever for a missing member, so members first meet at the store. Blocking mode
 stays on, as torch cannot reliably abort in the other. `abort()` may wait for other communicators' kernels, so each runs
-in its own thread. An aborted sum looks complete: `comm.communicators` records what it aborts.
+in its own thread. An aborted sum looks complete: `comm.transfers` records what it aborts.
 """
 
 import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -32,15 +32,14 @@ if dist.is_nccl_available():  # builds for CPUs have none of it
         "ProcessGroupNCCL.abort",
         "ProcessGroupNCCL._start_coalescing",
         "ProcessGroupNCCL._end_coalescing",
+        "Work.block_current_stream",
+        "Work.get_future_result",
     )
 
 _OF_A_RANK: Mapping[str, str] = {
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-_OF_A_RANK_UNLESS_SET: Mapping[str, str] = {
-    "NCCL_RUNTIME_CONNECT": "0",
 }
 _BETWEEN_GROUPS: Mapping[str, str] = {
     # The executor handles what a lost group breaks; torch must not end the process.
@@ -54,6 +53,11 @@ _HERE, _ALL_HERE = "here", "all-here"
 _PRIORITY_OF_WAITS = -1
 """torch has a pool of 32 streams for each priority, which it hands out in turn; nothing else here uses this one."""
 
+_SUCCESS = 0
+"""`WorkResult.SUCCESS` of torch, which hands out the number."""
+_LONGEST_CALL_S = 2.0
+"""An abort waits this long for a call to return: one that takes longer waits for a kernel that only an abort ends."""
+
 
 class NoLongerWanted(RuntimeError):
     pass
@@ -65,8 +69,6 @@ def prepare_process(layout: Layout) -> None:
     Raises ImportError for an unsupported NCCL.
     """
     os.environ.update(_OF_A_RANK)
-    for name, value in _OF_A_RANK_UNLESS_SET.items():
-        os.environ.setdefault(name, value)
     if layout.tensor_parallel > 1 or layout.context_parallel > 1:
         # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would
         # only let a sum over the groups hold up the backward pass.
@@ -98,7 +100,7 @@ def connect(
     timeout: timedelta,
     is_wanted: Callable[[], bool],
 ) -> Any:
-    """Returns a NCCL backend with all connections established; makes `device` current on the calling thread.
+    """Returns a NCCL backend, to be warmed up (`comm.warm_up`); makes `device` current on the calling thread.
 
     The members meet at `store`, under names never used before, within `timeout` (also the limit of each sum); then
     `is_wanted` is checked. Collective over: all members. Raises NoLongerWanted if `is_wanted` returned False,
@@ -170,7 +172,7 @@ class EndOfWork:
             self._stream = torch.cuda.Stream(self._device, priority=_PRIORITY_OF_WAITS)
         event = torch.cuda.Event(blocking=True)  # waiting for it takes no processor
         with torch.cuda.stream(self._stream):
-            work.synchronize()  # on the device: the stream waits, not this thread
+            work.block_current_stream()  # on the device: the stream waits, not this thread
             event.record()
         return event
 
@@ -181,14 +183,62 @@ class EndOfWork:
         has_ended.set()
 
 
-def abort(backend: Any) -> threading.Thread:
-    """Starts to abort a backend in a new thread. Its kernels end soon; its sums must not be read."""
-    thread = threading.Thread(target=_abort_quietly, args=(backend,), name="nccl-abort", daemon=True)
-    thread.start()
-    return thread
+def finish(work: Any) -> None:
+    """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed.
+
+    Not by `work.wait()`, which after an error aborts the communicator on the calling thread.
+    """
+    result = work.get_future_result()  # has an error before the work counts as ended, a success up to 0.1 s later
+    if result.done() and result.value() != _SUCCESS:
+        raise RuntimeError(f"a sum of NCCL failed (WorkResult {result.value()}); torch has logged the error")
+    work.block_current_stream()
 
 
-def _abort_quietly(backend: Any) -> None:
-    # An abort that times out raises; the communicator is unusable either way.
-    with contextlib.suppress(RuntimeError):
-        backend.abort()
+def has_result(work: Any) -> bool:
+    """Whether torch's watchdog has seen a work end. Unlike `is_completed`, this never waits while it holds the GIL."""
+    return bool(work.get_future_result().done())
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Makes `device` and a stream of its own current on this thread; what was issued before comes first."""
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def event_now() -> torch.cuda.Event:
+    """An event after all work given to the current stream. `query` keeps the GIL, `synchronize` does not."""
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
+
+
+class Abort:
+    """Aborts a backend in a thread; its sums must not be read. Other threads hold `calls` while they are inside NCCL.
+
+    `is_patient`: waits for the call under way however long it takes.
+    """
+
+    def __init__(self, backend: Any, calls: threading.Lock, device: torch.device, *, is_patient: bool = False) -> None:
+        self.has_ended = False
+        self.is_harmless = False
+        """Whether the device has done everything issued until the end of the communicator without an error."""
+        timeout_s = -1.0 if is_patient else _LONGEST_CALL_S
+        self.thread = threading.Thread(
+            target=self._run, args=(backend, calls, timeout_s, device), name="nccl-abort", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self, backend: Any, calls: threading.Lock, timeout_s: float, device: torch.device) -> None:
+        if calls.acquire(timeout=timeout_s):
+            calls.release()  # no other call follows: the connection is marked
+        # An abort that times out raises; the communicator is unusable either way.
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+        self.has_ended = True
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+            self.is_harmless = True

@@ -1,13 +1,17 @@
-"""Aborts obsolete sums on a GPU while the rank's main thread is blocked.
+"""Watches sums on a GPU for the rank's main thread, which may be blocked.
 
 A NCCL kernel that waits for a lost group may block later GPU work, and with it the main thread.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.transfers import Transfer
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 
@@ -63,3 +67,50 @@ class SumWatch:
                 self.poll()
         except StoreLost:
             return  # the main thread notices this itself
+
+
+class WaitWatch:
+    """Calls `on_waiting` while the device waits for other members, every `pause_s`; ends a sum after `timeout_s`.
+
+    A device waits for others if the oldest sum in flight is not complete, but all work given to it before is done. The
+    sums of a rank that hangs complete, as the others post theirs; so this tells it from those that it keeps waiting.
+    """
+
+    def __init__(
+        self,
+        communicator: CrossGroupCommunicator,
+        on_waiting: Callable[[], None],
+        *,
+        pause_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._communicator = communicator
+        self._on_waiting = on_waiting
+        self._pause_s = pause_s
+        self._timeout_s = timeout_s
+        self._begun: Transfer | None = None
+        """The sum in flight that began last."""
+        self._since_s = 0.0
+
+    def start(self, device: torch.device) -> None:
+        threading.Thread(target=self._run, args=(device,), name="wait-watch", daemon=True).start()
+
+    def poll(self, now_s: float) -> None:
+        """Waits until the oldest sum in flight has begun, if that has not been seen; reports one that has."""
+        first = self._communicator.first_waiting()
+        if first is None:
+            self._begun = None
+        elif first is not self._begun:
+            with contextlib.suppress(RuntimeError):  # the main thread raises it
+                first.preceding.synchronize()
+                self._begun, self._since_s = first, now_s
+        elif now_s - self._since_s < self._timeout_s:
+            self._on_waiting()
+        else:
+            self._communicator.abort_sum(first, f"no end within reduce.timeout_s={self._timeout_s:g}")
+
+    def _run(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread: CUDA would otherwise open a context on device 0
+        while True:
+            time.sleep(self._pause_s)
+            self.poll(time.monotonic())

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +23,95 @@ class BucketShare:
     recipients: tuple[int, ...] = ()
 
 
+class SharedBackend:
+    """A backend, with the lock under which threads post to it and poll it: NCCL is not thread-safe.
+
+    `abort` (NCCL only) frees memory that a call under way may use, so it waits for that call and admits no other.
+    """
+
+    def __init__(self, backend: Any, device: torch.device) -> None:
+        self.backend = backend
+        self.end_reason = ""
+        """Why it was aborted; empty if it was not."""
+        self.is_connecting = False
+        """Whether a call under way may wait for a member that never comes; an abort then waits as long."""
+        self._device = device
+        self._calls = threading.Lock()
+        self._abort: nccl.Abort | None = None
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[Any]:
+        """Posts and polls are made in this context. Raises RuntimeError if the connection was aborted."""
+        with self._calls:
+            self.require()
+            yield self.backend
+
+    def require(self) -> None:
+        """Raises RuntimeError if the connection was aborted."""
+        if self.end_reason:
+            raise RuntimeError(f"aborted: {self.end_reason}")
+
+    def abort(self, reason: str) -> None:
+        """Starts to abort the backend, unless that has been done. Never waits. Callable from any thread."""
+        if not self.end_reason:
+            self.end_reason = reason
+            self._abort = nccl.Abort(self.backend, self._calls, self._device, is_patient=self.is_connecting)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the backend was aborted and has not ended; its works must not be asked, as they hold the GIL."""
+        return bool(self.end_reason) and not (self._abort is not None and self._abort.has_ended)
+
+    @property
+    def may_break_device(self) -> bool:
+        """Whether the device may still report an access to memory that this abort, or a peer's, has freed."""
+        return bool(self.end_reason) and not (self._abort is not None and self._abort.is_harmless)
+
+    def finish(self, work: Any) -> None:
+        """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed."""
+        if self._device.type == "cuda":
+            nccl.finish(work)
+        else:
+            work.wait()
+
+    def may_write(self, works: Sequence[Any]) -> bool:
+        """Whether some work has not ended and may still write its tensors."""
+        return self.is_ending or not all(work.is_completed() for work in works)
+
+    def is_waiting(self, works: Sequence[Any]) -> bool:
+        """Whether some work has not ended, a little late; NCCL only. Never blocks, and may be called by any thread."""
+        return self.is_ending if self.end_reason else not all(nccl.has_result(work) for work in works)
+
+
 @dataclass(slots=True)
 class Transfer:
     """A sum or an all-gather in flight, which may write `tensors` and must live until its works have ended.
 
-    `follow` posts the transfers that follow once `works` have ended.
+    `connection` is None for a rank that is alone. `follow` posts the transfers that follow once `works` have ended.
+    `preceding`: a CUDA event after all work that the device was given before this transfer, on GPUs.
     """
 
-    backend: Any
+    connection: SharedBackend | None
     works: Sequence[Any] = ()
     tensors: Sequence[torch.Tensor] = ()
     follow: Callable[[], Sequence[Any]] | None = None
     is_over: bool = False
+    preceding: Any = None
     _awaited: tuple[Any, threading.Event] | None = None
 
     def advance(self) -> bool:
         """Posts what follows, if due. Returns whether all is complete. Raises RuntimeError on a broken connection."""
+        if self.connection is None:
+            return True
+        with self.connection.using():
+            is_over = self._advance(self.connection)
+        self.connection.require()  # an aborted work looks complete, and another thread may abort it at any moment
+        return is_over
+
+    def _advance(self, connection: SharedBackend) -> bool:
         while not self.is_over and all(work.is_completed() for work in self.works):
             for work in self.works:
-                work.wait()  # raises the error of a failed work
+                connection.finish(work)
             self.is_over = self.follow is None
             if self.follow is not None:
                 post, self.follow = self.follow, None
@@ -64,7 +134,12 @@ class Transfer:
     @property
     def may_write(self) -> bool:
         """Whether some work has not ended and may still write its tensors."""
-        return not all(work.is_completed() for work in self.works)
+        return self.connection is not None and self.connection.may_write(self.works)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some work has not ended, as `SharedBackend.is_waiting`."""
+        return self.connection is not None and self.connection.is_waiting(self.works)
 
 
 class Exchange:
@@ -124,8 +199,7 @@ class Exchange:
 
         if not self._is_polled:
             return [_Awaited(post())]
-        # Outside a coalescing block torch makes a communicator for each pair. Inside it NCCL still connects a pair in
-        # the call that posts its first transfer; if a lost member blocks that call, `comm.sum_watch` aborts it.
+        # Outside a coalescing block torch makes a communicator for each pair.
         return [nccl.coalesced(self._backend, sent[0][0].device, post)]
 
 

@@ -82,6 +82,7 @@ class Pulse:
 
     Attributes:
         beats: Moves while the process is scheduled.
+        waits: Moves while its device waits for other groups, which may block its main thread.
         step: The step of the pending operation; -1 before the first.
         progress_at_s: When `progress` last moved, on the monotonic clock that the processes of a node share.
         slowest_s: Longest recent time between two moves of `progress` in operations of this kind; 0 if unknown.
@@ -95,6 +96,7 @@ class Pulse:
     progress_at_s: float
     slowest_s: float
     starved_s: float = 0.0
+    waits: int = 0
 
 
 class FailureDetector:
@@ -116,7 +118,7 @@ class FailureDetector:
         """Why the rank is considered lost, for people; empty while it is not.
 
         `group_starved_s`: total time without a processor of all ranks of its group, from any origin. `is_held_up`:
-        another rank of its group is at storage, for which this one may wait.
+        another rank of its group is at storage or waits for other groups, and this one may wait for it.
         """
         if self._polled_at_s is not None and now_s - self._polled_at_s > self._interval_s:
             # The watcher itself was suspended. What it missed is no evidence.
@@ -125,7 +127,7 @@ class FailureDetector:
             self._progress = _Counter()  # start anew: it continues a little later than the rank that it waits for
         self._polled_at_s = now_s
         silent_s = self._beats.unchanged_s(pulse.beats, now_s, pulse.starved_s)
-        stuck_s = self._progress.unchanged_s(pulse.progress, now_s, group_starved_s)
+        stuck_s = self._progress.unchanged_s(pulse.progress + pulse.waits, now_s, group_starved_s)
         if pulse.operation is Operation.END:
             return f"not ended for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)

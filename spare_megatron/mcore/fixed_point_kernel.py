@@ -4,6 +4,8 @@ Import only with a GPU: Triton comes with torch's CUDA builds alone.
 """
 # ruff: noqa: ANN001, ANN202  (Triton reads annotations of kernels as its own types)
 
+import subprocess
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,18 @@ def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> 
     """As `gradients.add_rounded`, for contiguous tensors of equal size; never waits for the device."""
     num_blocks = triton.cdiv(values.numel(), _BLOCK)
     _add_rounded[(num_blocks,)](sums, values.detach(), largest.view(torch.int32), scale, values.numel(), BLOCK=_BLOCK)
+
+
+def check(device: torch.device) -> None:
+    """Runs the kernel once. Raises ValueError if it cannot be compiled here."""
+    try:
+        nothing = torch.zeros(_BLOCK, dtype=torch.int64, device=device)
+        add_rounded(nothing, nothing.float(), 1.0, torch.zeros((), device=device))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"reduce.mode=reproducible compiles a kernel where there is a GPU, and that failed: {error}; install a C "
+            f"compiler and Python's headers (gcc, python3-dev), set CC to another compiler, or choose reduce.mode=fast"
+        ) from error
 
 
 @triton.jit

@@ -165,7 +165,10 @@ class _Staged(ABC):
         return staged[-NUM_EXTRAS * self._per_extra :].view(self._extras_dtype)
 
     def _finish_staging(self, bucket: int, staged: Tensor) -> Tensor:
-        self.extras(staged)[_UNSOUND] = self._is_unsound.get(bucket, 0)
+        extras = self.extras(staged)
+        extras[_UNSOUND].fill_(0)
+        if bucket in self._is_unsound:
+            extras[_UNSOUND].copy_(self._is_unsound[bucket])
         self._next = min(bucket + 1, len(self.buckets) - 1)
         self._staged_at[bucket] = self._copies.now()
         return staged
@@ -227,17 +230,19 @@ class FloatSums(_Staged):
         staged = self._part(bucket, staging)
         for gradients, place in self._pieces[bucket]:
             staged[place].copy_(gradients)
-        # fp32 is exact up to 2^24 microbatches.
         extras = self.extras(staged)
-        extras[_COUNT] = self._count
-        extras[_LOSS] = self._loss if self._is_last(bucket) else 0.0
+        # fp32 is exact up to 2^24 microbatches. Assigning a number to an element would copy it and wait for the device.
+        extras[_COUNT].fill_(self._count)
+        extras[_LOSS].fill_(0.0)
+        if self._is_last(bucket):
+            extras[_LOSS].copy_(self._loss)
         return self._finish_staging(bucket, staged)
 
     def norm(self, bucket: int) -> Tensor:
         # One pass without a copy, at memory bandwidth. A norm beyond fp32 counts as not finite.
         norms = [torch.linalg.vector_norm(gradients).double() for gradients, _ in self._pieces[bucket]]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        return torch.where(self._loss.isfinite(), norm, math.inf) if self._is_last(bucket) else norm
+        return norm.masked_fill(~self._loss.isfinite(), math.inf) if self._is_last(bucket) else norm
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         for gradients, whole in self._pieces[bucket]:
@@ -328,7 +333,7 @@ class FixedPointSums(_Staged):
         staged[:-NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
         staged[-NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
-            staged[_LOSS] = 0
+            staged[_LOSS].fill_(0)
         return self._finish_staging(bucket, staged)
 
     def norm(self, bucket: int) -> Tensor:
@@ -337,7 +342,8 @@ class FixedPointSums(_Staged):
         pieces = self._sums[elements.start : elements.stop].split(self._piece)
         squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
         norm = torch.stack(squares).sum().sqrt() / self._fixed.scale
-        return torch.where(self._largest <= self._fixed.largest, norm, math.inf)  # this form also catches NaN
+        fits = self._largest <= self._fixed.largest  # this form also catches NaN
+        return norm.masked_fill(~fits, math.inf)
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         elements = self.buckets[bucket]
@@ -390,6 +396,7 @@ def _choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float
         return add_rounded
     from spare_megatron.mcore import fixed_point_kernel  # needs Triton
 
+    fixed_point_kernel.check(device)
     return fixed_point_kernel.add_rounded
 
 

@@ -31,8 +31,9 @@ from spare_megatron.mcore.versions import SUPPORTED, check_version
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
     """Layer and Adam implementations, and Megatron's fusions that are on. Raises ValueError as `layer_spec` does."""
     transformer = transformer_config(config, device)
-    layers = f"transformer-engine {get_te_version()}"
-    if not uses_transformer_engine(config, device):
+    if uses_transformer_engine(config, device):
+        layers = f"transformer-engine {get_te_version()}"
+    else:
         is_absent = device.type == "cuda" and not HAVE_TE
         layers = "megatron-core (transformer-engine is not installed)" if is_absent else "megatron-core"
     stacked = "torch, fused" if device.type == "cuda" else "torch"

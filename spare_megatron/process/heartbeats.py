@@ -15,11 +15,15 @@ _DECAY = 0.98
 
 
 class HeartbeatPage(ctypes.Structure):
-    """The shared memory. The rank writes all fields except `end_asked`, which its supervisor writes."""
+    """The shared memory. The rank writes all fields except `end_asked`, which its supervisor writes.
+
+    `waits` is moved by another thread than the rest, while the main thread may be blocked by other groups.
+    """
 
     _fields_ = (
         ("beats", ctypes.c_uint64),
         ("progress", ctypes.c_uint64),
+        ("waits", ctypes.c_uint64),
         ("operation", ctypes.c_uint64),
         ("step", ctypes.c_int64),
         ("progress_at_s", ctypes.c_double),
@@ -42,6 +46,7 @@ def read_page(page: HeartbeatPage, starved_s: float) -> Pulse:
     return Pulse(
         beats=page.beats,
         progress=page.progress,
+        waits=page.waits,
         operation=OPERATIONS[index],
         step=page.step,
         progress_at_s=page.progress_at_s,
@@ -59,6 +64,7 @@ class HeartbeatWriter:
         self._thread = threading.get_ident()
         self._index = 0
         self._at_s = time.monotonic()
+        self._waits = 0  # as of then
         self._num_steps = 0
         self._spent_s = [0.0] * len(OPERATIONS)
 
@@ -74,6 +80,10 @@ class HeartbeatWriter:
 
     def progress(self) -> None:
         self._note(self._index)
+
+    def wait_for_groups(self) -> None:
+        """Shows that the device waits for other groups. Called by one thread other than the main one."""
+        self._page.waits += 1
 
     def leave(self) -> None:
         """Marks the process as ending: it may be silent for the time of a first operation before it counts as lost."""
@@ -108,10 +118,10 @@ class HeartbeatWriter:
     def _note(self, index: int) -> None:
         now_s = time.monotonic()
         self._spent_s[self._index] += now_s - self._at_s
-        if self._num_steps > 1:
+        if self._num_steps > 1 and self._waits == self._page.waits:
             slowest_s = self._page.slowest_s
             slowest_s[self._index] = max(now_s - self._at_s, slowest_s[self._index] * _DECAY)
-        self._index, self._at_s = index, now_s
+        self._index, self._at_s, self._waits = index, now_s, self._page.waits
         self._page.operation, self._page.progress_at_s = index, now_s
         self._page.progress += 1
 

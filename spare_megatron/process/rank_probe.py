@@ -36,6 +36,9 @@ class RankProbe:
     def progress(self) -> None:
         self._beacon.progress()
 
+    def wait_for_groups(self) -> None:
+        self._beacon.wait_for_groups()
+
     def during(self, operation: Operation, *, in_backward: bool = False) -> AbstractContextManager[None]:
         return self._beacon.during(operation, in_backward=in_backward)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_bucket_sums
 from spare_megatron.comm.communicators import CrossGroupCommunicator
-from spare_megatron.comm.sum_watch import SumWatch
+from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
+from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.core.controller import Controller
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import Address
@@ -97,6 +100,11 @@ class Assembly:
             progress=progress,
         )
         self.executors = self._build_executors()
+
+    @property
+    def may_break_device(self) -> bool:
+        """As `CrossGroupCommunicator.may_break_device`."""
+        return self._communicator.may_break_device
 
     def hosted(self) -> tuple[PartitionId, ...]:
         """The state partitions that the group holds at the start of the run."""
@@ -215,17 +223,22 @@ class Assembly:
         )
 
     def _build_communicator(self, device: torch.device) -> CrossGroupCommunicator:
+        reduce, trainer = self._config.reduce, self.trainer
         communicator = CrossGroupCommunicator(
             group=self._spec.group,
             position=self._spec.rank,
             device=device,
             store=self._store,
-            timeout_s=self._config.reduce.timeout_s,
+            timeout_s=reduce.timeout_s,
             ask_interval_s=ask_interval_s(self._config.parallel.num_ranks),
             probe=self._probe,
+            warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
         )
         if device.type == "cuda":
             SumWatch(communicator, lambda: open_store(self._spec.store), lambda: self._controller.head).start()
+            beat_s = self._config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
+            waits = WaitWatch(communicator, self._probe.wait_for_groups, pause_s=beat_s, timeout_s=reduce.timeout_s)
+            waits.start(device)
         return communicator
 
     def _build_digests(self) -> StateDigests:

@@ -52,8 +52,9 @@ def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float
 
 
 def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
-    """Makes the group's ranks a torch.distributed world, used by checkpoint loads alone, with the startup's timeout.
+    """Makes the group's ranks a torch.distributed world, with the startup's timeout.
 
+    Checkpoint loads use it, and Megatron's interleaved schedule with 2 pipeline stages for one of its two directions.
     Returns a group of the same ranks for CPU tensors, whose timeout exceeds the leader's longest wait. Collective over:
     all ranks of the group, which may arrive as far apart as the startup timeout allows.
     """

@@ -1,5 +1,6 @@
 """The main function of a rank's process."""
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -35,7 +36,7 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import Fenced, GroupBroken
-from spare_megatron.voting.fencing import fence, is_connection_error
+from spare_megatron.voting.fencing import fence, is_connection_error, is_memory_error
 from spare_megatron.voting.log_follower import Stop, controller_setup, why_wiped_out
 
 
@@ -93,7 +94,7 @@ class _Rank:
         except GroupBroken as error:
             return self._broken(error)
         except RuntimeError as error:
-            if not is_connection_error(error):
+            if not (is_connection_error(error) or self._is_aftermath(error)):
                 raise
             return self._broken(error)
 
@@ -167,8 +168,22 @@ class _Rank:
             return ExitCode.HALTED
         return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
 
+    def _is_aftermath(self, error: RuntimeError) -> bool:
+        """Whether an abort of a communicator, here or at a peer on the node, may have freed what the device still used.
+
+        A peer aborts once the log has moved on; this rank may not have read that yet.
+        """
+        if self._parts is None or not is_memory_error(error):
+            return False
+        with contextlib.suppress(StoreLost):
+            return self._parts.may_break_device or self._log.has(self._controller.head)
+        return False
+
     def _broken(self, error: Exception) -> ExitCode:
-        """A peer in the group is gone. The supervisor notices too; the first of them fences the group."""
+        """A peer is gone, in the group or in the aftermath of an abort: other groups do not meet this error.
+
+        The supervisor notices too; the first of them fences the group.
+        """
         say(error)
         reason = f"rank {self._spec.rank} {LOST_A_PEER}"
         try:

@@ -24,6 +24,7 @@ class RankWatch:
         self._load_timeout_s = load_timeout_s
         self._detectors: dict[RankKey, FailureDetector] = {}
         self._starved_s: dict[RankKey, float] = {}  # at the last poll
+        self._waits: dict[RankKey, int] = {}  # likewise
         self._group_starved_s: defaultdict[GroupId, float] = defaultdict(float)  # never falls, though ranks end
 
     def start_watching(self, group: GroupId) -> None:
@@ -35,6 +36,7 @@ class RankWatch:
         for key in keys:
             self._detectors.pop(key, None)
             self._starved_s.pop(key, None)
+            self._waits.pop(key, None)
 
     def is_watched(self, group: GroupId) -> bool:
         return any(key in self._detectors for key in self._ranks.of(group))
@@ -54,7 +56,13 @@ class RankWatch:
         """
         pulses = {key: self._ranks.pulse(key) for key in self._detectors}
         self._add_starvation(pulses)
-        causes = {key: cause for key in pulses if (cause := self._judge(key, pulses, now_s))}
+        holding = {
+            key
+            for key, pulse in pulses.items()
+            if pulse.operation is Operation.STORAGE or pulse.waits != self._waits.get(key, pulse.waits)
+        }
+        self._waits = {key: pulse.waits for key, pulse in pulses.items()}
+        causes = {key: cause for key, pulse in pulses.items() if (cause := self._judge(key, pulse, holding, now_s))}
         for (group, rank), cause in causes.items():
             if group not in known:
                 peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
@@ -62,15 +70,11 @@ class RankWatch:
                 pulse = peers[culprit]
                 yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
 
-    def _judge(self, key: RankKey, pulses: Mapping[RankKey, Pulse], now_s: float) -> str:
+    def _judge(self, key: RankKey, pulse: Pulse, holding: Collection[RankKey], now_s: float) -> str:
         group = key[0]
-        is_held_up = any(
-            pulses[peer].operation is Operation.STORAGE
-            for peer in self._ranks.of(group)
-            if peer != key and peer in pulses
-        )
+        is_held_up = any(peer in holding for peer in self._ranks.of(group) if peer != key)
         return self._detectors[key].poll(
-            pulses[key], now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
+            pulse, now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
         )
 
     def _add_starvation(self, pulses: Mapping[RankKey, Pulse]) -> None:

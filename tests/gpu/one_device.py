@@ -8,6 +8,7 @@ import contextlib
 import mmap
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import traceback
@@ -113,6 +114,25 @@ def sums_of(device: torch.device, config: RunConfig, *ways: Sequence[Sequence[Mi
             trainer.compute(work)
         found.append(staged(trainer).cpu().numpy())
     return found
+
+
+def unsound_buckets(device: torch.device, config: RunConfig) -> tuple[list[int], dict[int, float]]:
+    """What the sums of buckets say, of which the last half is poisoned; and their norms. Staging must not wait."""
+    trainer = GroupTrainer(config, device)
+    sums = trainer.gradients
+    trainer.begin_step(0)
+    trainer.compute(all_work(config))
+    staged = []
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    for bucket in range(len(sums.buckets)):
+        if bucket == len(sums.buckets) // 2:
+            sums.poison()
+        sums.measure(bucket, sys.float_info.max)
+        staged.append(sums.stage(bucket, sums.new_staging()))
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    return [sums.on_summed(bucket, part) for bucket, part in enumerate(staged)], sums.norms()
 
 
 def losses_of_steps(device: torch.device, config: RunConfig, num_steps: int) -> list[float]:

@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId
@@ -71,7 +74,7 @@ def test_an_aborted_communicator_makes_room_for_the_next(text_corpus: Path) -> N
 
 
 def sum_abort_and_sum_again(device: torch.device, config: RunConfig) -> list[list[float]]:
-    """What each of three communicators of this rank alone summed, each aborted before the next is built."""
+    """What each of three communicators of this rank alone summed once it was warm; each is aborted before the next."""
     sums = []
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
@@ -84,8 +87,25 @@ def sum_abort_and_sum_again(device: torch.device, config: RunConfig) -> list[lis
                 timeout=timedelta(seconds=PATIENCE_S),
                 is_wanted=lambda: True,
             )
+            with nccl.own_stream(device):
+                for call in warm_up(partial(torch.zeros, 1000, device=device), 1, is_stacked=True):
+                    finish(call.start(backend))
             tensor = torch.tensor([5.0], device=device)
-            backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+            preceding = nccl.event_now()
+            finish(backend.allreduce([tensor], dist.AllreduceOptions()))
+            preceding.synchronize()
             sums.append(tensor.tolist())
-            nccl.abort(backend).join(PATIENCE_S)
+            ending = nccl.Abort(backend, threading.Lock(), device)
+            ending.thread.join(PATIENCE_S)
+            assert ending.has_ended
+            assert ending.is_harmless
     return sums
+
+
+def finish(work: Any) -> None:
+    """As a communicator does, and torch's watchdog has to see it, too."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while not (work.is_completed() and nccl.has_result(work)):
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    nccl.finish(work)

@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.search_path import with_checkout
+
+NOT_HERE = "Triton comes with torch's CUDA builds; its 286 MB are too much for the other tests"
 SCALES = (2.0**7, 2.0**31, 2.0**39)
 INTERPRETER = pytest.param("cpu", id="interpreter")
 GPU = pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)
@@ -16,18 +20,32 @@ GPU = pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_the_kernel_adds_what_the_cpu_adds_and_keeps_the_same_largest_magnitude(device: str) -> None:
-    pytest.importorskip("triton", reason="comes with torch's CUDA builds; 286 MB are too much for the tests")
+    pytest.importorskip("triton", reason=NOT_HERE)
     # In a process of its own: Triton decides at its import whether it interprets.
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1" if device == "cpu" else "0",
-        "PYTHONPATH": os.pathsep.join(sys.path),  # Triton may be beside the environment
+        "PYTHONPATH": with_checkout(*map(Path, sys.path)),  # Triton may be beside the environment
     }
     done = subprocess.run(
         [sys.executable, __file__, device], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50
+
+
+def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason=NOT_HERE)
+    from spare_megatron.mcore import fixed_point_kernel
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(fixed_point_kernel, "add_rounded", fails)
+    with pytest.raises(
+        ValueError, match=r"find C compiler; install a C compiler and Python's headers .*reduce.mode=fast"
+    ):
+        fixed_point_kernel.check(torch.device("cpu"))
 
 
 def compare(device: str) -> int:

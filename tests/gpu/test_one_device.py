@@ -74,6 +74,20 @@ def test_reproducible_sums_depend_on_what_is_computed_alone(
         np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_buckets_are_judged_and_staged_without_waiting(make_config: MakeConfig, device: str, mode: str) -> None:
+    config = make_config(mode=mode, precision=precision_of(device), transformer_impl="local")
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.05))
+    found, norms = run_on(device, one_device.unsound_buckets, config)
+    middle = len(found) // 2
+    assert middle > 1
+    assert found == [int(not math.isfinite(norms[bucket])) for bucket in range(len(found))]
+    # Fixed point keeps one largest magnitude for all buckets.
+    assert found == [int(bucket == middle or (bucket > middle and mode != "fast")) for bucket in range(len(found))]
+    assert all(norm > 0.0 for norm in list(norms.values())[:middle])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("implementation", "precision"), [("local", "bf16"), ("local", "fp32"), ("transformer_engine", "bf16")]

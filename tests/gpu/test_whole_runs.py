@@ -84,6 +84,18 @@ def test_sums_in_bf16_are_masked_too(text_corpus: Path, tmp_path: Path, sharding
 
 
 @pytest.mark.gpu(count=4)
+@pytest.mark.parametrize("sharding", ["replicated", "stacked"])
+def test_a_rank_that_hangs_is_lost_alone_though_it_blocks_the_others(
+    text_corpus: Path, tmp_path: Path, sharding: str
+) -> None:
+    hang = FaultConfig(phase=FaultPoint.IN_REDUCE, kind="hang", step=3, group=1)
+    config = on_gpus(text_corpus, [hang], sharding=sharding)
+    reduce = replace(config.reduce, overlap=True, bucket_mib=0.125)  # most buckets leave in the backward pass
+    run = complete_run(replace(config, reduce=reduce), tmp_path / "run", holds_back=False)
+    assert_masked(run)
+
+
+@pytest.mark.gpu(count=4)
 def test_a_killed_group_comes_back(text_corpus: Path, tmp_path: Path) -> None:
     config = on_gpus(text_corpus, [kill("backward", 2, 1)], rejoins=1)
     config = replace(config, train=replace(config.train, steps=200))

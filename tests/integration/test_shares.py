@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
+from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
 
 TIMEOUT = timedelta(seconds=60)
 LENGTHS = (5, 1, 4000, 17)
@@ -62,7 +62,7 @@ def on_members(num_members: int, dtype: torch.dtype) -> list[list[torch.Tensor]]
                 shares = [
                     BucketShare(values=buffer[p], recipients=r) for p, r in zip(places(), RECIPIENTS, strict=True)
                 ]
-                transfers.append(Transfer(backend=backend, tensors=[buffer]))
+                transfers.append(Transfer(connection=SharedBackend(backend, buffer.device), tensors=[buffer]))
                 exchange.post(transfers[-1], shares, buffer[-EXTRAS:], number * len(shares))
             order = transfers if rank % 2 else transfers[::-1]
             while {transfer.advance() for transfer in order} != {True}:

@@ -4,13 +4,18 @@ It holds what `mcore.gradients` and `rank.reduction` hold, and notices when one 
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from random import Random
 
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import recipients
 from tests.protocol.communicators import Sums
 from tests.protocol.violation import Violation
+
+UNSOUND = Microbatch(ShardId(-1), -1)
+"""Stands in a local sum that is not finite: no batch has it, so no sum with it may be applied."""
 
 Recipients = Sequence[Collection[int]]
 """For each state partition, the groups that get the sums of its gradients; empty without partitions."""
@@ -42,6 +47,15 @@ class Buckets:
         self._recipients: Recipients = ()
         self._came_to: dict[int, Recipients] = {}
         self.window = window_type(num_buckets, 0)
+        self.has_posted_unsound = False
+        """Whether it has posted an unsound local sum in this attempt; it finds out when the attempt is over."""
+
+    def spoil(self, random: Random) -> bool:
+        """Some local sum that is still to be posted becomes unsound. False if there is none."""
+        left = range(self.window.num_posted, len(self._local))
+        if left:
+            self._local[random.choice(left)].append(UNSOUND)
+        return bool(left)
 
     def compute(self, work: Iterable[Microbatch]) -> None:
         """From zero sums."""
@@ -49,6 +63,7 @@ class Buckets:
         self._local = [list(items) for _ in range(self.num_buckets)]
         self._staged, self._in_place = {}, {}
         self._num_kept = 0
+        self.has_posted_unsound = False
         self.window = self._window_type(self.num_buckets, 0)
 
     def begin(self, attempt: int, kept: tuple[int, ...], to: Recipients) -> None:
@@ -65,6 +80,7 @@ class Buckets:
         for bucket in range(self._num_kept):
             self._put(bucket)
         self._staged = {}
+        self.has_posted_unsound = False
         self.window = self._window_type(self.num_buckets, self._num_kept)
 
     def patch(self, work: Iterable[Microbatch]) -> None:
@@ -82,10 +98,18 @@ class Buckets:
         bucket = self.window.post()
         if bucket in self._in_place:
             raise Violation(f"{self._name} has lost its local sum of bucket {bucket}, which is reduced again")
+        self.has_posted_unsound |= UNSOUND in self._local[bucket]
         return bucket, tuple(self._local[bucket])
 
+    def receive(self, sums: Sums) -> bool:
+        """The sum of the first bucket in flight has come. False if it has an unsound part: the attempt is over."""
+        is_sound = not any(UNSOUND in brought for brought in sums.values())
+        if is_sound:
+            self.complete(sums)
+        return is_sound
+
     def complete(self, sums: Sums) -> None:
-        """The sum of the first bucket in flight has come."""
+        """Counts the sum of the first bucket in flight."""
         self._staged[self.window.num_complete] = sums
         self._came_to[self.window.num_complete] = self._recipients
         for bucket in self.window.complete():

@@ -39,7 +39,7 @@ from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import Repair
 from spare_megatron.voting.fencing import fence
-from tests.protocol.buckets import Buckets, recipients_of
+from tests.protocol.buckets import recipients_of
 from tests.protocol.communicators import Reduction
 from tests.protocol.links import Fenced, Links
 from tests.protocol.partitions import NUM_PIECES, WRONG, PartitionStates, marked
@@ -50,6 +50,11 @@ from tests.protocol.state_reports import StateReports, majority
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.violation import Violation
+
+
+class RaisesForGradients(Exception):
+    """The group's own gradients are unsound."""
+
 
 MOVES_OF_STATE = 6
 """Until its donor has given it, or a piece of it has come: enough for it to change, or to come too late."""
@@ -73,7 +78,7 @@ class Group:
         self.name = f"{member.group}.{member.incarnation}"
         self._controller = controller
         self._world = world
-        self._buckets = Buckets(self.name, world.num_buckets, world.window_type)
+        self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
         self._computed: list[str] = []  # digests of this step's plans
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
@@ -107,6 +112,13 @@ class Group:
         except Fenced:
             self._world.invariants.counts["fenced while alive"] += 1
             yield from self._saving.go_on_for_a_while()
+        except RaisesForGradients:
+            self._world.invariants.counts["raises for its gradients"] += 1
+            self._world.observe(self.member)
+
+    def spoil(self, random: Random) -> bool:
+        """A local gradient sum becomes unsound. False if none is to be summed any more."""
+        return self._buckets.spoil(random)
 
     def corrupt(self, random: Random) -> None:
         """Its parameters, or one of its state partitions, change unnoticed, to values that no group has."""
@@ -369,6 +381,8 @@ class Group:
             self._links.release()  # an admission may have brought a new one, on which the others wait for this group
         elif isinstance(action, AttemptReduce):
             yield from self._reduce(action)
+            if self._buckets.has_posted_unsound:
+                raise RaisesForGradients
             num_complete = (self._buckets.window.num_complete,)
         is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
         is_compared = not self._lacks_params and self._state_reports.is_due
@@ -405,4 +419,6 @@ class Group:
             sums = yield from self._links.await_sums(in_flight.popleft())
             if sums is None:
                 return
-            buckets.complete(sums)
+            if not buckets.receive(sums):
+                self._world.invariants.counts["sum with an unsound part"] += 1
+                return  # connected until the log moves on: others may still receive it

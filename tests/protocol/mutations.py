@@ -26,6 +26,8 @@ from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, R
 from spare_megatron.state.checkpoint.verification import refusal_in_log
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
+from tests.protocol.buckets import Buckets
+from tests.protocol.communicators import Sums
 from tests.protocol.partitions import PartitionStates
 
 
@@ -298,6 +300,24 @@ class ComputesWithoutParams(Controller):
         return super()._retry(replace(retry, gather=False))
 
 
+class AppliesUnsoundSums(Buckets):
+    """Takes every sum for sound."""
+
+    def receive(self, sums: Sums) -> bool:
+        self.complete(sums)
+        return True
+
+
+class CountsUnsoundSums(Buckets):
+    """Ends the attempt with an unsound sum, and says that it holds it."""
+
+    def receive(self, sums: Sums) -> bool:
+        is_sound = super().receive(sums)
+        if not is_sound:
+            self.complete(sums)
+        return is_sound
+
+
 class ComparesParamsAlone(Controller):
     """Takes the majority's parameters for right, which most have from one owner."""
 
@@ -342,6 +362,7 @@ class Protocol:
     log_type: type[DecisionLog] = DecisionLog
     partitions_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
+    buckets_type: type[Buckets] = Buckets
     votes_type: type[BlockVotes] = BlockVotes
     reliance_type: type[Reliance] = Reliance
     voice_type: type[GroupAgreement] = GroupAgreement
@@ -388,6 +409,10 @@ MUTATIONS = {
 MUTATIONS_OF_COMPARISONS = {
     "compares parameters alone": Protocol(controller_type=ComparesParamsAlone),
     "keeps what was gathered from a wrong owner": Protocol(controller_type=KeepsWhatWasGathered),
+}
+MUTATIONS_OF_GRADIENTS = {
+    "applies sums with unsound parts": Protocol(buckets_type=AppliesUnsoundSums),
+    "keeps sums with unsound parts": Protocol(buckets_type=CountsUnsoundSums),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

@@ -119,6 +119,34 @@ class Scene:
         )
 
     @classmethod
+    def draw_unsound(cls, random: Random) -> "Scene":
+        """One in which gradients become unsound on their way, and little else happens.
+
+        The fault `unsound` is none of `FAULTS`: a local sum of a bucket that is still to be posted is not finite.
+        """
+        num_groups, num_steps = random.randint(3, 6), random.randint(1, 5)
+        return cls(
+            num_groups=num_groups,
+            redundancy=random.randint(2, num_groups),
+            microbatches_per_shard=random.randint(1, 2),
+            num_steps=num_steps,
+            granularity=random.choice(("microbatch", "stack")),
+            save_interval_s=None,
+            fault_moves=30 * num_groups * num_steps,
+            fault_budget={
+                "unsound": random.randint(1, 3),
+                "crash": random.choice((0, 0, 1)),
+                "suspect": random.choice((0, 0, 1)),
+                "replace": random.choice((0, 1, 2)),
+                "break": random.choice((0, 0, 1)),
+                "pause": random.choice((0, 1)),
+            },
+            partition_redundancy=min(num_groups, random.choice((0, 0, 3))),
+            num_buckets=random.choice((1, 5, 8)),
+            fan_in=random.choice((1, 2)),
+        )
+
+    @classmethod
     def draw_returns(cls, random: Random) -> "Scene":
         """One in which each group has all state, and little else happens than that it changes and groups come back."""
         num_groups, num_steps = random.randint(3, 5), random.randint(4, 6)

@@ -10,6 +10,7 @@ from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
+from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
 from tests.protocol.partitions import PartitionStates
@@ -43,6 +44,7 @@ class Surroundings(Protocol):
     groups: tuple[GroupId, ...]
     num_buckets: int
     window_type: type[BucketWindow]
+    buckets_type: type[Buckets]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]
     states: dict[tuple[int, int], dict[Member, Content]]

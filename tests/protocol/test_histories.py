@@ -13,6 +13,7 @@ from tests.protocol.world import World
 NUM_HISTORIES = 550
 NUM_WIPE_OUT_HISTORIES = 150
 NUM_CORRUPTION_HISTORIES = 100
+NUM_UNSOUND_HISTORIES = 150
 NUM_RETURN_HISTORIES = 300
 
 
@@ -73,6 +74,16 @@ def test_no_history_of_corruptions_violates_an_invariant() -> None:
     assert sample.violations == {}
     least = {"corrupt": 100, "discard": 50, "gather anew": 50, "restored": 100, "FinishRun": 100, "state wipe-out": 10}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_unsound_gradients_violates_an_invariant() -> None:
+    """Each such gradient costs its group, and all others go on: no history halts for want of a loss."""
+    sample = run_histories(range(NUM_UNSOUND_HISTORIES), draw=Scene.draw_unsound)
+    assert sample.violations == {}
+    least = {"unsound": 200, "sum with an unsound part": 200, "raises for its gradients": 100, "FinishRun": 200}
+    least |= {"retry that keeps buckets": 30, "step with buckets of several attempts": 30, "admission": 20}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+    assert sample.counts["Halt"] == 0
 
 
 def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:

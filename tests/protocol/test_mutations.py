@@ -7,7 +7,14 @@ import pytest
 from hypothesis import find, settings
 from hypothesis import strategies as st
 
-from tests.protocol.mutations import CORRECT, MUTATIONS, MUTATIONS_OF_COMPARISONS, MUTATIONS_OF_RESTARTS, Protocol
+from tests.protocol.mutations import (
+    CORRECT,
+    MUTATIONS,
+    MUTATIONS_OF_COMPARISONS,
+    MUTATIONS_OF_GRADIENTS,
+    MUTATIONS_OF_RESTARTS,
+    Protocol,
+)
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
 from tests.protocol.test_histories import scenes
@@ -46,6 +53,8 @@ FOUND_AS = {
     "waits for votes of the lost": "no progress|no end",
     "reads no votes after a loss": "no progress|no end",
     "leaves votes to lost relays": "no progress|no end",
+    "applies sums with unsound parts": "which counts",
+    "keeps sums with unsound parts": "which counts",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
     "does not report a broken gather": "no progress|no end",
@@ -180,6 +189,15 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
 def test_the_simulation_of_wipe_outs_finds_a_protocol_that(mutation: str) -> None:
     protocol = MUTATIONS_OF_RESTARTS[mutation]
     found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_wipe_outs)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_GRADIENTS)
+def test_the_simulation_of_unsound_gradients_finds_a_protocol_that(mutation: str) -> None:
+    protocol = MUTATIONS_OF_GRADIENTS[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_unsound)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

@@ -71,7 +71,7 @@ class World:
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.reliance_type = protocol.reliance_type
-        self.window_type = protocol.window_type
+        self.window_type, self.buckets_type = protocol.window_type, protocol.buckets_type
         self.refusal_in_log = protocol.refusal_in_log
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
@@ -281,6 +281,9 @@ class World:
                 name = self._random.choice(alive).name
                 self._groups[name].corrupt(self._random)
                 self.invariants.corrupted(name)
+            case "unsound" if alive:
+                if not self._groups[self._random.choice(alive).name].spoil(self._random):
+                    return
             case _:
                 return
         self._strike(fault)

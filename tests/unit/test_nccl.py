@@ -9,7 +9,8 @@ import re
 import runpy
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -24,60 +25,15 @@ import torch.distributed as dist
 from spare_megatron.comm import communicators, nccl, sum_watch
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
+from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.schema import ClusterConfig, RunConfig
-from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.versions import installed_version
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.rank_processes import RankProcesses
-
-PATIENCE = timedelta(seconds=30)
-GPU = torch.device("cuda", 0)
-
-
-class Work:
-    """A sum that waits for a group, until its backend is aborted: then it looks complete."""
-
-    def __init__(self, backend: "Backend") -> None:
-        self._backend = backend
-        self.has_come = False
-        self.num_polls = 0
-
-    def is_completed(self) -> bool:
-        self.num_polls += 1
-        return self.has_come or self._backend.is_aborted.is_set()
-
-    def wait(self) -> None:
-        """Nothing went wrong."""
-
-
-class Backend:
-    """A backend of torch's without a GPU."""
-
-    class Options:
-        def __init__(self) -> None:
-            self.config = SimpleNamespace(blocking=None)
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.connected: list[torch.device] = []
-        self.works: list[Work] = []
-        self.num_aborts = 0
-        self.is_aborted = threading.Event()
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.connected.append(device)
-
-    def allreduce(self, _tensors: list[torch.Tensor], _options: Any) -> Work:
-        self.works.append(Work(self))
-        return self.works[-1]
-
-    def abort(self) -> None:
-        self.num_aborts += 1
-        self.is_aborted.set()
-        raise RuntimeError("NCCL has not ended yet")
+from tests.unit.nccl_stand_in import GPU, PATIENCE, Backend, Work, new_communicator, post
 
 
 @pytest.fixture
@@ -128,30 +84,7 @@ def test_no_rank_starts_to_connect_that_could_not_be_stopped(monkeypatch: pytest
 @pytest.fixture
 def communicator(monkeypatch: pytest.MonkeyPatch) -> CrossGroupCommunicator:
     monkeypatch.setattr(nccl, "connect", lambda *_arguments, **_options: Backend())
-    return new_communicator(ask_interval_s=0.01)
-
-
-def new_communicator(ask_interval_s: float) -> CrossGroupCommunicator:
-    """Of a rank with a GPU. Whatever it builds is there at once."""
-    return CrossGroupCommunicator(
-        group=GroupId(0),
-        position=0,
-        device=GPU,
-        store=SimpleNamespace(rendezvous=lambda *_arguments: None),  # type: ignore[arg-type]
-        timeout_s=PATIENCE.total_seconds(),
-        ask_interval_s=ask_interval_s,
-        probe=SilentProbe(),
-    )
-
-
-def post(communicator: CrossGroupCommunicator, key: int) -> Backend:
-    """Builds a communicator and posts two sums."""
-    communicator.start_build(key, [GroupId(0), GroupId(1)])
-    communicator.start_attempt()
-    assert communicator.connect(lambda: False)
-    assert communicator.post(torch.zeros(1))
-    assert communicator.post(torch.zeros(1))
-    return communicator.first_in_flight().backend  # type: ignore[union-attr]
+    return new_communicator(monkeypatch)
 
 
 def test_sums_that_were_ended_do_not_count_though_they_look_complete(communicator: CrossGroupCommunicator) -> None:
@@ -183,6 +116,68 @@ def test_sums_that_are_ended_while_they_are_looked_at_do_not_count(communicator:
     assert communicator.evidence == "connection: aborted: the log has moved on"
 
 
+def test_a_sum_that_failed_is_given_up_without_a_wait_that_would_abort_here(
+    communicator: CrossGroupCommunicator,
+) -> None:
+    backend = post(communicator, 0)
+    for work in backend.works:
+        work.has_come, work.result = True, 2
+    assert communicator.poll() == 0
+    assert communicator.evidence == "connection: a sum of NCCL failed (WorkResult 2); torch has logged the error"
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+
+
+def test_an_abort_waits_for_the_thread_that_posts(communicator: CrossGroupCommunicator) -> None:
+    backend = post(communicator, 0)
+    first = communicator.first_in_flight()
+    assert first is not None
+    backend.may_return.clear()
+    poster = threading.Thread(target=communicator.post, args=(torch.zeros(1),))
+    poster.start()
+    assert backend.is_inside.wait(PATIENCE.total_seconds())
+    communicator.abort_sum(first)
+    assert not backend.is_aborted.wait(0.1)
+    backend.may_return.set()
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+    poster.join()
+    num_posted = len(backend.works)
+    assert not communicator.post(torch.zeros(1))
+    assert len(backend.works) == num_posted
+
+
+def test_an_abort_does_not_wait_for_a_post_that_only_an_abort_ends(
+    communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_LONGEST_CALL_S", 0.05)
+    backend = post(communicator, 0)
+    first = communicator.first_in_flight()
+    assert first is not None
+    backend.may_return = backend.is_aborted  # the launch queue is full, behind the kernel that hangs
+    monkeypatch.setattr(backend.is_inside, "is_set", lambda: False)
+    poster = threading.Thread(target=communicator.post, args=(torch.zeros(1),))
+    poster.start()
+    assert backend.is_inside.wait(PATIENCE.total_seconds())
+    communicator.abort_sum(first)
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+    poster.join()
+
+
+def test_nothing_asks_the_works_of_a_backend_that_is_ending(communicator: CrossGroupCommunicator) -> None:
+    backend = post(communicator, 0)
+    backend.may_abort.clear()
+    communicator.give_up()
+    while not backend.is_aborting:
+        time.sleep(0.001)
+    communicator.start_attempt()
+    assert communicator.first_waiting() is None
+    assert communicator.may_break_device
+    backend.may_abort.set()
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+    while communicator.may_break_device:  # until the device has done what it was given
+        time.sleep(0.001)
+    communicator.start_attempt()
+
+
 def test_each_backend_is_ended_once_and_the_next_is_sound(communicator: CrossGroupCommunicator) -> None:
     first = post(communicator, 0)
     communicator.give_up()
@@ -198,7 +193,7 @@ def test_a_group_alone_has_nothing_to_end(
     communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[object] = []
-    monkeypatch.setattr(nccl, "abort", ended.append)
+    monkeypatch.setattr(nccl, "Abort", ended.append)
     communicator.start_build(0, [GroupId(0)])
     communicator.start_attempt()
     assert communicator.post(torch.zeros(1))
@@ -254,7 +249,7 @@ def end_of_sum(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: priority)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    monkeypatch.setattr(Work, "synchronize", lambda work: on_stream.append(work), raising=False)
+    monkeypatch.setattr(Work, "block_current_stream", lambda work: on_stream.append(work))
     return ends
 
 
@@ -263,7 +258,7 @@ def test_a_waiting_rank_wakes_when_the_sum_ends_and_does_not_poll_for_it(
 ) -> None:
     monkeypatch.setattr(nccl, "connect", lambda *_arguments, **_options: Backend())
     monkeypatch.setattr(communicators, "_PAUSE_S", PATIENCE.total_seconds())
-    communicator = new_communicator(ask_interval_s=PATIENCE.total_seconds())
+    communicator = new_communicator(monkeypatch, ask_interval_s=PATIENCE.total_seconds())
     work = post(communicator, 0).works[0]
     started_s = time.monotonic()
     threading.Timer(0.2, end_of_sum.set).start()
@@ -286,6 +281,128 @@ def test_a_rank_that_waits_for_a_sum_reads_the_log(
     end_of_sum.set()
 
 
+# -------------------------------------------------------------------------------------------------------- warming up
+
+
+def test_a_warm_up_makes_the_calls_of_later_sums_up_to_the_largest() -> None:
+    sizes: dict[str, list[int]] = defaultdict(list)
+    backend = SimpleNamespace(
+        allreduce=lambda tensors, _options: sizes["sums"].append(len(tensors[0])),
+        reduce=lambda tensors, options: sizes["reduces"].append(len(tensors[0]) + options.rootRank),
+        _allgather_base=lambda received, sent: sizes["gathers"].append(len(received) // len(sent)),
+    )
+    for call in warm_up(lambda: torch.empty(11), 2, is_stacked=True):
+        call.start(backend)
+    assert sizes == {"sums": [1, 2, 4, 8, 11], "reduces": [1], "gathers": [2, 2, 2]}
+    for call in warm_up(lambda: torch.empty(1), 2, is_stacked=False):
+        call.start(backend)
+    assert sizes["sums"][-1:] == [1]
+    assert len(list(warm_up(lambda: torch.empty(2), 2, is_stacked=True))) == 3  # too small to gather
+
+
+class Warming:
+    """A communicator whose first calls are two sums, the backend that they are made to, and its build."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.backend = Backend()
+        monkeypatch.setattr(nccl, "connect", lambda *_arguments, **_options: self.backend)
+        tensor = torch.zeros(1)
+        call = Call([tensor], lambda backend: backend.allreduce([tensor], None))
+        self.communicator = new_communicator(monkeypatch, lambda _size: [call, call])
+        self.communicator.start_build(0, [GroupId(0), GroupId(1)])
+        self.communicator.start_attempt()
+
+    def wait_for(self, num_calls: int) -> None:
+        while len(self.backend.works) < num_calls:
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
+    return Warming(monkeypatch)
+
+
+def test_a_communicator_is_there_once_it_is_warm_and_each_call_waits_for_the_one_before(warming: Warming) -> None:
+    warming.wait_for(1)
+    time.sleep(0.02)
+    assert len(warming.backend.works) == 1  # a kernel that waits for a lost member blocks no other call
+    assert not warming.communicator.is_ready()
+    assert warming.communicator.first_waiting() is not None
+    warming.backend.works[0].has_come = True
+    warming.wait_for(2)
+    warming.backend.works[1].has_come = True
+    assert warming.communicator.connect(lambda: False)
+    assert warming.communicator.first_in_flight() is None
+    assert warming.backend.num_aborts == 0
+
+
+def test_a_warm_up_ends_when_the_log_moves_on(warming: Warming) -> None:
+    warming.wait_for(1)
+    assert not warming.communicator.connect(lambda: True)
+    warming.communicator.start_build(1, [GroupId(0)])
+    assert warming.backend.is_aborted.wait(PATIENCE.total_seconds())
+
+
+def test_the_watch_ends_a_warm_up_that_blocks_the_main_thread(warming: Warming) -> None:
+    warming.wait_for(1)
+    first = warming.communicator.first_in_flight()
+    assert first is not None
+    warming.communicator.abort_sum(first)
+    assert warming.backend.is_aborted.wait(PATIENCE.total_seconds())
+    assert not warming.communicator.connect(lambda: False)
+    assert warming.communicator.evidence == "rebuild: aborted: the log has moved on"
+
+
+def test_pairs_are_connected_once_before_the_sums_that_need_them(
+    communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.zeros(1)
+    connected: list[tuple[Sequence[tuple[int, int]], int]] = []
+
+    def connecting(pairs: Sequence[tuple[int, int]], rank: int, _device: torch.device) -> Call:
+        connected.append((pairs, rank))
+        return Call([tensor], lambda backend: backend.allreduce([tensor], None))
+
+    monkeypatch.setattr(communicators, "connecting", connecting)
+    backend = post(communicator, 0)
+    backend.works[0].has_come = backend.works[1].has_come = True
+    assert communicator.poll() == 2
+    pairs = {(GroupId(1), GroupId(0)), (GroupId(0), GroupId(1)), (GroupId(0), GroupId(0))}
+    communicator.connect_pairs(pairs)
+    assert not communicator.is_ready()
+    while len(backend.works) < 3:
+        time.sleep(0.001)
+    backend.works[2].has_come = True
+    assert communicator.connect(lambda: False)
+    communicator.connect_pairs(pairs)
+    assert communicator.is_ready()
+    assert connected == [([(0, 1), (1, 0)], 0)]
+    communicator.start_build(1, [GroupId(0), GroupId(1)])
+    communicator.connect_pairs(pairs)  # while it is built
+    assert len(connected) == 2
+    communicator.give_up()
+
+
+def test_after_a_failed_build_the_memory_that_torch_keeps_is_freed_for_the_next(
+    communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+
+    def connect(*_arguments: Any, **_options: Any) -> Backend:
+        if not freed:
+            raise RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'")
+        return Backend()
+
+    monkeypatch.setattr(nccl, "connect", connect)
+    communicator.start_build(0, [GroupId(0), GroupId(1)])
+    communicator.start_attempt()
+    assert not communicator.connect(lambda: False)
+    assert "out of memory" in communicator.evidence
+    assert freed == [True]
+    post(communicator, 1)
+
+
 # --------------------------------------------------------------------------------------------------------- versions
 
 
@@ -296,13 +413,11 @@ def test_processes_of_ranks_start_with_a_supported_nccl_alone(
     backend = SimpleNamespace(get_runtime_nccl_version=lambda: found)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", backend, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))  # that of torch's build, whatever is loaded
-    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
     for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     with pytest.raises(ImportError, match=r"NCCL 2\.25\.1 is installed") if is_refused else nullcontext():
         nccl.prepare_process(Layout(num_groups=2))
-    assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
@@ -323,17 +438,17 @@ def test_a_torch_without_a_name_that_is_used_is_refused_at_import(
 
 
 def test_every_private_name_of_torch_is_looked_up_at_import() -> None:
-    """In each module that sums over the groups: private attributes of what is not its own."""
-    for path in Path(nccl.__file__).parent.glob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        used = {
-            node.attr
-            for node in nodes
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
-        }
-        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
-        names = [word.value for call in calls for word in call.args if isinstance(word, ast.Constant)]
-        assert used <= {str(name).rpartition(".")[2] for name in names}, path.name
+    """In the modules that sum over the groups: private attributes of what is not their own."""
+    trees = [ast.parse(path.read_text()) for path in Path(nccl.__file__).parent.glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
+    names = [word.value for call in calls for word in call.args if isinstance(word, ast.Constant)]
+    assert set() != used <= {str(name).rpartition(".")[2] for name in names}
 
 
 @pytest.mark.parametrize(

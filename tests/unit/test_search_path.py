@@ -20,7 +20,8 @@ def test_folders_that_are_there_stay_behind_the_checkout(monkeypatch: pytest.Mon
 
 
 def test_no_test_replaces_the_search_path() -> None:
-    own = {Path(__file__), ROOT / "tests" / "search_path.py"}
+    launchers = {ROOT / "tests" / "unit" / name for name in ("test_gpu_check.py", "test_launch.py")}
+    own = {Path(__file__), ROOT / "tests" / "search_path.py", *launchers}
     lines = [
         line
         for path in (ROOT / "tests").rglob("*.py")

@@ -23,8 +23,8 @@ _SIZE = 256
 def examine(scene: Scene) -> None:
     """Raises ImportError for an unsupported version, ValueError without a GPU. Writes the corpus of all parts."""
     versions = {"Python": python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda or "none"}
-    if torch.version.cuda is not None:
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if torch.distributed.is_nccl_available():
+        versions["NCCL"] = ".".join(map(str, torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version()))
     for package in ("megatron-core", _OPTIONAL, "numpy", "triton"):
         versions[package] = installed_version(package) or "none"
     found = origin()

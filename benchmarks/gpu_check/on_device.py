@@ -34,10 +34,11 @@ _SUM_BYTES = 64 * 2**20
 _MOST_GROWTH_BYTES = 32 * 2**20
 """Device memory that an abort may cost for good: a GiB in 32 losses."""
 _ROUNDS = 5
+_ROUNDS_OF_A_COPY = 3
 
 
 def _ask(task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[str, str] | None = None) -> list[Any]:
-    """What a process for each of `ways` sends, all at once. Raises EOFError if one ends early, TimeoutError."""
+    """What a process for each of `ways` sends, all at once. Raises RuntimeError if one ends early, TimeoutError."""
     context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
     os.environ.update({"OMP_NUM_THREADS": "1", **(environment or {})})
     pipes, processes = [], []
@@ -51,7 +52,10 @@ def _ask(task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[
             processes.append(process)
         if not all(pipe.poll(2 * _TIMEOUT_S) for pipe in pipes):
             raise TimeoutError(f"no answer of {task.__name__} within {2 * _TIMEOUT_S:g} s")
-        return [pipe.recv() for pipe in pipes]
+        try:
+            return [pipe.recv() for pipe in pipes]
+        except EOFError:
+            raise RuntimeError(f"a process of {task.__name__} ended early; the log has its traceback") from None
     finally:
         for process in processes:
             process.kill()
@@ -171,6 +175,9 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
     trainer.begin_step(1)
     memory = mmap.mmap(-1, trainer.state_copy().num_bytes)
 
+    def copy() -> None:
+        trainer.state_copy().write(memory)
+
     def copy_beside() -> None:
         copying = threading.Thread(target=trainer.state_copy().write, args=(memory,))
         copying.start()
@@ -182,14 +189,14 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
         "norms of all buckets": _median_s(lambda: [sums.norm(bucket) for bucket in range(len(sums.buckets))], device),
         "staging of all buckets": _median_s(stage_all, device),
         "two microbatches": _median_s(lambda: trainer.compute(work), device),
-        "snapshot copy": _median_s(lambda: trainer.state_copy().write(memory), device),
-        "snapshot copy beside two microbatches": _median_s(copy_beside, device),
+        "snapshot copy": _median_s(copy, device, _ROUNDS_OF_A_COPY),
+        "snapshot copy beside two microbatches": _median_s(copy_beside, device, _ROUNDS_OF_A_COPY),
     }
 
 
-def _median_s(call: Callable[[], object], device: torch.device) -> float:
+def _median_s(call: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
     spent_s = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         began_s = time.monotonic()
         call()
         if device.type == "cuda":

@@ -27,17 +27,17 @@ class Part:
 
 
 _ALL = (
-    Part(name="versions", limit_s=60, measures="versions and devices", code="versions.examine"),
+    Part(name="versions", limit_s=50, measures="versions and devices", code="versions.examine"),
     Part(name="tests", limit_s=300, measures="tests/gpu on one GPU", code="training.run_tests"),
     Part(
         name="two-groups",
-        limit_s=180,
+        limit_s=160,
         measures="two groups on one GPU, a kill and a hang, without and with reduce.overlap",
         code="training.lose_groups",
     ),
     Part(
         name="aborts",
-        limit_s=90,
+        limit_s=80,
         measures="memory over ten aborts of a communicator of two ranks on one GPU",
         code="on_device.abort_often",
     ),
@@ -56,7 +56,7 @@ _ALL = (
     ),
     Part(
         name="costs",
-        limit_s=120,
+        limit_s=180,
         measures="digest, norms, staging and snapshot copy of 1.3B parameters",
         code="on_device.time_costs",
     ),
@@ -68,7 +68,7 @@ _ALL = (
     ),
     Part(
         name="transformer-engine",
-        limit_s=120,
+        limit_s=100,
         measures="bf16 and fp8 with layers of transformer-engine, 125M parameters",
         code="training.try_transformer_engine",
         not_on_cpu="transformer-engine needs a GPU",

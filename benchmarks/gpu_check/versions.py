@@ -32,10 +32,9 @@ def examine(scene: Scene) -> None:
     if (installed := installed_version(_OPTIONAL)) is not None:
         check_version(_OPTIONAL, installed)
     if not scene.is_dry:
-        nccl.check_nccl()
         scene.report(devices=list(_devices()))
-    documents = iter(_documents())
-    write_corpus(documents, scene.corpus)
+        nccl.check_nccl()
+    write_corpus(_documents(), scene.corpus)
 
 
 def _devices() -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 All train the same model on the same data with the same code, a process for each of 4 groups; plain Megatron has as many
 data-parallel ranks. Each run's median step is set against that of plain Megatron in the same round, so that the
-machine's speed, which drifts from minute to minute, is in both.
+machine's speed, which drifts from minute to minute, is in both. So is the processor time that all processes of a run
+take for a step, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from benchmarks.peers.compare import OURS, PEERS
 from benchmarks.peers.environment import ROOT, peer_python
 from benchmarks.peers.history import Event, events_of_journal, spread
 from benchmarks.peers.peer_run import run_peer
+from benchmarks.peers.processor_time import ProcessorTime
 from spare_megatron.cli.bench_plain import run_plain
 from spare_megatron.cli.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 from spare_megatron.config.loader import load_run_config
@@ -46,21 +49,32 @@ def configure(options: argparse.Namespace) -> RunConfig:
     return training_alone(load_run_config(options.config, settings).config)
 
 
-def steps_of(way: str, config: RunConfig, folder: Path) -> list[float]:
-    """Seconds between the ends of successive steps of one run, without those of its start.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Seconds between the ends of successive steps, without those of the start; processor seconds for one of them."""
 
-    Raises:
-        RuntimeError: Something failed in the run, though nothing was to.
-    """
+    step_s: Sequence[float]
+    processor_s: float
+
+
+def steps_of(way: str, config: RunConfig, folder: Path) -> Steps:
+    """Trains one run. Raises RuntimeError if something failed in it, though nothing was to."""
+    processors = ProcessorTime()
+    with processors.sampling():
+        ends = _ends_of_steps(way, config, folder)[NUM_WARMUP:]
+    spent_s = processors.between(ends[0], ends[-1])
+    return Steps(step_s=[later - earlier for earlier, later in pairwise(ends)], processor_s=spent_s / (len(ends) - 1))
+
+
+def _ends_of_steps(way: str, config: RunConfig, folder: Path) -> list[float]:
     if way == PLAIN:
         ends, _ = run_plain(config)
-    else:
-        per_step = config.spare.microbatches_per_shard * config.layout.num_groups
-        commits = commits_of(_events_of(way, config, folder), per_step)
-        if short := [commit.step for commit in commits if commit.share < 1]:
-            raise RuntimeError(f"{folder.name}: steps {short} lack a group, though nothing was to fail")
-        ends = [commit.at_s for commit in commits]
-    return [later - earlier for earlier, later in pairwise(ends[NUM_WARMUP:])]
+        return ends
+    per_step = config.spare.microbatches_per_shard * config.layout.num_groups
+    commits = commits_of(_events_of(way, config, folder), per_step)
+    if short := [commit.step for commit in commits if commit.share < 1]:
+        raise RuntimeError(f"{folder.name}: steps {short} lack a group, though nothing was to fail")
+    return [commit.at_s for commit in commits]
 
 
 def _events_of(way: str, config: RunConfig, folder: Path) -> list[Event]:
@@ -70,32 +84,40 @@ def _events_of(way: str, config: RunConfig, folder: Path) -> list[Event]:
     return run_peer(peer_python(), config, PEERS[way], folder)
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[list[float]]]:
+def measure(options: argparse.Namespace) -> dict[str, list[Steps]]:
     """The steps of each run of each way, in rounds whose order turns around from one to the next."""
     config = configure(options)
     preflight(config)
     if options.peers:
         peer_python()  # so that making it disturbs no run
     ways = [PLAIN, OURS, *options.peers]
-    found: dict[str, list[list[float]]] = {way: [] for way in ways}
+    found: dict[str, list[Steps]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.runs):
             for way in ways if number % 2 == 0 else reversed(ways):
                 steps = steps_of(way, config, Path(scratch) / f"{way}-{number}")
                 found[way].append(steps)
-                print(f"round {number}, {way}: {statistics.median(steps) * 1e3:.1f} ms a step", file=sys.stderr)
+                step, processors = statistics.median(steps.step_s) * 1e3, steps.processor_s * 1e3
+                print(f"round {number}, {way}: {step:.1f} ms a step, {processors:.1f} of processors", file=sys.stderr)
     return found
 
 
-def summarize(found: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Each way's median step, and what it is of plain Megatron's in the same round."""
-    medians = {way: [statistics.median(steps) for steps in runs] for way, runs in found.items()}
-    ratios = {way: _over(values, medians[PLAIN]) for way, values in medians.items() if way != PLAIN}
+def summarize(found: dict[str, list[Steps]]) -> dict[str, Any]:
+    """Each way's median step and processor time, and what they are of plain Megatron's in the same round."""
+    step_s = {way: [statistics.median(run.step_s) for run in runs] for way, runs in found.items()}
+    processor_s = {way: [run.processor_s for run in runs] for way, runs in found.items()}
     return {
-        "ratio": statistics.median(ratios[OURS]),
-        "step_s": {way: spread(values) for way, values in medians.items()},
-        "over_plain": {way: {**spread(values), "rounds": values} for way, values in ratios.items()},
+        "ratio": statistics.median(_over(step_s[OURS], step_s[PLAIN])),
+        "step_s": {way: spread(values) for way, values in step_s.items()},
+        "over_plain": _over_plain(step_s),
+        "processor_s": {way: spread(values) for way, values in processor_s.items()},
+        "processor_over_plain": _over_plain(processor_s),
     }
+
+
+def _over_plain(of_ways: dict[str, list[float]]) -> dict[str, Any]:
+    ratios = {way: _over(values, of_ways[PLAIN]) for way, values in of_ways.items() if way != PLAIN}
+    return {way: {**spread(values), "rounds": values} for way, values in ratios.items()}
 
 
 def _over(values: Sequence[float], plain: Sequence[float]) -> list[float]:
@@ -103,11 +125,16 @@ def _over(values: Sequence[float], plain: Sequence[float]) -> list[float]:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    for way, step_s in result["step_s"].items():
-        over = result["over_plain"].get(way)
-        rounds = "" if over is None else ", ".join(f"{ratio:.3f}" for ratio in over["rounds"])
-        beside = "" if over is None else f"{over['median']:.3f} of plain Megatron's ({rounds})"
-        print(f"{way:16} {step_s['median'] * 1e3:8.1f} ms  {beside}")
+    for title, of_ways, over_plain in (
+        ("median step", result["step_s"], result["over_plain"]),
+        ("processor time of a step", result["processor_s"], result["processor_over_plain"]),
+    ):
+        print(title)
+        for way, seconds in of_ways.items():
+            over = over_plain.get(way)
+            rounds = "" if over is None else ", ".join(f"{ratio:.3f}" for ratio in over["rounds"])
+            beside = "" if over is None else f"{over['median']:.3f} of plain Megatron's ({rounds})"
+            print(f"  {way:16} {seconds['median'] * 1e3:8.1f} ms  {beside}")
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
 """What the comparison with peers makes of recorded runs; nothing is installed, started or measured."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.compare import FAULTS, HIT_STEP, OURS, configure, summarize
-from benchmarks.peers.fault_free import steps_of
+from benchmarks.peers.fault_free import Steps, steps_of
 from benchmarks.peers.fault_free import summarize as summarize_fault_free
 from benchmarks.peers.history import Event, cost_of, events_of_journal, read_events
+from benchmarks.peers.processor_time import INTERVAL_S, ProcessorTime
 from spare_megatron.cli import bench_throughput
 from spare_megatron.cli.bench_throughput import NUM_WARMUP, training_alone
 from spare_megatron.config.loader import load_run_config
@@ -172,14 +176,31 @@ def test_a_run_is_hit_as_its_fault_says_and_each_group_in_turn(fault: str) -> No
 
 def test_a_step_without_faults_is_set_against_plain_megatrons_of_the_same_round() -> None:
     found = {
-        "plain": [[0.1, 0.1, 9.0], [0.2, 0.2]],
-        "ours": [[0.11, 0.11], [0.2, 0.2]],
-        "torchft_1s": [[0.12], [0.3]],
+        "plain": [Steps(step_s=[0.1, 0.1, 9.0], processor_s=0.2), Steps(step_s=[0.2, 0.2], processor_s=0.2)],
+        "ours": [Steps(step_s=[0.11, 0.11], processor_s=0.2), Steps(step_s=[0.2, 0.2], processor_s=0.3)],
+        "torchft_1s": [Steps(step_s=[0.12], processor_s=0.1), Steps(step_s=[0.3], processor_s=0.1)],
     }
     result = summarize_fault_free(found)
     assert result["over_plain"]["ours"]["rounds"] == pytest.approx([1.1, 1.0])
     assert result["over_plain"]["torchft_1s"]["median"] == pytest.approx(1.35)
     assert result["ratio"] == pytest.approx(1.05)
+    assert result["processor_over_plain"]["ours"]["rounds"] == pytest.approx([1.0, 1.5])
+
+
+def test_the_processor_time_between_two_moments_is_that_of_all_processes() -> None:
+    processors = ProcessorTime()
+    code = "import time; end = time.monotonic() + 60\nwhile time.process_time() < 0.5 and time.monotonic() < end: pass"
+    code += "\nprint(flush=True); input()"
+    with processors.sampling():
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            began_s = time.time()
+            assert child.stdout is not None
+            child.stdout.readline()
+            ended_s = time.time() + 2 * INTERVAL_S
+            while processors.last_at_s < ended_s:  # it must be seen before it ends
+                time.sleep(INTERVAL_S / 10)
+            child.communicate(b"\n")
+    assert 0.45 <= processors.between(began_s - 1.0, ended_s) <= 2.0
 
 
 @pytest.mark.parametrize("groups_lost", [0, 1])
@@ -208,7 +229,7 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
     settings = ["layout.num_groups=2", "spare.redundancy=2", "spare.microbatches_per_shard=4"]
     config = training_alone(load_run_config(ROOT / "configs/run/demo_cpu.toml", settings).config)
     if not groups_lost:
-        assert steps_of(OURS, config, tmp_path / "ours-0") == [2.0, 2.0]
+        assert steps_of(OURS, config, tmp_path / "ours-0").step_s == [2.0, 2.0]
         return
     with pytest.raises(RuntimeError, match=r"groups were lost 1 times, .* group 1: rank 3: SIGKILL"):
         steps_of(OURS, config, tmp_path / "ours-0")

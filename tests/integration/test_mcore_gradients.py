@@ -82,8 +82,9 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
 
 
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("vocab_size", "tensor_parallel"), [(260, 1), (260, 2), (256, 4)])
+@pytest.mark.parametrize(
+    ("vocab_size", "tensor_parallel", "is_tied"), [(260, 1, True), (260, 2, False), (256, 4, True)]
+)
 def test_columns_that_pad_the_vocabulary_are_no_tokens(
     make_config: MakeConfig, vocab_size: int, tensor_parallel: int, is_tied: bool
 ) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
-from spare_megatron.cli.preset import load_without_problems
+from spare_megatron.cli.preset import HELP, load_without_problems
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.process.interrupts import deferred
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def submit(
-    config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
+    config: Annotated[Path, typer.Option(help=HELP)],
     cluster: Annotated[
         Path | None, typer.Option(help="Cluster preset; its values override those of the run preset.")
     ] = None,
@@ -50,7 +50,7 @@ def submit(
     The job returns to the queue after a wipe-out and before its time limit. Each start is a new run in the job's
     folder, which continues from the newest checkpoint.
 
-    Example: `spare submit --config configs/run/gpt_7b_h100.toml --set slurm.account=ACCOUNT --dry-run`
+    Example: `spare submit --config gpt_7b_h100 --set slurm.account=ACCOUNT --dry-run`
 
     Exit codes: 0 submitted, 2 not submitted; with --wait those of `spare train`.
     """

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.cli.running import plan_of
-from spare_megatron.config.loader import load_run_config
+from spare_megatron.config import presets
+from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import resolve_trace
@@ -77,3 +78,64 @@ def test_a_run_begins_with_what_it_is_going_to_show() -> None:
     assert healthy == "gpt_125m_node, 20000 steps in 8 groups of 1 rank"
     campaign = plan_of(load_run_config(CONFIGS / "run/campaign_kills_cpu.toml").config)
     assert re.search(r"; and \d+ more$", campaign)
+
+
+# ------------------------------------------------------------------------------------------------------------ by name
+
+
+def test_the_checkout_has_the_presets_of_the_package() -> None:
+    assert CONFIGS.samefile(presets.FOLDER)
+
+
+def test_every_preset_has_a_name_of_its_own_and_says_what_it_is() -> None:
+    assert sorted(presets.shipped_presets().values()) == sorted(presets.FOLDER.rglob("*.toml"))
+    assert [name for name, file in presets.shipped_presets().items() if not presets.description(file)] == []
+
+
+@pytest.mark.parametrize("name", ["demo_cpu", "gpt_7b"])
+def test_a_name_is_as_good_as_the_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = (path for path in PRESETS if path.stem == name)
+    monkeypatch.chdir(tmp_path)
+    assert load_run_config(Path(name)).config == load_run_config(path).config
+    (tmp_path / name).mkdir()
+    assert load_run_config(Path(name)).config == load_run_config(path).config, "a run's directory may have the name"
+
+
+def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo_cpu").write_text("name = 'mine'")
+    assert load_run_config(Path("demo_cpu")).config.name == "mine"
+
+
+def test_presets_of_your_own_include_by_name(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('include = ["gpt_1p3b", "gpu_node"]\nname = "mine"')
+    loaded = load_run_config(mine)
+    assert (loaded.config.model.hidden_size, loaded.config.cluster.device) == (2048, "gpu")
+    assert Path(loaded.provenance["model.hidden_size"]).samefile(CONFIGS / "model/gpt_1p3b.toml")
+
+
+def test_a_cluster_goes_by_name(tmp_path: Path) -> None:
+    assert load_run_config(Path("demo_cpu"), cluster=Path("cpu_nodes")).config.cluster.num_nodes == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("demo_gpu", r"no preset is named demo_gpu; did you mean .*demo_cpu.*\? `spare config list` lists all"),
+        ("gpt_1b", r"did you mean .*gpt_1p3b"),
+        ("zzz", r"no preset is named zzz; `spare config list` lists the presets that ship"),
+        ("configs/run/demo_cpu.toml", r"No such file or directory; a preset named demo_cpu ships with the package"),
+        ("demo_cpus.toml", r"cannot read the preset demo_cpus.toml: No such file or directory$"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_ones(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(Path(name))
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'include = ["{name}"]')
+    with pytest.raises(ConfigError, match=r"included from .*mine.toml"):
+        load_run_config(mine)

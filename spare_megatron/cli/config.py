@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import HELP, load_without_problems, refusal
+from spare_megatron.cli.running import this_machine
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -91,7 +93,7 @@ def check(
     from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.validate import problems, warnings
 
-    machine_of = fitting_machine if elsewhere else _this_machine
+    machine_of = fitting_machine if elsewhere else partial(this_machine, "config check")
     with explained_errors("config check"):
         loaded, found = load_and_judge(preset, overrides or (), lambda config: problems(config, machine_of(config)))
         config = loaded.config
@@ -136,12 +138,6 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def _this_machine(config: "RunConfig") -> "Machine":
-    from spare_megatron.driver.run import look_at_machine
-
-    return look_at_machine(config, lambda what: typer.echo(f"spare config check: {what}", err=True))
 
 
 def fitting_machine(config: "RunConfig") -> "Machine":

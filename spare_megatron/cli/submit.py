@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import HELP, load_without_problems
@@ -64,6 +65,8 @@ def submit(
         if dry_run:
             typer.echo(script, nl=False)
             return
+        if any(is_to_be_made(one.data) for one in loaded):
+            make_demo_corpus("submit")
         with deferred():  # a job that Slurm takes is noted
             job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
@@ -154,7 +157,7 @@ def _cluster_for(config: "RunConfig") -> "Machine":
     return Machine(
         num_gpus=num_ranks,
         num_cores=num_ranks * config.cluster.threads_per_rank,
-        has_corpus=corpus is not None,
+        has_corpus=corpus is not None or is_to_be_made(config.data),
         corpus_failure=failure,
         corpus=corpus,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
+from spare_megatron.config.model_fields import contradictions
 from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_training import COUNTED_WITH
@@ -93,6 +94,9 @@ def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake
             mistakes.append(_Mistake(key=meant, text=_describe_unknown(setting, known)))
     config, misfits = build_run_config({key: setting.value for key, setting in merged.items()})
     mistakes += [_Mistake(key=item.key, text=f"{item.text} (set by {merged[item.key].origin})") for item in misfits]
+    mistakes += [
+        _Mistake(key=key, text=f"{text} (set by {merged[key].origin})") for key, text in contradictions(config, merged)
+    ]
     loaded = LoadedConfig(config=config, provenance={key: setting.origin for key, setting in merged.items()})
     return loaded, mistakes
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 
 _VOCAB_MULTIPLE = 128
@@ -51,24 +52,24 @@ class ModelShape:
 
 def model_shape(config: RunConfig) -> ModelShape:
     """The shape that Megatron builds, including the effect of `[megatron]` fields."""
-    model, megatron = config.model, config.megatron
+    model, megatron = config.model, model_fields(config)
     hidden = model.hidden_size
-    has_bias = bool(megatron.get("add_bias_linear", True))
+    has_bias = bool(megatron["add_bias_linear"])
     num_heads = model.num_attention_heads
     head = megatron.get("kv_channels") or hidden // num_heads
-    keys = head * (megatron.get("num_query_groups") or num_heads)
+    keys = head * (megatron["num_query_groups"] or num_heads)
     heads = head * num_heads
     ffn = model.ffn_hidden_size or 4 * hidden
-    wide = ffn * (2 if megatron.get("gated_linear_unit") else 1)
-    per_value = 1 if megatron.get("normalization") == "RMSNorm" else 2
+    wide = ffn * (2 if megatron["gated_linear_unit"] else 1)
+    per_value = 1 if megatron["normalization"] == "RMSNorm" else 2
     norm = hidden * per_value
     norms = 2 * norm
     gates = heads if megatron.get("attention_output_gate") else 0
     matrices = hidden * (heads + gates + 2 * keys) + heads * hidden + hidden * wide + ffn * hidden
     biases = 0
-    if has_bias or megatron.get("add_qkv_bias"):
+    if has_bias or megatron["add_qkv_bias"]:
         biases += heads + gates + 2 * keys
-    if megatron.get("qk_layernorm"):
+    if megatron["qk_layernorm"]:
         norms += 2 * head * per_value
     if has_bias:
         biases += hidden + wide + hidden
@@ -87,8 +88,8 @@ def flops_per_token(config: RunConfig) -> float:
     """Floating-point operations to train on one token: a forward pass, and twice as many backward.
 
     A forward pass takes 2 per element of each matrix and 4 s h per layer for attention, with s tokens in a sequence and
-    h the width of all heads (Narayanan et al., arXiv 2104.04473, appendix). Norms, activations, softmax, recomputation
-    and redundant microbatches do not count.
+    h the width of all heads (Narayanan et al., arXiv 2104.04473, appendix), also with a sliding window. Norms,
+    activations, softmax, recomputation and redundant microbatches do not count.
     """
     shape, model = model_shape(config), config.model
     head = config.megatron.get("kv_channels") or model.hidden_size // model.num_attention_heads

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.model_shape import model_shape, padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.bucket_window import MAX_STAGED
@@ -61,10 +62,10 @@ def _activations_bytes(config: RunConfig) -> int:
     recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first of p stages keeps p
     microbatches.
     """
-    model, layout, megatron = config.model, config.layout, config.megatron
+    model, layout, megatron = config.model, config.layout, model_fields(config)
     tensor = layout.tensor_parallel
     ffn = model.ffn_hidden_size or 4 * model.hidden_size
-    parted = 8 + 4 * ffn / model.hidden_size * (1.5 if megatron.get("gated_linear_unit") else 1.0)
+    parted = 8 + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
     whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)
     per_token = model.hidden_size * (whole + parted / tensor)
     if megatron.get("recompute_granularity") == "full":

@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from spare_megatron.config.model_fields import replaced_settings
 from spare_megatron.config.schema import RunConfig
 
 _EXPORT = re.compile(r"(\bexport\s+[^\s=]+=).*", re.DOTALL)
@@ -41,8 +42,11 @@ def without_exports(text: str) -> str:
 
 
 def dump_run_config(config: RunConfig) -> str:
-    """The configuration as TOML with every setting spelled out; loads back to an equal one."""
-    return tomli_w.dumps(_plain(config))
+    """The configuration as TOML with every setting that counts spelled out; loads back to an equal one."""
+    table = _plain(config)
+    for name in replaced_settings(config):
+        table["model"].pop(name, None)  # beside the field in its place it would be a contradiction
+    return tomli_w.dumps(table)
 
 
 def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:

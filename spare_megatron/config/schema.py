@@ -4,14 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spare_megatron.config.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ShareBelowOne
+from spare_megatron.config.limits import (
+    FloatFromOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ShareBelowOne,
+)
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.stacking.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The GPT model; `[megatron]` sets everything else that Megatron lets one choose."""
+    """The GPT model; `[megatron]` sets everything else that Megatron lets one choose (see `model_fields`)."""
 
     num_layers: PositiveInt = 4
     """Number of transformer layers, over all pipeline stages."""
@@ -19,14 +26,35 @@ class ModelConfig:
     """Width of the residual stream."""
     num_attention_heads: PositiveInt = 4
     """Attention heads, over all tensor-parallel ranks."""
+    num_query_groups: PositiveInt | None = None
+    """Key-value heads, each shared by equally many attention heads; as many as attention heads if absent."""
     ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layers; 4 x hidden_size if absent."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"] = "gelu"
+    """Activation function of the feed-forward layers; swiglu and geglu are gated, which takes a third matrix."""
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of all normalization layers."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of all normalization layers."""
+    linear_bias: bool = True
+    """Biases of all linear layers."""
+    qkv_bias: bool = False
+    """Biases of the query, key and value projections where linear_bias is false."""
+    qk_norm: bool = False
+    """Normalizes each head's queries and keys before their product."""
     seq_length: PositiveInt = 64
     """Tokens per sequence."""
     vocab_size: PositiveInt = 256
     """Size of the vocabulary; at least that of the corpus's tokenizer."""
     position_embedding: Literal["learned_absolute", "rope"] = "learned_absolute"
     """Position encoding: learned vectors, or rotary (rope)."""
+    rope_base: FloatFromOne = 10000.0
+    """Base of the wavelengths of rotary position encoding (theta)."""
+    rope_scaling_factor: FloatFromOne = 1.0
+    """Factor by which long wavelengths are stretched, as in Llama 3.1, whose other constants are fixed; 1 stretches
+    none."""
+    sliding_window: PositiveInt | None = None
+    """Last tokens that a token attends to, itself included; all if absent."""
     tie_embeddings: bool = True
     """The output layer shares the word embedding table."""
     hidden_dropout: ShareBelowOne = 0.0

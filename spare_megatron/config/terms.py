@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spare_megatron.config.corpus import is_same_corpus
+from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
@@ -47,6 +48,9 @@ FUNCTION_IN_MEGATRON: Mapping[str, object] = {
 }
 """Megatron fields that change the function the model computes, with their defaults; others may change between runs."""
 
+_ROTATION: Mapping[str, object] = {"rotary_base": 10000.0, "rope_scaling_factor": 1.0}
+"""The same of arguments of Megatron's GPTModel."""
+
 
 def terms_of(config: RunConfig) -> Terms:
     """The settings that fix the model and the order of its data, by key; layout and optimizer may change."""
@@ -82,8 +86,11 @@ def global_batch(config: RunConfig) -> int:
 
 
 def _function_of(config: RunConfig) -> str:
-    fields = {name: config.megatron.get(name, default) for name, default in sorted(FUNCTION_IN_MEGATRON.items())}
-    return ", ".join(f"{name}={value}" for name, value in fields.items() if value != FUNCTION_IN_MEGATRON[name])
+    model = config.model
+    rotation = {"rotary_base": model.rope_base, "rope_scaling_factor": model.rope_scaling_factor}
+    defaults = {**FUNCTION_IN_MEGATRON, **_ROTATION}
+    fields = {**defaults, **model_fields(config), **rotation}
+    return ", ".join(f"{name}={fields[name]}" for name in sorted(defaults) if fields[name] != defaults[name])
 
 
 def differences(theirs: Terms, config: RunConfig) -> list[str]:

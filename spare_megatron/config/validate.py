@@ -8,6 +8,7 @@ from typing import Literal
 
 from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.limits import violations
+from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
@@ -86,6 +87,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *spare_problems(config),
         *_indivisible(config),
         *_rotation(config),
+        *_window(config),
         *_schedule(config),
         *optimizer_problems(config),
         *_timeouts(config),
@@ -190,10 +192,12 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         # Each context-parallel rank takes an early and a late piece of the sequence, which balances causal attention.
         pieces = 2 * layout.context_parallel
         divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
-    query_groups = config.megatron.get("num_query_groups")
+    query_groups = model_fields(config)["num_query_groups"]
     if type(query_groups) is int:
-        heads = ("model.num_attention_heads", model.num_attention_heads)
-        divisions.append((*heads, "megatron.num_query_groups", query_groups))
+        text = as_written(config, "num_query_groups").partition("=")[0]
+        divisions.append(("model.num_attention_heads", model.num_attention_heads, text, query_groups))
+        larger, smaller = ((text, query_groups), (tensor_text, tensor))[:: 1 if query_groups > tensor else -1]
+        divisions.append((*larger, *smaller))
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
     sizes = "layout.num_groups x layout.tensor_parallel x layout.context_parallel x layout.pipeline_parallel"
@@ -212,6 +216,12 @@ def _rotation(config: RunConfig) -> Iterator[str]:
             f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
             f"make the width even"
         )
+    for name, neutral in (("rope_base", 10000.0), ("rope_scaling_factor", 1.0)):
+        if model.position_embedding != "rope" and getattr(model, name) != neutral:
+            yield (
+                f"model.{name}={getattr(model, name)} has no effect on model.position_embedding="
+                f"{model.position_embedding}; remove it, or set that to rope"
+            )
 
 
 # ---------------------------------------------------------------------------------------------- training itself
@@ -312,6 +322,16 @@ def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
         yield "model.transformer_impl=transformer_engine needs cluster.device=gpu; set it to auto or local"
     if config.layout.context_parallel > 1:
         yield _only_transformer_engine(config)
+
+
+def _window(config: RunConfig) -> Iterator[str]:
+    context, exchange = config.layout.context_parallel, config.megatron.get("cp_comm_type")
+    window = model_fields(config)["window_size"]
+    if window is not None and context > 1 and exchange not in ("a2a", "all_gather"):
+        yield (
+            f"{as_written(config, 'window_size')} with layout.context_parallel={context} needs an exchange of "
+            f"transformer-engine that knows windows; set megatron.cp_comm_type to a2a or all_gather"
+        )
 
 
 def _only_transformer_engine(config: RunConfig) -> str:

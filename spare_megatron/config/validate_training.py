@@ -124,7 +124,6 @@ OF_TRANSFORMER_ENGINE = (
     "fp8",
     "softmax_type",
     "window_attn_skip_freq",
-    "window_size",
 )
 """Megatron fields that only transformer-engine layers use; other layers silently ignore most of them."""
 

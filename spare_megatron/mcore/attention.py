@@ -1,6 +1,7 @@
-"""Causal attention by torch's own kernel, for layers that are built without transformer-engine."""
+"""Causal attention by torch's own kernel, with or without a sliding window, for layers without transformer-engine."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
@@ -34,6 +35,8 @@ class TorchCoreAttention(MegatronModule):
         assert pg_collection is not None, "Megatron hands its process groups down"
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._scale = softmax_scale
+        window = config.window_size
+        self._num_before = window[0] if window is not None and window[0] >= 0 else None
         self._tensor_rank = pg_collection.tp.rank()
 
     def forward(
@@ -41,7 +44,7 @@ class TorchCoreAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002  (causal by itself)
+        attention_mask: Tensor | None,  # noqa: ARG002  (masks by itself)
         attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002  (Megatron passes it)
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
@@ -50,13 +53,16 @@ class TorchCoreAttention(MegatronModule):
         assert attention_bias is None, "attention bias needs transformer-engine"
         assert packed_seq_params is None, "packed sequences need transformer-engine"
         dropout = self._dropout if self.training else 0.0
+        length, before = query.size(0), self._num_before
+        mask = None if before is None or before >= length - 1 else window_mask(length, before, query.device)
         with self._random_numbers(dropout, query.device):
             attended = F.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
+                attn_mask=mask,
                 dropout_p=dropout,
-                is_causal=True,
+                is_causal=mask is None,
                 scale=self._scale,
                 enable_gqa=query.size(2) != key.size(2),
             )
@@ -70,3 +76,11 @@ class TorchCoreAttention(MegatronModule):
         if device.type == "cuda":
             return get_cuda_rng_tracker().fork()
         return distinct_on_tensor_ranks(self._tensor_rank)
+
+
+@cache
+def window_mask(length: int, num_before: int, device: torch.device) -> Tensor:
+    """[query, key]: whether a token attends to another, which are itself and the `num_before` tokens before it."""
+    positions = torch.arange(length, device=device)
+    distances = positions[:, None] - positions
+    return (distances >= 0) & (distances <= num_before)

@@ -127,6 +127,9 @@ def _build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,
+        rotary_base=config.model.rope_base,
+        rope_scaling=config.model.rope_scaling_factor != 1.0,
+        rope_scaling_factor=config.model.rope_scaling_factor,
         pg_collection=groups,
         vp_stage=stage // groups.pp.size() if config.layout.virtual_pipeline > 1 else None,
     )

@@ -3,8 +3,9 @@
 import dataclasses
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.building import nearest
+from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_training import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
 
@@ -153,7 +155,9 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         fields["deterministic_mode"] = True
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
-    fields |= {key: _megatron_value(key, value) for key, value in config.megatron.items()}
+    fields |= {key: _megatron_value(key, value) for key, value in model_fields(config).items()}
+    if fields["window_size"] is not None:
+        fields["window_size"] = tuple(fields["window_size"])  # transformer-engine compares it with tuples
     return fields
 
 
@@ -211,15 +215,27 @@ def _is_activation(function: Any) -> bool:
         return False
 
 
+def _squared_relu(values: torch.Tensor) -> torch.Tensor:
+    return F.relu(values).square()  # Megatron's own compiles itself at its first call
+
+
+_OUR_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "squared_relu": _squared_relu,
+}
+"""Activation functions that torch has under no name of its own."""
+
+
 def _named(key: str, value: str, default: Any) -> Any:
     """Resolves a name to a function or enum member where Megatron expects one; otherwise returns the text."""
     if key == "activation_func":
-        if not _is_activation(getattr(F, value, None)):
+        function = _OUR_FUNCTIONS.get(value) or getattr(F, value, None)
+        if not _is_activation(function):
             raise ValueError(
                 f"megatron.activation_func={value} is no function of torch.nn.functional from one tensor to another "
                 f"like it; try gelu or silu"
             )
-        return getattr(F, value)
+        return function
     if isinstance(default, Enum):
         names = [member.name for member in type(default)]
         if value not in names:

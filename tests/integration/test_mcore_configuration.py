@@ -166,9 +166,9 @@ def test_what_megatron_refuses_is_one_line_that_names_what_was_set(fields: dict[
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device: str) -> None:
-    """They trained without sliding windows, and nothing was said."""
+    """They trained without such layers, and nothing was said."""
     model = ModelConfig(transformer_impl="local")
-    for fields in ({"window_size": [8, 0]}, {"softmax_type": "learnable"}):
+    for fields in ({"window_attn_skip_freq": 2}, {"softmax_type": "learnable"}):
         config = RunConfig(model=model, megatron=fields)
         transformer = transformer_config(config, torch.device(device))
         with pytest.raises(ValueError, match=rf"megatron\.{next(iter(fields))}=.*only layers of transformer-engine"):

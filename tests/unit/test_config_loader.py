@@ -100,7 +100,7 @@ def test_an_unknown_key_names_the_nearest_valid_one_and_its_source(override: str
     [
         ("optimizer.name=adam", "[optimizer] has learning_rate, min_learning_rate, "),
         ("redundancy=3", "its table is missing: spare.redundancy or optimizer.redundancy or snapshot.redundancy"),
-        ("model.num_query_groups=2", "it is Megatron's: set megatron.num_query_groups"),
+        ("model.kv_channels=2", "it is Megatron's: set megatron.kv_channels"),
         ("layers.depth=2", "there are name, model, layout, "),
         ("faults.trace=[{phase='patch', when=3}]", "there are phase, step, "),
     ],

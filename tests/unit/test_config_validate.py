@@ -126,7 +126,25 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"],
             "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu",
         ),
-        (["megatron.window_size=[8, 0]"], "megatron.window_size=[8, 0] does not work on CPUs"),
+        (["megatron.window_attn_skip_freq=2"], "megatron.window_attn_skip_freq=2 does not work on CPUs"),
+        (["model.norm_eps=0"], "model.norm_eps=0.0 must be above 0; raise it"),
+        (["model.sliding_window=0"], "model.sliding_window=0 must be at least 1; raise it"),
+        (
+            ["model.num_query_groups=3"],
+            "model.num_attention_heads=4 is not a multiple of model.num_query_groups=3; change one of them",
+        ),
+        (
+            [f"model.{name}" for name in ("hidden_size=48", "num_attention_heads=12", "num_query_groups=6")]
+            + ["layout.tensor_parallel=4"],
+            "model.num_query_groups=6 is not a multiple of layout.tensor_parallel=4; change one of them",
+        ),
+        (["model.position_embedding=rope", "model.rope_base=0.5"], "model.rope_base=0.5 must be at least 1; raise it"),
+        (["model.position_embedding=rope", "model.rope_scaling_factor=0"], "model.rope_scaling_factor=0.0 must be at"),
+        (
+            ["model.rope_base=5e5"],
+            "model.rope_base=500000.0 has no effect on model.position_embedding=learned_absolute",
+        ),
+        (["model.rope_scaling_factor=8"], "model.rope_scaling_factor=8.0 has no effect on model.position_embedding="),
         (["model.transformer_impl=transformer_engine"], "needs cluster.device=gpu"),
         (["layout.context_parallel=2"], "layout.context_parallel=2 needs the attention of transformer-engine"),
         (

@@ -1,0 +1,75 @@
+"""The model in Megatron's words: what `[model]` sets, as fields of its TransformerConfig, and what `[megatron]` sets.
+
+A `[megatron]` field counts where it and the setting that stands for it are given; the loader refuses two that differ.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from spare_megatron.config.schema import ModelConfig, RunConfig
+
+_ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
+    "swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "squared_relu": ("squared_relu", False),
+}
+"""Activation -> Megatron's function, and whether the first layer has a gate."""
+
+SETTING_OF: Mapping[str, str] = {
+    "activation_func": "activation",
+    "add_bias_linear": "linear_bias",
+    "add_qkv_bias": "qkv_bias",
+    "gated_linear_unit": "activation",
+    "layernorm_epsilon": "norm_eps",
+    "normalization": "normalization",
+    "num_query_groups": "num_query_groups",
+    "qk_layernorm": "qk_norm",
+    "window_size": "sliding_window",
+}
+"""Megatron's fields that a setting of `[model]` stands for, and that setting."""
+
+
+def model_fields(config: RunConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig that `[model]` fixes, named as in `SETTING_OF`, and all of `[megatron]`."""
+    return {**_fields_of(config.model), **config.megatron}
+
+
+def _fields_of(model: ModelConfig) -> dict[str, Any]:
+    function, is_gated = _ACTIVATIONS[model.activation]
+    return {
+        "activation_func": function,
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias,
+        "gated_linear_unit": is_gated,
+        "layernorm_epsilon": model.norm_eps,
+        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.normalization],
+        "num_query_groups": model.num_query_groups,
+        "qk_layernorm": model.qk_norm,
+        # Megatron counts the tokens before the current one.
+        "window_size": None if model.sliding_window is None else [model.sliding_window - 1, 0],
+    }
+
+
+def as_written(config: RunConfig, field: str) -> str:
+    """The key=value by which one of the fields in `SETTING_OF` is set, for messages."""
+    if field in config.megatron:
+        return f"megatron.{field}={config.megatron[field]}"
+    return f"model.{SETTING_OF[field]}={getattr(config.model, SETTING_OF[field])}"
+
+
+def contradictions(config: RunConfig, given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The dotted key of each given `[model]` setting that a `[megatron]` field contradicts, and the reason."""
+    ours = _fields_of(config.model)
+    for field in sorted(config.megatron.keys() & SETTING_OF):
+        setting = SETTING_OF[field]
+        if f"model.{setting}" in given and config.megatron[field] != ours[field]:
+            meant = f"model.{setting}={getattr(config.model, setting)} means megatron.{field}={ours[field]}"
+            yield f"model.{setting}", f"{meant}, but {as_written(config, field)}; remove one of them"
+
+
+def replaced_settings(config: RunConfig) -> set[str]:
+    """Settings of `[model]` that have their defaults and a field of `[megatron]` in their place."""
+    replaced = {SETTING_OF[field] for field in config.megatron if field in SETTING_OF}
+    return {setting for setting in replaced if getattr(config.model, setting) == getattr(ModelConfig(), setting)}

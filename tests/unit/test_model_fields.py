@@ -1,0 +1,113 @@
+"""`[model]` and `[megatron]` as two spellings of one model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.loader import ConfigError, load_and_judge, load_run_config
+from spare_megatron.config.model_shape import flops_per_token, model_shape
+from spare_megatron.config.rank_memory import rank_memory
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import differences, terms_of
+from spare_megatron.config.validate import Machine, problems
+
+SPELLINGS = [
+    (["normalization=rmsnorm"], ["normalization=RMSNorm"]),
+    (["norm_eps=1e-6"], ["layernorm_epsilon=1e-6"]),
+    (["activation=swiglu"], ["activation_func=silu", "gated_linear_unit=true"]),
+    (["activation=geglu"], ["gated_linear_unit=true"]),
+    (["activation=squared_relu"], ["activation_func=squared_relu"]),
+    (["num_query_groups=2"], ["num_query_groups=2"]),
+    (["linear_bias=false", "qkv_bias=true"], ["add_bias_linear=false", "add_qkv_bias=true"]),
+    (["qk_norm=true"], ["qk_layernorm=true"]),
+    (["sliding_window=9"], ["window_size=[8, 0]"]),
+]
+BOTH = pytest.mark.parametrize(("ours", "theirs"), SPELLINGS, ids=lambda words: words[0].partition("=")[0])
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_run_config(None, overrides).config
+
+
+def model(*words: str) -> list[str]:
+    return [f"model.{word}" for word in words]
+
+
+def megatron(*words: str) -> list[str]:
+    return [f"megatron.{word}" for word in words]
+
+
+@BOTH
+def test_both_spellings_are_one_model(ours: list[str], theirs: list[str]) -> None:
+    one, other = configured(*model(*ours)), configured(*megatron(*theirs))
+    assert terms_of(one) == terms_of(other) != terms_of(RunConfig())
+    assert differences(terms_of(one), other) == []
+    assert differences(terms_of(one), RunConfig()) != [] != differences(terms_of(RunConfig()), one)
+    for derived in (model_shape, rank_memory, flops_per_token):
+        assert derived(one) == derived(other)
+    assert terms_of(configured(*model(*ours), *megatron(*theirs))) == terms_of(one)
+
+
+def test_a_model_of_the_defaults_has_the_terms_that_it_had() -> None:
+    """Those of a checkpoint that an earlier version wrote, which knew none of these settings."""
+    assert terms_of(RunConfig())["[megatron]"] == ""
+    earlier = "activation_func=silu, gated_linear_unit=True, normalization=RMSNorm, num_query_groups=2"
+    words = ["gated_linear_unit=true", "activation_func=silu", "normalization=RMSNorm", "num_query_groups=2"]
+    assert terms_of(configured(*megatron(*words)))["[megatron]"] == earlier
+
+
+@pytest.mark.parametrize("setting", ["rope_base=500000", "rope_scaling_factor=8"])
+def test_another_rotation_is_another_model(setting: str) -> None:
+    rope = configured("model.position_embedding=rope")
+    other = configured("model.position_embedding=rope", *model(setting))
+    assert len(differences(terms_of(rope), other)) == 1
+    assert len(differences(terms_of(other), rope)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("normalization=rmsnorm", "normalization=LayerNorm"),
+        ("normalization=layernorm", "normalization=RMSNorm"),  # the default, which was given
+        ("norm_eps=1e-6", "layernorm_epsilon=1e-5"),
+        ("activation=swiglu", "activation_func=gelu"),
+        ("activation=gelu", "gated_linear_unit=true"),
+        ("num_query_groups=2", "num_query_groups=4"),
+        ("linear_bias=true", "add_bias_linear=false"),
+        ("qkv_bias=true", "add_qkv_bias=false"),
+        ("qk_norm=true", "qk_layernorm=false"),
+        ("sliding_window=8", "window_size=[8, 0]"),
+    ],
+)
+def test_two_spellings_that_differ_are_refused_with_both_names(ours: str, theirs: str) -> None:
+    given = [*model(ours), *megatron(theirs)]
+    with pytest.raises(ConfigError) as error:
+        load_run_config(None, given)
+    (text,) = str(error.value).splitlines()
+    assert f"model.{ours.partition('=')[0]}=" in text
+    assert f"megatron.{theirs.partition('=')[0]}=" in text
+    assert text.endswith(f"remove one of them (set by --set model.{ours})")
+    machine = Machine(num_gpus=0, num_cores=64, has_corpus=True)
+    _, found = load_and_judge(None, ["data.corpus=c", *given], lambda config: problems(config, machine))
+    assert text in found
+
+
+@BOTH
+def test_a_run_written_with_either_spelling_is_read_back(ours: list[str], theirs: list[str], tmp_path: Path) -> None:
+    """With both it could not be: every setting was written, so that the default stood against Megatron's field."""
+    for given in (model(*ours), megatron(*theirs), [*model(*ours), *megatron(*theirs)]):
+        config = configured(*given)
+        (tmp_path / "config.toml").write_text(dump_run_config(config))
+        assert load_run_config(tmp_path / "config.toml").config == config
+
+
+@pytest.mark.parametrize("exchange", [None, "p2p", "a2a"])
+def test_windows_over_split_sequences_need_an_exchange_that_knows_them(exchange: Any) -> None:
+    gpus = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    words = ["data.corpus=c", "layout.context_parallel=2", "model.sliding_window=8"]
+    config = configured(*words, *([f"megatron.cp_comm_type={exchange}"] if exchange else []))
+    found = problems(config, gpus)
+    assert len(found) == (exchange != "a2a")
+    assert all("model.sliding_window=8 with layout.context_parallel=2 needs an exchange" in text for text in found)

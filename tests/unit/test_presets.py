@@ -4,13 +4,15 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spare_megatron.cli.running import plan_of
 from spare_megatron.config import presets
 from spare_megatron.config.loader import ConfigError, load_run_config
-from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
+from spare_megatron.config.rank_memory import rank_memory
+from spare_megatron.config.validate import Machine, on_device, problems, resolve_device, warnings
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import resolve_trace
 
@@ -45,6 +47,55 @@ def test_a_run_preset_raises_no_warnings_even_on_a_machine_with_one_core(preset:
     machine = Machine(num_gpus=config.parallel.num_ranks, num_cores=1, has_corpus=True, can_isolate=True)
     assert resolve_device(config, machine) == config.cluster.device
     assert warnings(config, machine) == []
+
+
+@pytest.mark.parametrize("preset", [path for path in RUNS if "cpu" not in path.stem], ids=lambda path: path.name)
+def test_a_preset_for_gpus_fills_whole_nodes_of_eight_and_fits_into_80_gb(preset: Path) -> None:
+    config = load_run_config(preset).config
+    num_ranks, num_nodes = config.parallel.num_ranks, config.cluster.num_nodes
+    assert num_ranks == 8 * num_nodes
+    machine = Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True)
+    assert rank_memory(on_device(config, machine)).total_bytes < 0.9 * 80e9
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama3_8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "llama3_70b": {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "llama3p2_1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "qwen3_8b": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Values of the published config.json of each model."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_have_the_shape_of_their_published_configuration(name: str) -> None:
+    model = load_run_config(Path(name)).config.model
+    assert PUBLISHED[name] == {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "rope_theta": model.rope_base,
+        "rms_norm_eps": model.norm_eps,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+    assert (model.num_query_groups, model.activation, model.normalization) == (8, "swiglu", "rmsnorm")
+    assert (model.position_embedding, model.linear_bias, model.qkv_bias) == ("rope", False, False)
+    assert model.qk_norm == name.startswith("qwen3")
+    assert model.rope_scaling_factor == (32.0 if name == "llama3p2_1b" else 1.0)
 
 
 def test_the_campaigns_draw_what_they_are_for() -> None:

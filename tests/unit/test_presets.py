@@ -1,6 +1,11 @@
 """Every preset that comes with the package can be used as it is."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -190,3 +195,18 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones(
     mine.write_text(f'include = ["{name}"]')
     with pytest.raises(ConfigError, match=r"included from .*mine.toml"):
         load_run_config(mine)
+
+
+def test_the_package_alone_has_all_that_a_name_needs(tmp_path: Path) -> None:
+    """A wheel holds this folder and nothing else of the checkout."""
+    shutil.copytree(presets.FOLDER.parent, tmp_path / "spare_megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shown = subprocess.run(
+        [sys.executable, "-P", "-m", "spare_megatron.cli.main", "config", "show", "llama3_8b_h100", "--json"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    hidden_size = json.loads(shown.stdout)["settings"]["model.hidden_size"]
+    assert hidden_size == {"value": 4096, "origin": str(tmp_path / "spare_megatron/configs/model/llama3_8b.toml")}

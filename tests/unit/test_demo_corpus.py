@@ -8,7 +8,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from typer.testing import CliRunner
 
-from spare_megatron.cli import running
+from spare_megatron.cli import running, submit
 from spare_megatron.cli.demo_corpus import is_to_be_made
 from spare_megatron.cli.main import app
 from spare_megatron.config.presets import shipped_presets
@@ -75,6 +75,19 @@ def test_a_check_and_a_script_that_is_only_shown_make_nothing(folder: Path) -> N
     assert "demo_cpu can run here" in spare("config", "check", "demo_cpu", expected=0)
     assert "#SBATCH" in spare("submit", "--config", "demo_cpu", "--dry-run", expected=0)
     assert list(folder.iterdir()) == []
+
+
+def test_a_job_has_the_corpus_before_it_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def hand_over(*_: object) -> None:
+        done.append("submitted")
+        raise ValueError(STARTED)
+
+    monkeypatch.setattr(submit, "make_demo_corpus", done.append)
+    monkeypatch.setattr(submit, "_hand_over", hand_over)
+    assert STARTED in spare("submit", "--config", "demo_cpu", "--cluster", "cpu_nodes", expected=2)
+    assert done == ["submit", "submitted"]
 
 
 def test_a_corpus_that_cannot_be_made_starts_nothing(folder: Path) -> None:

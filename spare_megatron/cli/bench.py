@@ -15,6 +15,7 @@ from rich.table import Table
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
+from spare_megatron.cli.preset import HELP
 from spare_megatron.cli.running import load_runnable
 from spare_megatron.process.interrupts import raising
 
@@ -31,7 +32,7 @@ def _bench() -> None:
 
 @app.command("throughput")
 def throughput(
-    config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
+    config: Annotated[Path, typer.Option(help=HELP)],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),

@@ -11,6 +11,7 @@ import typer
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
+from spare_megatron.cli.preset import HELP
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def campaign(
-    config: Annotated[Path, typer.Argument(help="The run preset, a TOML file with faults.trace or faults.mean_steps.")],
+    config: Annotated[Path, typer.Argument(help=f"{HELP} It sets faults.trace or faults.mean_steps.")],
     minutes: Annotated[
         float | None, typer.Option(help="End the run after this many minutes, whatever train.steps is.")
     ] = None,
@@ -33,7 +34,7 @@ def campaign(
 ) -> None:
     """Train under injected faults and check that all were masked.
 
-    Example: `spare campaign configs/run/campaign_cpu.toml --minutes 10`
+    Example: `spare campaign campaign_cpu --minutes 10`
 
     Exit codes:
 

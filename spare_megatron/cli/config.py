@@ -1,24 +1,26 @@
 """`spare config`: what a configuration says, where each value comes from, and the sizes that follow."""
 
+import dataclasses
 import json
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.preset import load_without_problems, refusal
+from spare_megatron.cli.preset import HELP, load_without_problems, refusal
+from spare_megatron.cli.running import this_machine
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.validate import Machine
 
 
-app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
+app = typer.Typer(help="List presets; show or check a configuration.", no_args_is_help=True)
 
 
-_Preset = Annotated[Path, typer.Argument(help="The run preset, a TOML file.")]
+_Preset = Annotated[Path, typer.Argument(help=HELP)]
 
 Overrides = Annotated[
     list[str] | None,
@@ -28,11 +30,32 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+@app.command("list")
+def list_presets(as_json: AsJson = False) -> None:
+    """List the presets that ship with the package.
+
+    A command takes the name of one wherever it takes a preset file, and so does `include` in a preset. Presets of runs
+    are complete but for your corpus; those of models and clusters are for `include`, and `spare submit --cluster`.
+    """
+    from spare_megatron.cli.config_table import print_presets
+    from spare_megatron.config.presets import description, shipped_presets
+
+    presets = {
+        name: {"kind": file.parent.name, "description": description(file), "file": str(file)}
+        for name, file in shipped_presets().items()
+    }
+    if as_json:
+        typer.echo(json.dumps(presets))
+    else:
+        print_presets(presets)
+
+
 @app.command("show")
 def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and the resulting sizes.
 
-    Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint.
+    Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint. Needs no corpus, so a preset of a
+    model can be shown, too.
     """
     from spare_megatron.cli.config_table import print_settings, print_sizes
     from spare_megatron.config.resolved import settings
@@ -40,14 +63,15 @@ def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) 
     from spare_megatron.config.validate import on_device
 
     with explained_errors("config show"):
-        config, loaded = load_without_problems(preset, overrides or (), fitting_machine)
+        _, loaded = load_without_problems(preset, overrides or (), fitting_machine, restrict=_with_some_corpus)
+        config = loaded.config
         facts = run_sizes(on_device(config, fitting_machine(config)))
         endured = _endured_losses(config)
     if as_json:
         table = {
             key: {"value": value, "origin": loaded.provenance.get(key, "default")} for key, value in settings(config)
         }
-        typer.echo(json.dumps({"settings": table, **asdict(facts), "endured_losses": endured}))
+        typer.echo(json.dumps({"settings": table, **dataclasses.asdict(facts), "endured_losses": endured}))
         return
     print_settings(loaded)
     print_sizes(facts, endured)
@@ -69,7 +93,7 @@ def check(
     from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.validate import problems, warnings
 
-    machine_of = fitting_machine if elsewhere else _this_machine
+    machine_of = fitting_machine if elsewhere else partial(this_machine, "config check")
     with explained_errors("config check"):
         loaded, found = load_and_judge(preset, overrides or (), lambda config: problems(config, machine_of(config)))
         config = loaded.config
@@ -95,6 +119,10 @@ def _endured_losses(config: "RunConfig") -> float:
     return endured_losses(config.layout.num_groups, config.spare.redundancy)
 
 
+def _with_some_corpus(config: "RunConfig") -> "RunConfig":
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus=config.data.corpus or "any"))
+
+
 def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
     """Why megatron-core would refuse the fields of `[megatron]`, which it alone knows."""
     if not config.megatron:
@@ -110,12 +138,6 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def _this_machine(config: "RunConfig") -> "Machine":
-    from spare_megatron.driver.run import look_at_machine
-
-    return look_at_machine(config, lambda what: typer.echo(f"spare config check: {what}", err=True))
 
 
 def fitting_machine(config: "RunConfig") -> "Machine":

@@ -1,6 +1,6 @@
 """The tables of `spare config show`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -11,6 +11,16 @@ from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.resolved import settings
 from spare_megatron.config.run_sizes import RunSizes
 from spare_megatron.journal.quantities import format_bytes, format_count, format_large
+
+
+def print_presets(presets: Mapping[str, Mapping[str, str]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("preset", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("description")
+    for name, preset in presets.items():
+        table.add_row(name, preset["kind"], preset["description"])
+    RunConsole().print(table)
 
 
 def print_settings(loaded: LoadedConfig) -> None:

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.validate import Machine
 
-PresetArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="The run preset, a TOML file.", show_default=False)
-]
+HELP = "The run preset: a name of `spare config list`, or a TOML file."
+PresetArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=HELP, show_default=False)]
 PresetOption = Annotated[Path | None, typer.Option("--config", help="The run preset, if not given as an argument.")]
 
 
@@ -23,7 +22,9 @@ def one_preset(argument: Path | None, option: Path | None, command: str) -> Path
         raise ValueError(f"the preset is given twice, as {argument} and as --config {option}; leave one out")
     preset = argument or option
     if preset is None:
-        raise ValueError(f"the preset of the run is missing; name a TOML file: spare {command} CONFIG")
+        raise ValueError(
+            f"the preset of the run is missing; name one of `spare config list`, or a TOML file: spare {command} CONFIG"
+        )
     return preset
 
 

@@ -1,6 +1,7 @@
 """Shared by the commands that train on this machine."""
 
 import contextlib
+import dataclasses
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.process import interrupts
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.validate import Machine
     from spare_megatron.journal.summary import Summary
     from spare_megatron.process.reports import RunEvent
     from spare_megatron.supervisor.remote_supervisor import Launcher
@@ -29,17 +32,28 @@ def load_runnable(
     overrides: Sequence[str],
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
 ) -> "RunConfig":
-    """Loads a configuration that can run on this machine, and prints its warnings. `restrict` removes what the command
-    does not run, before validation. Raises ValueError with every reason if it cannot run.
+    """Loads a configuration that can run on this machine, and prints its warnings; makes the demo's corpus if it alone
+    is missing. `restrict` removes what the command does not run, before validation. Raises ValueError with every reason
+    if it cannot run.
     """
     from spare_megatron.config.validate import warnings
-    from spare_megatron.driver.run import look_at_machine
 
-    look = partial(look_at_machine, on_read=lambda what: typer.echo(f"spare {command}: {what}", err=True))
+    look = partial(this_machine, command)
     config, _ = load_without_problems(path, overrides, look, restrict=restrict)
+    if is_to_be_made(config.data):
+        make_demo_corpus(command)
+        config, _ = load_without_problems(path, overrides, look, restrict=restrict)
     for text in warnings(config, look(config)):
         typer.echo(f"spare {command}: warning: {text}", err=True)
     return config
+
+
+def this_machine(command: str, config: "RunConfig") -> "Machine":
+    """What this machine offers the run, with the demo's corpus, which can be made."""
+    from spare_megatron.driver.run import look_at_machine
+
+    machine = look_at_machine(config, lambda what: typer.echo(f"spare {command}: {what}", err=True))
+    return dataclasses.replace(machine, has_corpus=machine.has_corpus or is_to_be_made(config.data))
 
 
 def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:

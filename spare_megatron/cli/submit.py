@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
-from spare_megatron.cli.preset import load_without_problems
+from spare_megatron.cli.preset import HELP, load_without_problems
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.process.interrupts import deferred
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def submit(
-    config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
+    config: Annotated[Path, typer.Option(help=HELP)],
     cluster: Annotated[
         Path | None, typer.Option(help="Cluster preset; its values override those of the run preset.")
     ] = None,
@@ -50,7 +51,7 @@ def submit(
     The job returns to the queue after a wipe-out and before its time limit. Each start is a new run in the job's
     folder, which continues from the newest checkpoint.
 
-    Example: `spare submit --config configs/run/gpt_7b_h100.toml --set slurm.account=ACCOUNT --dry-run`
+    Example: `spare submit --config gpt_7b_h100 --set slurm.account=ACCOUNT --dry-run`
 
     Exit codes: 0 submitted, 2 not submitted; with --wait those of `spare train`.
     """
@@ -64,6 +65,8 @@ def submit(
         if dry_run:
             typer.echo(script, nl=False)
             return
+        if any(is_to_be_made(one.data) for one in loaded):
+            make_demo_corpus("submit")
         with deferred():  # a job that Slurm takes is noted
             job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
@@ -154,7 +157,7 @@ def _cluster_for(config: "RunConfig") -> "Machine":
     return Machine(
         num_gpus=num_ranks,
         num_cores=num_ranks * config.cluster.threads_per_rank,
-        has_corpus=corpus is not None,
+        has_corpus=corpus is not None or is_to_be_made(config.data),
         corpus_failure=failure,
         corpus=corpus,
     )

@@ -45,7 +45,7 @@ def train(
 ) -> None:
     """Train a GPT and mask lost groups.
 
-    Example: `spare train configs/run/demo_cpu.toml --set train.steps=100`
+    Example: `spare train demo_cpu --set train.steps=100`
 
     SIGUSR1 to the process group of the run ends it after the current step, with a checkpoint. The journal is proven at
     the end; if that takes more than 60 s, run `spare check` instead.

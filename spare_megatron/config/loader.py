@@ -13,6 +13,7 @@ from typing import Any
 
 from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
 from spare_megatron.config.model_fields import contradictions
+from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_training import COUNTED_WITH
 
@@ -112,8 +113,15 @@ def _describe_unknown(setting: _Setting, known: Sequence[str]) -> str:
 
 
 def _read_all(path: Path | None, overrides: Sequence[str], cluster: Path | None) -> list[_Setting]:
-    settings = [item for preset in (path, cluster) if preset for item in _read_preset(preset, included_from=())]
+    settings = [item for preset in (path, cluster) if preset for item in _read_preset(_file(preset), included_from=())]
     return [*settings, *(setting for text in overrides for setting in _parse_override(text))]
+
+
+def _file(given: str | Path, folder: Path = Path(), via: str = "") -> Path:
+    try:
+        return preset_file(given, folder)
+    except ValueError as error:
+        raise ConfigError(f"{error}{via}") from error
 
 
 def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setting]:
@@ -125,13 +133,16 @@ def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setti
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the preset {path}{via}: {reason}") from error
+        hint = f"; a preset named {path.stem} ships with the package" if path.stem in shipped_presets() else ""
+        raise ConfigError(f"cannot read the preset {path}{via}: {reason}{hint}") from error
     table = _parse_toml(text, str(path))
     includes = table.pop(INCLUDE, [])
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
-        raise ConfigError(f"include={includes!r} in {path} must be a list of paths relative to that file")
+        raise ConfigError(
+            f"include={includes!r} in {path} must be a list of paths relative to that file, or of names of presets"
+        )
     for name in includes:
-        yield from _read_preset(path.parent / name, (*included_from, path))
+        yield from _read_preset(_file(name, path.parent, f" (included from {path})"), (*included_from, path))
     yield from _flatten(table, str(path))
 
 

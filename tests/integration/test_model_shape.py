@@ -79,5 +79,26 @@ def test_a_token_costs_what_torch_counts(text_corpus: Path, megatron: dict[str, 
     [("125m", 125e6), ("350m", 350e6), ("1p3b", 1.3e9), ("7b", 6.7e9), ("22b", 22e9), ("175b", 175e9)],
 )
 def test_presets_have_the_published_sizes(preset: str, published: float) -> None:
-    path = Path(__file__).parents[2] / f"configs/model/gpt_{preset}.toml"
-    assert model_shape(load_run_config(path).config).num_parameters == pytest.approx(published, rel=0.03)
+    config = load_run_config(Path(f"gpt_{preset}")).config
+    assert model_shape(config).num_parameters == pytest.approx(published, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3p2_1b", 1_235_814_400),
+        ("qwen3_8b", 8_190_735_360),
+        ("llama_10m", 10_490_112),
+    ],
+)
+def test_presets_have_as_many_parameters_as_the_published_weights(preset: str, published: int) -> None:
+    """Counts in the metadata of the published safetensors; of the last one, which is ours, by hand."""
+    assert model_shape(load_run_config(Path(preset)).config).num_parameters == published
+
+
+def test_megatron_builds_the_small_llama_with_as_many_parameters(text_corpus: Path) -> None:
+    config = load_run_config(Path("llama_10m"), [f"data.corpus={text_corpus}", "layout.num_groups=1"]).config
+    prepare_index(config)
+    assert run_group(count_parameters, config) == [10_490_112]

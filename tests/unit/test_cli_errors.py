@@ -229,7 +229,10 @@ def test_to_resume_a_training_that_is_finished_is_no_error_and_starts_nothing(
             ("gone.toml", "--config", "other.toml"),
             "given twice, as gone.toml and as --config other.toml",
         ),
-        ((), "the preset of the run is missing; name a TOML file: spare {command} CONFIG"),
+        (
+            (),
+            "the preset of the run is missing; name one of `spare config list`, or a TOML file: spare {command} CONFIG",
+        ),
     ],
 )
 def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str, ...], message: str) -> None:

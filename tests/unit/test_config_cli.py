@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.config.presets import FOLDER
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 NODE = str(Path(__file__).parents[2] / "configs/run/gpt_1p3b_node.toml")
@@ -26,6 +27,22 @@ def test_show_prints_each_value_with_its_source() -> None:
     assert shown["settings"]["spare.rejoins"]["origin"] == "default"
     # 4 groups x 4 microbatches x 2 sequences x 128 tokens, 7 times
     assert (shown["num_ranks"], shown["tokens_per_step"], shown["tokens"]) == (8, 4096, 28672)
+
+
+def test_list_has_every_preset_with_what_it_is() -> None:
+    files = [file.relative_to(FOLDER) for file in FOLDER.rglob("*.toml")]
+    listed = json.loads(run("list", "--json"))
+    assert sorted(f"{preset['kind']}/{name}.toml" for name, preset in listed.items()) == sorted(map(str, files))
+    assert [file for preset in listed.values() if not Path(file := preset["file"]).is_file()] == []
+    assert listed["gpt_7b"]["description"].startswith("GPT-3 6.7B")
+    table = run("list")
+    assert [name for name in listed if name not in table] == []
+
+
+def test_a_model_is_shown_without_a_corpus_that_it_has_not() -> None:
+    assert json.loads(run("show", "gpt_7b", "--json"))["settings"]["data.corpus"]["value"] == ""
+    assert "6.66B" in run("show", "gpt_7b")
+    assert "data.corpus is empty" in run("check", "gpt_7b", "--elsewhere", expected=2)
 
 
 def test_the_tables_name_every_setting() -> None:

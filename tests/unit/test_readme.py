@@ -104,7 +104,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/presets.md").read_text(), re.DOTALL)
-    (tmp_path / "mine.toml").write_text(text.replace('"../', f'"{ROOT}/configs/'))
+    (tmp_path / "mine.toml").write_text(text)
     config = load_run_config(tmp_path / "mine.toml").config
     assert problems(config, Machine(num_gpus=8, num_cores=8, has_corpus=True)) == []
     assert config.name == "mine"

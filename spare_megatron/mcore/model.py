@@ -100,6 +100,8 @@ def build_chunks(
         rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
         # Megatron leaves position embeddings and the norms of torch on the CPU.
         model = _build_model(config, transformer, spec, groups, stage).to(device)
+        if model.post_process:
+            _mask_padding(model, config.model.vocab_size, groups.tp.rank())
         module = DistributedDataParallel(
             transformer,
             reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -133,6 +135,20 @@ def _build_model(
         pg_collection=groups,
         vp_stage=stage // groups.pp.size() if config.layout.virtual_pipeline > 1 else None,
     )
+
+
+def _mask_padding(model: GPTModel, vocab_size: int, tensor_rank: int) -> None:
+    """Gives no probability to the columns that pad the vocabulary, so that the loss does not depend on the layout."""
+    num_columns = model.output_layer.output_size_per_partition
+    first = max(0, vocab_size - tensor_rank * num_columns)
+
+    def mask(_layer: torch.nn.Module, _given: object, output: tuple[torch.Tensor, object]) -> None:
+        logits, _ = output
+        # Not -inf: a fused softmax subtracts the maximum of a block, which may be padding alone.
+        logits[..., first:] = torch.finfo(logits.dtype).min
+
+    if first < num_columns:
+        model.output_layer.register_forward_hook(mask)
 
 
 def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:

@@ -23,7 +23,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu
@@ -260,27 +259,33 @@ def reference_sums(
     assert named.keys() == parameters.keys()
     with torch.no_grad():
         for name, parameter in named.items():
-            parameter.copy_(torch.from_numpy(parameters[name]))
+            parameter.copy_(torch.from_numpy(parameters[name][: len(parameter)]))
     loss_sum = 0.0
     for microbatch in work:
         batch = corpus.microbatch(step, microbatch)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
         loss.backward()
         loss_sum += loss.item()
-    return loss_sum, {name: parameter.grad.numpy() for name, parameter in named.items()}
+    gradients = {name: np.zeros_like(value) for name, value in parameters.items()}
+    for name, parameter in named.items():
+        gradients[name][: len(parameter)] = parameter.grad.numpy()
+    return loss_sum, gradients
 
 
 def _full_model(config: RunConfig) -> torch.nn.Module:
+    """With a vocabulary that is not padded."""
     cpu.install()
-    spec = get_gpt_layer_local_spec()
+    transformer = transformer_config(config, CPU)
+    spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     return GPTModel(
-        config=transformer_config(config, CPU),
+        config=transformer,
         transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(config.model.vocab_size, config.layout.tensor_parallel),
+        vocab_size=config.model.vocab_size,
         max_sequence_length=config.model.seq_length,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,
+        rotary_base=config.model.rope_base,
         pg_collection=build_process_groups(config.parallel, CPU, timedelta(seconds=TIMEOUT_S / 2)),
     )
 

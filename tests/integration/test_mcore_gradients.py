@@ -82,6 +82,23 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("vocab_size", "tensor_parallel"), [(260, 1), (260, 2), (256, 4)])
+def test_columns_that_pad_the_vocabulary_are_no_tokens(
+    make_config: MakeConfig, vocab_size: int, tensor_parallel: int, is_tied: bool
+) -> None:
+    """They had a share of the softmax, another one in each layout. With 4 ranks, two have nothing but padding."""
+    model = {"vocab_size": vocab_size, "tie_embeddings": is_tied}
+    config = make_config(model=model, tensor_parallel=tensor_parallel)
+    values, gradients = whole_model(run_group(group.compute_sums, config, WORK), config)
+    assert len(values["embedding.word_embeddings.weight"]) == {1: 384, 2: 512, 4: 512}[tensor_parallel]
+    _, expected = run_group(group.reference_sums, only_rank(config), values, WORK)[0]
+    assert relative_distance(gradients, expected) < 1e-6
+    for name in {"embedding.word_embeddings.weight", "output_layer.weight"} & gradients.keys():
+        assert not gradients[name][vocab_size:].any()
+        assert gradients[name][:vocab_size].any()
+
+
 def test_rotary_positions_and_bf16_come_close_to_the_full_model(make_config: MakeConfig) -> None:
     config = make_config(model={"precision": "bf16", "position_embedding": "rope"}, pipeline_parallel=2)
     ranks = run_group(group.compute_sums, config, WORK)

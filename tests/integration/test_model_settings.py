@@ -1,0 +1,110 @@
+"""What the settings of `[model]` compute, against a GPT written in NumPy; and the vocabulary's padding."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
+from spare_megatron.mcore.attention import window_mask
+from spare_megatron.mcore.data import Corpus, prepare_index
+from spare_megatron.mcore.trainer import GroupTrainer
+from tests.integration import numpy_gpt
+from tests.integration.mcore_group import CPU, run_group, work_of
+from tests.integration.numpy_gpt import Arrays
+from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, params_of, tiny_config
+
+LLAMA = {
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "linear_bias": False,
+    "num_query_groups": 2,
+    "position_embedding": "rope",
+    "rope_base": 500000.0,
+    "tie_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "rope_scaling_factor": 8.0, "norm_eps": 1e-3},
+    "qwen3": {**LLAMA, "qk_norm": True, "rope_base": 100.0},
+    "qwen2": {**LLAMA, "qkv_bias": True, "num_query_groups": 1, "tie_embeddings": True, "sliding_window": 5},
+    "gpt2": {"activation": "gelu_tanh", "norm_eps": 1e-3},
+    "gpt": {"num_query_groups": 2, "sliding_window": 1, "qk_norm": True},
+    "squared": {"activation": "squared_relu", "linear_bias": False},
+    "geglu": {"activation": "geglu", "normalization": "rmsnorm"},
+}
+
+
+def config_of(corpus: Path, **model: Any) -> RunConfig:
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 24}
+    config = RunConfig(
+        model=ModelConfig(**{**shape, "vocab_size": 260, **model}),
+        layout=LayoutConfig(num_groups=1),
+        data=DataConfig(corpus=str(corpus)),
+    )
+    prepare_index(config)
+    return config
+
+
+def computed(_first: RunConfig, configs: list[RunConfig]) -> list[tuple[int, Arrays, Arrays, np.ndarray, np.ndarray]]:
+    """Of each model: parameters counted, their values, a batch, its losses, and the pairs' radians per position."""
+    answers = []
+    for config in configs:
+        (chunk,) = GroupTrainer(config, CPU).chunks
+        named = {name.removeprefix("module."): value for name, value in chunk.module.named_parameters()}
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for value in named.values():  # norms and biases, too, and padding that weighs as much as a token
+                value += 0.2 * torch.randn(value.shape, generator=generator)
+            batch = Corpus(config).microbatch(0, work_of((0, 0))[0])
+            losses = chunk.module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        rotation = getattr(chunk.module.module, "rotary_pos_emb", None)
+        answers.append(
+            (
+                sum(value.numel() for value in named.values()),
+                {name: value.detach().numpy() for name, value in named.items()},
+                {name: batch[name].numpy() for name in ("tokens", "labels")},
+                losses.numpy(),
+                np.array([]) if rotation is None else rotation.inv_freq.numpy(),
+            )
+        )
+    return answers
+
+
+def test_each_model_computes_what_its_settings_say(text_corpus: Path) -> None:
+    configs = [config_of(text_corpus, **model) for model in MODELS.values()]
+    (answers,) = run_group(computed, configs[0], configs)
+    for name, config, (count, values, batch, losses, radians) in zip(MODELS, configs, answers, strict=True):
+        expected = numpy_gpt.token_losses(config.model, values, batch["tokens"], batch["labels"])
+        np.testing.assert_allclose(losses, expected, rtol=2e-5, err_msg=name)
+        assert model_shape(config).num_parameters == count, name
+        if config.model.position_embedding == "rope":
+            np.testing.assert_allclose(radians, numpy_gpt.inverse_wavelengths(config.model, 8), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("length", "num_before"), [(7, 0), (7, 2), (6, 5), (6, 9), (1, 0)])
+def test_the_window_mask_is_that_of_every_pair(length: int, num_before: int) -> None:
+    pairs = [[0 <= query - key <= num_before for key in range(length)] for query in range(length)]
+    assert window_mask(length, num_before, CPU).tolist() == pairs
+
+
+def test_a_llama_ends_with_the_bits_of_the_run_without_failures(text_corpus: Path, tmp_path: Path) -> None:
+    """Two stages, a padded vocabulary and a window, in reproducible mode."""
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    model = {**LLAMA, "num_query_groups": 1, "qk_norm": True, "sliding_window": 9, "vocab_size": 300}
+    faults = [kill("backward", 1, 1), kill("in_reduce", 2, 2, 1)]
+    runs = [
+        complete_run(
+            tiny_config(text_corpus, layout, mode="reproducible", faults=given, hidden_dropout=0.1, **model),
+            tmp_path / str(len(given)),
+        )
+        for given in ([], faults)
+    ]
+    for run in runs:
+        assert_masked(run)
+    whole, masked = runs
+    assert losses_of(masked.journal) == losses_of(whole.journal)
+    assert params_of(masked) == params_of(whole)
+    assert masked.summary.params_sha256 == whole.summary.params_sha256

@@ -1,10 +1,10 @@
-"""`spare checkpoint`: what checkpoints there are, whether they are whole, and what they hold."""
+"""`spare checkpoint`: what checkpoints there are, whether they are whole, what they hold, and weights in and out."""
 
 import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="checkpoint",
-    help="List, verify or show checkpoints.",
+    help="List, verify or show checkpoints; export or import weights.",
     no_args_is_help=True,
 )
 
 _PATH = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints, or the directory of a run.")]
+_FORMAT = Annotated[Literal["hf"], typer.Option("--format", help="hf: Hugging Face's safetensors and config.json.")]
+_OUT = Annotated[Path, typer.Option("--out", help="The folder to write, which must not exist.")]
 _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or array.")]
 
 
@@ -103,6 +105,48 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
         typer.echo(f"  {'refused':24}  {refusal_of(newest)}")
     for name, value in _lines(manifest):
         typer.echo(f"  {name:24}  {value}")
+
+
+@app.command("export")
+def export_weights(
+    path: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint in it.")],
+    to: _FORMAT,
+    out: _OUT,
+    dtype: Annotated[
+        Literal["fp32", "bf16"] | None, typer.Option(help="Format of the numbers; model.precision if absent.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer file, or folder with tokenizer files, to copy beside the weights.")
+    ] = None,
+) -> None:
+    """Export the weights of a run's newest valid checkpoint.
+
+    Its layout does not matter. Llama, Qwen2 and Qwen3 models can be exported; settings that have no equal there are
+    refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16 parameters.
+    """
+    with explained_errors("checkpoint export"):
+        from spare_megatron.state.checkpoint.hf_folder import ExportOptions, export_hf
+        from spare_megatron.state.checkpoint.loading import checkpoint_of_run
+
+        checkpoint, config = checkpoint_of_run(path)
+        export_hf(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer))
+    typer.echo(f"{out}: the weights of {checkpoint.path}")
+
+
+@app.command("import")
+def import_weights(
+    path: Annotated[Path, typer.Argument(help="A folder in the format.")], from_: _FORMAT, out: _OUT
+) -> None:
+    """Import weights, which runs start from with load_weights.
+
+    Writes a checkpoint that has weights alone, config.toml with the model's settings, and the tokenizer's files into
+    `tokenizer`. Runs name the folder in checkpoint.load_weights.
+    """
+    with explained_errors("checkpoint import"):
+        from spare_megatron.state.checkpoint.hf_folder import import_hf
+
+        checkpoint = import_hf(path, out)
+    typer.echo(f"{checkpoint.path}: the weights of {path}")
 
 
 def _lines(manifest: "Manifest") -> list[tuple[str, str]]:

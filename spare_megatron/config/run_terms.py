@@ -35,6 +35,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "peak_tflops": config.metrics.peak_tflops,
         "max_minutes": config.train.max_minutes,
         "corpus": config.data.identity,
+        "weights": config.checkpoint.weights_identity,
     }
 
 

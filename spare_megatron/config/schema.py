@@ -221,6 +221,10 @@ class CheckpointConfig:
     load: str = ""
     """Checkpoint to start from: a checkpoint, or a folder of checkpoints or a run, of which the newest valid one is
     loaded."""
+    load_weights: str = ""
+    """Weights to start from, with a new optimizer and schedule: of an import, or named as in `load`, which precedes."""
+    weights_identity: str = ""
+    """Required identity of `load_weights`, as in a run's `config.toml`; empty accepts any."""
     allow_other_corpus: bool = False
     """Allows a run to continue a checkpoint of a corpus other than `data.corpus`; its record names both."""
     timeout_s: PositiveFloat = 1800.0

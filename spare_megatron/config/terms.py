@@ -70,10 +70,26 @@ def terms_of(config: RunConfig) -> Terms:
         _BATCH: global_batch(config),
         _MEGATRON: _function_of(config),
         _CORPUS: config.data.identity,
+        _WEIGHTS: config.checkpoint.weights_identity,
+    }
+
+
+def weights_terms_of(config: RunConfig) -> Terms:
+    """The terms that weights alone have to match: those of the model, but for its precision and sequence length."""
+    others = ("model.seq_length", "model.precision")
+    return {
+        key: value
+        for key, value in terms_of(config).items()
+        if key == _MEGATRON or (key.startswith("model.") and key not in others)
     }
 
 
 _CORPUS = "data.identity"
+
+_WEIGHTS = "checkpoint.weights_identity"
+
+_ANY = (_WEIGHTS, "")
+"""A term that fits every checkpoint."""
 
 _MEGATRON = "[megatron]"
 
@@ -96,18 +112,27 @@ def _function_of(config: RunConfig) -> str:
 def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = terms_of(config)
-    theirs = {_MEGATRON: ours[_MEGATRON], **theirs}  # checkpoints of earlier versions lack this term
-    found = [
-        f"{key} = {_shown(ours[key])}, and the checkpoint was trained with {_shown(theirs.get(key))}; set it to that"
-        for key in ours
-        if key != _CORPUS and ours[key] != theirs.get(key)
-    ]
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", **theirs}  # checkpoints of earlier versions lack these terms
+    found = _unequal(theirs, {key: value for key, value in ours.items() if key != _CORPUS and (key, value) != _ANY})
     if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
         found.append(
             f"data.corpus = {config.data.corpus} ({config.data.identity}), and the checkpoint was trained with another "
             f"corpus ({other}); choose that one, or set checkpoint.allow_other_corpus=true to go on with this one"
         )
     return found
+
+
+def weights_differences(theirs: Terms, config: RunConfig) -> list[str]:
+    """User-facing reasons why a run's model cannot have the weights of a checkpoint with these terms."""
+    return _unequal(theirs, weights_terms_of(config))
+
+
+def _unequal(theirs: Terms, ours: Terms) -> list[str]:
+    return [
+        f"{key} = {_shown(value)}, and the checkpoint was trained with {_shown(theirs.get(key))}; set it to that"
+        for key, value in ours.items()
+        if value != theirs.get(key)
+    ]
 
 
 def other_corpus(theirs: Terms, config: RunConfig) -> str:

@@ -75,6 +75,8 @@ class RunRecord:
     """Corpus identity: digest of both files, tokens, tokenizer if known; empty in earlier versions."""
     loaded_corpus: str = ""
     """Corpus of the loaded checkpoint, if known to be another one."""
+    weights: str = ""
+    """Identity of the weights alone that the training began with; empty if there were none."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 
@@ -422,5 +424,8 @@ TERMS = (
 
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
     """SHA-256 in hex of the values of the `TERMS` fields."""
-    text = json.dumps([terms[name] for name in TERMS], separators=(",", ":"))
+    values = [terms[name] for name in TERMS]
+    if terms.get("weights"):  # journals of earlier versions lack it
+        values.append(terms["weights"])
+    text = json.dumps(values, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -57,7 +57,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_MAIN = "fp32_param"
+MAIN = "fp32_param"
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -88,7 +88,7 @@ class ShardedPartitions:
 
     def __init__(self, model: dict[str, Any], optimizer: StackedOptimizer) -> None:
         self._optimizer = optimizer
-        self._kinds = (_MAIN, *_MOMENTS) if optimizer.has_main else _MOMENTS
+        self._kinds = (MAIN, *_MOMENTS) if optimizer.has_main else _MOMENTS
         parameters = optimizer.parameters
         by_index = get_param_id_to_sharded_param_map(model, parameters)
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
@@ -141,7 +141,7 @@ Written = Mapping[str, tuple[int, str]]
 """Size in bytes and SHA-256 of each file, by name."""
 
 
-_FORMAT = CheckpointingConfig("torch_dist", 1)
+FORMAT = CheckpointingConfig("torch_dist", 1)
 
 _Parts = dict[str, list[ShardedBase]]
 """Entries by name; a part of a tensor has the tensor's name."""
@@ -168,7 +168,7 @@ class GroupState:
 
         Contributes these `partitions`, each of which must be whole here, and with `has_rest` everything else.
         """
-        model = _model_state(chunks, groups)
+        model = model_state(chunks, groups)
         self._partitions: dict[PartitionId, _Parts] = {}
         if isinstance(optimizer, StackedOptimizer):
             sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_partitions()
@@ -213,12 +213,12 @@ class GroupState:
         not be. Collective over: ranks (gloo). Any thread may call it if no other uses `ranks` meanwhile. Raises OSError
         if this rank could not write, CheckpointException if another could not.
         """
-        files = _HashingFiles(on_write)
+        files = HashingFiles(on_write)
         parts: _Parts = dict(self._rest) if partitions is None else {}
         for number in partitions or ():
             for key, row in self._partitions[number].items():
                 parts[key] = [*parts.get(key, ()), *row]
-        writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # `_HashingFiles` syncs on close
+        writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # `HashingFiles` syncs on close
         writer.fs = files
         planner = MCoreSavePlanner if partitions is None else _PartitionsPlanner
         try:
@@ -235,7 +235,7 @@ class GroupState:
             with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
                 torch.save(self._common, file)
             with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
-                file.write(json.dumps(asdict(_FORMAT)).encode())
+                file.write(json.dumps(asdict(FORMAT)).encode())
         return files.written
 
 
@@ -263,7 +263,7 @@ def join_partitions(folder: Path, names: Iterable[str]) -> Written:
             num_here = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if num_here != math.prod(tensor.size):
                 raise IncompletePartitions(f"{key}: {num_here} of {math.prod(tensor.size)} elements are there")
-    files = _HashingFiles(lambda: None)
+    files = HashingFiles(lambda: None)
     with files.create_stream(folder / METADATA_FNAME, "wb") as file:
         pickle.dump(whole, file)
     return files.written
@@ -283,7 +283,7 @@ def load_checkpoint(
     installed. Collective over: all ranks of the group. Raises CheckpointingException if the checkpoint lacks what this
     model needs; the state is undefined then.
     """
-    model = _model_state(chunks, groups)
+    model = model_state(chunks, groups)
     if isinstance(optimizer, StackedOptimizer):
         sharded = ShardedPartitions(model, optimizer)
         states = {number: optimizer.empty_state(number) for number in partitions}
@@ -302,7 +302,7 @@ def load_checkpoint(
         chunk.module.module.load_state_dict(state["model"][str(number)])
 
 
-def _model_state(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> dict[str, Any]:
+def model_state(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> dict[str, Any]:
     """The live parameters with their places in the whole model."""
     return {
         str(number): chunk.module.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
@@ -336,7 +336,7 @@ class _PartitionsPlanner(MCoreSavePlanner):
         return self.global_plan, self.metadata
 
 
-class _HashingFiles(torch_checkpoint.filesystem.FileSystem):
+class HashingFiles(torch_checkpoint.filesystem.FileSystem):
     """Files that are hashed while written and synced to disk when closed.
 
     `written` has the size and SHA-256 of each by name, `error` the first error of the operating system.

@@ -49,6 +49,7 @@ from spare_megatron.mcore.state import (
 )
 from spare_megatron.mcore.tied_parameters import sum_inside_group
 from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -95,6 +96,8 @@ class GroupTrainer:
         timeout = timedelta(seconds=config.control.group_timeout_s)
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
         self.chunks = build_chunks(config, transformer, groups, device)
+        if config.checkpoint.load_weights:
+            load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self.gradients = make_gradient_sums(config, self.chunks, device)
         self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
         self.stacked: StackedOptimizer | None = None

@@ -34,6 +34,7 @@ from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.train import Executors
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+from spare_megatron.state.checkpoint.loading import check_weights
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
@@ -205,6 +206,7 @@ class Assembly:
     def _build_trainer(self, device: torch.device) -> GroupTrainer:
         spec, config = self._spec, self._config
         # A restarted group has no state: it copies or loads its state partitions.
+        check_weights(config.checkpoint)
         begins = not spec.incarnation and not config.checkpoint.load
         trainer = GroupTrainer(config, device, self._probe, hosted=self.hosted() if begins else ())
         if config.data.access == "shared":

@@ -31,6 +31,9 @@ MANIFEST = "manifest.json"
 
 FORMAT = 1
 
+WEIGHTS_ALONE = "none"
+"""Manifest's `sharding` of the optimizer state where there is none."""
+
 EMERGENCY_SUFFIX = ".state"
 """Suffix of the folder and the files of an emergency checkpoint (`emergency_checkpoint`)."""
 

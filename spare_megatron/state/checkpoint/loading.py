@@ -6,13 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spare_megatron.config.loader import ConfigError, load_run_config
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, step_of
-from spare_megatron.state.checkpoint.checkpoint_folder import FOLDER, Checkpoint, all_checkpoints, below, leftovers
+from spare_megatron.config.schema import CheckpointConfig, RunConfig
+from spare_megatron.config.terms import differences, step_of, weights_differences
+from spare_megatron.state.checkpoint.checkpoint_folder import (
+    FOLDER,
+    WEIGHTS_ALONE,
+    Checkpoint,
+    Manifest,
+    all_checkpoints,
+    below,
+    checkpoints_at,
+    folder_of,
+    leftovers,
+)
 from spare_megatron.state.checkpoint.emergency_checkpoint import is_emergency_checkpoint, misfits
-from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, Rejected, newest_valid, verify
+from spare_megatron.state.checkpoint.verification import (
+    DamagedCheckpoint,
+    Rejected,
+    candidate_of,
+    glance,
+    newest_valid,
+    verify,
+)
 
 _ID_BYTES = 4
+_IDENTITY_DIGITS = 16
 _WHAT_TO_SET = (
     "set it to a checkpoint (step-NNNNNNNN), to a folder of them, or to the directory of a run that has saved some; "
     "leave it empty to begin from nothing"
@@ -52,8 +70,14 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
         _check(config, checkpoint)
         first_step = checkpoint.manifest.step
         load = str(checkpoint.path.absolute())
-        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+        identity = str(checkpoint.manifest.terms.get("checkpoint.weights_identity", ""))
+        ours = dataclasses.replace(config.checkpoint, load=load, load_weights="", weights_identity=identity)
+        config = dataclasses.replace(config, checkpoint=ours)
         run_id = checkpoint.manifest.run_id
+    elif config.checkpoint.load_weights:
+        config = _with_weights(config, rejected)
+        for item in rejected:
+            reject(item)
     damaged = {item.path.absolute() for item in rejected}
     later = [
         step_of(path)
@@ -69,9 +93,61 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
     return dataclasses.replace(config, metrics=metrics)
 
 
-def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
+def _with_weights(config: RunConfig, rejected: list[Rejected]) -> RunConfig:
+    """The configuration with `checkpoint.load_weights` and their identity resolved. Raises ValueError."""
+    settings = config.checkpoint
+    found = find_weights(Path(settings.load_weights), rejected, "checkpoint.load_weights")
+    where = f"checkpoint.load_weights={found.path}"
+    if reasons := weights_differences(found.manifest.terms, config):
+        raise ValueError("\n".join([f"{where} has weights of another model:", *(f"  - {text}" for text in reasons)]))
+    identity = weights_identity(found.manifest)
+    if settings.weights_identity not in ("", identity):
+        raise ValueError(
+            f"{where} is {identity}, not checkpoint.weights_identity={settings.weights_identity}; load those weights, "
+            f"or clear checkpoint.weights_identity"
+        )
+    resolved = dataclasses.replace(settings, load_weights=str(found.path.absolute()), weights_identity=identity)
+    return dataclasses.replace(config, checkpoint=resolved)
+
+
+def check_weights(config: CheckpointConfig) -> None:
+    """Raises ValueError unless the resolved `load_weights` is still the checkpoint that the run began with."""
+    if config.load_weights:
+        try:
+            identity = weights_identity(glance(Path(config.load_weights)).manifest)
+        except DamagedCheckpoint as error:
+            raise ValueError(f"checkpoint.load_weights={config.load_weights} cannot be used: {error}") from error
+        if identity != config.weights_identity:
+            raise ValueError(f"checkpoint.load_weights={config.load_weights} is no longer {config.weights_identity}")
+
+
+def weights_identity(manifest: Manifest) -> str:
+    """Identifies a checkpoint by its manifest, which has the SHA-256 of all files."""
+    return candidate_of(manifest).digest[:_IDENTITY_DIGITS]
+
+
+def find_weights(path: Path, rejected: list[Rejected], setting: str) -> Checkpoint:
+    """The checkpoint at the path, or the newest valid one below, whose weights any layout can read; else ValueError."""
+    found = _find(path, rejected, setting)
+    if is_emergency_checkpoint(found.path):
+        raise ValueError(f"{setting}={found.path} is the state of single ranks, which loads only at its own layout")
+    return found
+
+
+def checkpoint_of_run(path: Path) -> tuple[Checkpoint, RunConfig]:
+    """A run's newest valid checkpoint, or the one at the path, with the run's configuration. Raises ValueError."""
+    is_checkpoint = path.is_dir() and checkpoints_at(path) == [path]
+    run_dir = path.absolute().parents[1] if is_checkpoint else path
+    try:
+        config = load_run_config(run_dir / "config.toml").config
+    except ConfigError as error:
+        raise ValueError(f"{path} is no run's directory, nor a checkpoint in one: {error}") from error
+    return find_weights(path if is_checkpoint else folder_of(config.checkpoint, path), [], "checkpoint"), config
+
+
+def _find(path: Path, rejected: list[Rejected], setting: str = "checkpoint.load") -> Checkpoint:
     if not path.is_dir():
-        raise ValueError(f"checkpoint.load={path}: there is no such directory; {_WHAT_TO_SET}")
+        raise ValueError(f"{setting}={path}: there is no such directory; {_WHAT_TO_SET}")
     try:
         step_of(path)
     except ValueError:
@@ -80,14 +156,14 @@ def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
         try:
             return verify(path)
         except DamagedCheckpoint as error:
-            raise ValueError(f"checkpoint.load={path} cannot be used: {error}; choose an earlier one") from error
+            raise ValueError(f"{setting}={path} cannot be used: {error}; choose an earlier one") from error
     search = newest_valid(below(path))
     rejected.extend(search.rejected)
     if search.found is None and search.rejected:
         reasons = "; ".join(item.reason for item in search.rejected)
-        raise ValueError(f"checkpoint.load={path} holds no checkpoint that can be used ({reasons}); {_WHAT_TO_SET}")
+        raise ValueError(f"{setting}={path} holds no checkpoint that can be used ({reasons}); {_WHAT_TO_SET}")
     if search.found is None:
-        raise ValueError(f"checkpoint.load={path} {_what_is_missing(path)}")
+        raise ValueError(f"{setting}={path} {_what_is_missing(path)}")
     return search.found
 
 
@@ -106,6 +182,10 @@ def _what_is_missing(path: Path) -> str:
 
 def _check(config: RunConfig, checkpoint: Checkpoint) -> None:
     manifest, where = checkpoint.manifest, f"checkpoint.load={checkpoint.path}"
+    if manifest.optimizer["sharding"] == WEIGHTS_ALONE:
+        raise ValueError(
+            f"{where} has weights alone; set checkpoint.load_weights to it, and checkpoint.load to nothing"
+        )
     found = differences(manifest.terms, config)
     if found:
         raise ValueError("\n".join([f"{where} is of another training:", *(f"  - {text}" for text in found)]))

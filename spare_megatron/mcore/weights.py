@@ -1,0 +1,173 @@
+"""Weights of checkpoints without optimizer and process groups: reads boxes of them, and writes weights alone.
+
+Neither needs more memory than a few tensors of one layer. A checkpoint names tensors alike for every layout; those of
+the layers are stacked along a first dimension.
+"""
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from spare_megatron.mcore.checkpoint import FORMAT, MAIN, HashingFiles, Written, model_state
+from spare_megatron.mcore.model import Chunk
+
+
+class StoredWeights:
+    """Reads the weights in a checkpoint of any layout; raises ValueError for tensors or parts that it lacks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = torch_checkpoint.FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = metadata.state_dict_metadata
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensor(key).size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Type of the stored parameter; its fp32 copy, if stored, is found by `read`."""
+        return self._tensor(key).properties.dtype
+
+    def read(self, key: str, offsets: Sequence[int], into: Tensor) -> None:
+        """Fills `into` with the box of its size at `offsets`; an fp32 one from the optimizer's fp32 copy if stored."""
+        main = f"optimizer.state.{MAIN}.{key}"
+        name = main if into.dtype is torch.float32 and main in self._tensors else key
+        box = ChunkStorageMetadata(torch.Size(offsets), into.size())
+        items = create_read_items_for_chunk_list(name, self._tensor(name), [box])
+        num_here = sum(math.prod(item.lengths) for item in items)
+        if num_here != into.numel():
+            raise ValueError(f"{self._folder}: {num_here} of {into.numel()} elements of {name} are there")
+        self._reader.read_data(LoadPlan(items), _BoxPlanner(into))
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        tensor = self._tensors.get(key)
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise ValueError(f"{self._folder} has no tensor {key}")
+        return tensor
+
+
+class _BoxPlanner(DefaultLoadPlanner):
+    """Reads the parts of one box."""
+
+    def __init__(self, into: Tensor) -> None:
+        super().__init__()
+        self._into = into
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return narrow_tensor_by_index(self._into, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def load_weights(folder: Path, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
+    """Fills the parameters of the chunks; rows beyond the stored vocabulary become zero.
+
+    The optimizer must be built afterwards: it copies the parameters. Raises ValueError if a tensor is missing or has
+    another shape.
+    """
+    stored = StoredWeights(folder)
+    with torch.no_grad():
+        for part in _parts_of(model_state(chunks, groups)):
+            shape = stored.shape(part.key)
+            is_padded = part.allow_shape_mismatch
+            if shape[is_padded:] != tuple(part.global_shape)[is_padded:]:
+                raise ValueError(f"{folder}: {part.key} is of {shape}, and the model's of {tuple(part.global_shape)}")
+            into = part.data[(None,) * part.prepend_axis_num]
+            if is_padded:
+                num_rows = min(max(0, shape[0] - part.global_offset[0]), len(into))
+                into[num_rows:] = 0
+                into = into[:num_rows]
+            values = torch.empty(into.shape, dtype=into.dtype)
+            stored.read(part.key, part.global_offset, values)
+            into.copy_(values)
+
+
+def _parts_of(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensorFactory):
+            yield from nested_values(entry.build())
+        elif isinstance(entry, ShardedTensor):
+            yield entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPart:
+    """A box of a tensor of `shape`, which is read when it is written."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def write_weights(folder: Path, parts: Collection[WeightsPart]) -> Written:
+    """Writes a checkpoint of these weights alone into an empty folder, one part after another."""
+    files = HashingFiles(lambda: None)
+    writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)
+    writer.fs = files
+    torch_checkpoint.save({}, storage_writer=writer, planner=_PartsPlanner(parts), no_dist=True)
+    with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
+        torch.save({}, file)
+    with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
+        file.write(json.dumps(asdict(FORMAT)).encode())
+    return files.written
+
+
+class _PartsPlanner(DefaultSavePlanner):
+    """Plans boxes whose values are read when their turn comes."""
+
+    def __init__(self, parts: Iterable[WeightsPart]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._parts = {MetadataIndex(part.key, part.offsets): part for part in parts}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(index, part) for index, part in self._parts.items()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._parts[write_item.index].read()
+
+
+def _write_item(index: MetadataIndex, part: WeightsPart) -> WriteItem:
+    return WriteItem(
+        index=index,
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
+            properties=TensorProperties(dtype=part.dtype),
+            size=torch.Size(part.shape),
+        ),
+    )

@@ -1,0 +1,185 @@
+"""Weights in Hugging Face's format: transformers computes what this model computes, and they come back bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.weights import StoredWeights
+from spare_megatron.state.checkpoint import hf_folder
+from tests.integration import stacked_checkpoint_groups as checkpoints
+from tests.integration.hf_group import logits_of, save_random, save_state, write_run
+from tests.integration.mcore_group import run_group
+from tests.integration.whole_run import tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+VOCAB = 250
+"""Not a multiple of anything: the embedding has rows that pad it."""
+
+LLAMA = {
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "vocab_size": VOCAB,
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "norm_eps": 1e-3,
+    "activation": "swiglu",
+    "linear_bias": False,
+    "tie_embeddings": False,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_base": 500.0, "rope_scaling_factor": 8.0},
+    "llama_tied_with_biases": {"tie_embeddings": True, "linear_bias": True},
+    "qwen2": {"qkv_bias": True, "num_query_groups": None},
+    "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},
+}
+
+LAYOUTS = {
+    "llama": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
+    "llama_tied_with_biases": LayoutConfig(num_groups=2, pipeline_parallel=2, virtual_pipeline=2),
+    "qwen2": LayoutConfig(num_groups=2, tensor_parallel=2),
+    "qwen3": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
+}
+
+
+def config_of(corpus: Path, name: str, **model: Any) -> RunConfig:
+    config = tiny_config(corpus, LAYOUTS[name], **{**LLAMA, **MODELS[name], **model})
+    prepare_index(config)
+    return config
+
+
+def alone(config: RunConfig) -> RunConfig:
+    layout = LayoutConfig(num_groups=config.layout.num_groups)
+    return replace(config, layout=layout)
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def export(run_dir: Path, out: Path, *options: str) -> None:
+    code, output = invoke("export", run_dir, "--format", "hf", "--out", out, *options)
+    assert code == 0, output
+
+
+def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's model, without rows that pad the vocabulary."""
+    stored, found = StoredWeights(checkpoint), {}
+    for key, entry in torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
+        if isinstance(entry, torch_checkpoint.TensorStorageMetadata) and not key.startswith("optimizer."):
+            is_of_vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+            shape = (VOCAB, *entry.size[1:]) if is_of_vocabulary else tuple(entry.size)
+            found[key] = torch.empty(shape, dtype=stored.dtype(key))
+            stored.read(key, [0] * len(shape), found[key])
+    return found
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    mine, theirs = tensors_in(one), tensors_in(other)
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        assert mine[key].dtype == theirs[key].dtype
+        assert torch.equal(mine[key], theirs[key])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same_logits_and_weights_come_back_bitwise(
+    text_corpus: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(text_corpus, name)
+    run_dir, out, back = (tmp_path / folder for folder in ("run", "exported", "imported"))
+    run_group(save_random, config, run_dir)
+    monkeypatch.setattr(hf_folder, "_FILE_BYTES", 40_000)  # several files
+    export(run_dir, out)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    tokens = np.random.default_rng(1).integers(0, VOCAB, size=(2, config.model.seq_length))
+    checkpoint = run_dir / "checkpoints" / "step-00000003"
+    (ours,) = run_group(logits_of, alone(config), checkpoint, tokens)
+    theirs = transformers_logits(out, tokens)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(ours).max()
+
+    code, output = invoke("import", out, "--format", "hf", "--out", back)
+    assert code == 0, output
+    assert invoke("verify", back)[0] == 0
+    imported = back / "checkpoints" / "step-00000000"
+    assert_same_weights(checkpoint, imported)
+
+    begun = replace(config, checkpoint=replace(config.checkpoint, load_weights=str(imported)))
+    run_group(save_state, begun, tmp_path / "begun")
+    assert_same_weights(checkpoint, tmp_path / "begun" / "checkpoints" / "step-00000003")
+
+
+def test_partitioned_and_replicated_state_export_the_same_with_the_precision_that_is_asked_for(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    config = config_of(text_corpus, "qwen2", precision="bf16")
+    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked", learning_rate=0.01))
+    run_group(checkpoints.save_both_ways, config, tmp_path, 2, 0)
+    weights = {}
+    for name in (checkpoints.PARTITIONED, checkpoints.WHOLE):
+        run_dir = tmp_path / f"run-{name}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        write_run(config, run_dir, (tmp_path / name).rename(run_dir / "checkpoints" / "step-00000003.tmp"), {})
+        for dtype in ("fp32", "bf16"):
+            out = tmp_path / f"{name}-{dtype}"
+            export(run_dir, out, "--dtype", dtype)
+            weights[name, dtype] = safetensors.torch.load_file(out / "model.safetensors")
+    for dtype in ("fp32", "bf16"):
+        one, other = weights[checkpoints.PARTITIONED, dtype], weights[checkpoints.WHOLE, dtype]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    exact, rounded = weights[checkpoints.WHOLE, "fp32"], weights[checkpoints.WHOLE, "bf16"]
+    assert all(torch.equal(exact[key].bfloat16(), rounded[key]) for key in exact)
+    assert not any(torch.equal(exact[key], rounded[key].float()) for key in exact if key.endswith("proj.weight"))
+
+
+def test_an_import_refuses_a_folder_that_is_no_whole_model(text_corpus: Path, tmp_path: Path) -> None:
+    config = config_of(text_corpus, "llama")
+    run_group(save_random, config, tmp_path / "run")
+    out = tmp_path / "exported"
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    export(tmp_path / "run", out, "--tokenizer", str(tmp_path / "tokenizer"))
+    code, output = invoke("export", tmp_path / "run", "--format", "hf", "--out", out)
+    assert (code, output) == (2, f"spare checkpoint export: --out={out} exists; choose a folder that does not\n")
+    code, output = invoke("import", out, "--format", "hf", "--out", tmp_path / "imported")
+    assert (code, (tmp_path / "imported" / "tokenizer" / "tokenizer.json").read_text()) == (0, "{}")
+    file = out / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    changes = {
+        "has no tensor model.norm.weight": {"model.norm.weight": None},
+        "has a tensor model.layers.9.x, which has no place": {"model.layers.9.x": tensors["model.norm.weight"].clone()},
+        "model.layers.1.self_attn.k_proj.weight is of (8, 32)": {
+            "model.layers.1.self_attn.k_proj.weight": tensors["model.layers.1.self_attn.k_proj.weight"][:8].clone()
+        },
+    }
+    for number, (reason, change) in enumerate(changes.items()):
+        changed = {name: value for name, value in {**tensors, **change}.items() if value is not None}
+        safetensors.torch.save_file(changed, file)
+        code, output = invoke("import", out, "--format", "hf", "--out", tmp_path / str(number))
+        assert code == 2
+        assert reason in output
+        assert not (tmp_path / str(number)).exists()
+        assert not list(tmp_path.glob("*.tmp"))

@@ -1,0 +1,103 @@
+"""Settings and Hugging Face's config.json: what has an equal on the other side, and what is refused by name."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.building import build_run_config
+from spare_megatron.config.hf_config import architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.config.schema import ModelConfig, RunConfig
+
+LLAMA = ModelConfig(
+    num_query_groups=2,
+    position_embedding="rope",
+    normalization="rmsnorm",
+    activation="swiglu",
+    linear_bias=False,
+    tie_embeddings=False,
+)
+
+
+def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig:
+    return RunConfig(model=replace(LLAMA, **model), megatron=megatron or {})
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", config_of()),
+        ("llama", config_of(linear_bias=True, rope_base=5e5, rope_scaling_factor=8.0)),
+        ("llama", config_of({"kv_channels": 32}, tie_embeddings=True)),
+        ("qwen2", config_of(qkv_bias=True, norm_eps=1e-6)),
+        ("qwen3", config_of(qk_norm=True, sliding_window=7)),
+        ("llama", RunConfig(
+            model=ModelConfig(position_embedding="rope"),
+            megatron={"normalization": "RMSNorm", "activation_func": "silu", "gated_linear_unit": True},
+        )),
+    ],
+)  # fmt: skip
+def test_settings_come_back_from_the_config_json_that_they_become(family: str, config: RunConfig) -> None:
+    found = architecture_of(config)
+    content = config_json(found, "float32")
+    assert content["model_type"] == family
+    assert architecture_in(content) == found
+    tables = settings_of(found, "bf16")
+    flat = {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+    back, mistakes = build_run_config(flat)
+    assert (list(mistakes), back.model.precision) == ([], "bf16")
+    assert architecture_of(back) == found
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of(activation="geglu"), "model.activation=geglu"),
+        (config_of(normalization="layernorm"), "model.normalization=layernorm"),
+        (config_of(position_embedding="learned_absolute"), "model.position_embedding=learned_absolute"),
+        (config_of(sliding_window=4), "model.sliding_window=4"),
+        (config_of(qk_norm=True, qkv_bias=True), "model.qkv_bias=True with model.qk_norm=True"),
+        (config_of(qk_norm=True, linear_bias=True), "model.linear_bias=True with model.qk_norm=True"),
+        (config_of({"rotary_interleaved": True}), "megatron.rotary_interleaved=True"),
+        (config_of({"softmax_scale": 0.5}), "megatron.softmax_scale=0.5"),
+        (config_of({"layernorm_zero_centered_gamma": True}), "megatron.layernorm_zero_centered_gamma=True"),
+    ],
+)
+def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reason: str) -> None:
+    with pytest.raises(ValueError, match="have no model like this one") as error:
+        architecture_of(config)
+    assert f"\n  - {reason}: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "mistral"}, "model_type=mistral is none of llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu has no equal"),
+        ({"attention_bias": True}, "mlp_bias=False has no equal"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "rope_type=llama3"),
+        ({"hidden_size": None}, "hidden_size=None must be a whole number"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, "some lay"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True has no equal"),
+    ],
+)
+def test_a_config_json_without_an_equal_is_refused_with_its_field(changes: dict[str, Any], reason: str) -> None:
+    content = config_json(architecture_of(config_of()), "float32")
+    with pytest.raises(ValueError, match=reason):
+        architecture_in({**content, **changes})
+
+
+def test_a_bias_of_the_attention_alone_is_refused_also_where_the_other_is_not_mentioned() -> None:
+    content = config_json(architecture_of(config_of()), "float32")
+    del content["mlp_bias"]
+    assert not architecture_in(content).has_bias
+    with pytest.raises(ValueError, match="mlp_bias=False has no equal"):
+        architecture_in({**content, "attention_bias": True})
+
+
+def test_rope_is_read_as_transformers_5_writes_it() -> None:
+    content = config_json(architecture_of(config_of(rope_base=7.0, rope_scaling_factor=3.0)), "float32")
+    rope = {**content.pop("rope_scaling"), "rope_theta": content.pop("rope_theta")}
+    found = architecture_in({**content, "rope_parameters": rope})
+    assert (found.rope_base, found.rope_scaling_factor) == (7.0, 3.0)

@@ -49,7 +49,7 @@ FUNCTION_IN_MEGATRON: Mapping[str, object] = {
 
 
 def terms_of(config: RunConfig) -> Terms:
-    """The settings that fix the model and the order of its data, by key; layout and optimizer may change."""
+    """What fixes the model and the order of its data, by key; layout, optimizer and number of steps may change."""
     model, train = config.model, config.train
     return {
         "model.num_layers": model.num_layers,
@@ -62,14 +62,18 @@ def terms_of(config: RunConfig) -> Terms:
         "model.tie_embeddings": model.tie_embeddings,
         "model.precision": model.precision,
         "train.seed": train.seed,
-        "train.steps": train.steps,
         _BATCH: global_batch(config),
         _MEGATRON: _function_of(config),
         _CORPUS: config.data.identity,
+        _ORDER: ORDER,
     }
 
 
-_CORPUS = "data.identity"
+ORDER = 2
+"""Version of the order of samples: a function of corpus, sequence length, seed and epoch. 1 also depended on the number
+of steps."""
+
+_CORPUS, _ORDER = "data.identity", "data.order"
 
 _MEGATRON = "[megatron]"
 
@@ -93,12 +97,18 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     found = [
         f"{key} = {_shown(ours[key])}, and the checkpoint was trained with {_shown(theirs.get(key))}; set it to that"
         for key in ours
-        if key != _CORPUS and ours[key] != theirs.get(key)
+        if key not in (_CORPUS, _ORDER) and ours[key] != theirs.get(key)
     ]
-    if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
+    if (order := theirs.get(_ORDER, 1)) != ORDER:
         found.append(
-            f"data.corpus = {config.data.corpus} ({config.data.identity}), and the checkpoint was trained with another "
-            f"corpus ({other}); choose that one, or set checkpoint.allow_other_corpus=true to go on with this one"
+            f"it was trained in order {order} of the samples, and this version has order {ORDER}: finish that training "
+            f"with the version that began it, or begin a new one"
+        )
+    if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
+        named = config.data.named.replace("=", " = ", 1)
+        found.append(
+            f"{named} ({config.data.identity}), and the checkpoint was trained with another corpus ({other}); choose "
+            f"that one, or set checkpoint.allow_other_corpus=true to go on with this one"
         )
     return found
 

@@ -73,6 +73,8 @@ class RunRecord:
     """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
     corpus: str = ""
     """Corpus identity: digest of both files, tokens, tokenizer if known; empty in earlier versions."""
+    order: int = 1
+    """Version of the order of samples; 1 in earlier versions, where it depended on the number of steps."""
     loaded_corpus: str = ""
     """Corpus of the loaded checkpoint, if known to be another one."""
     terms: str = ""
@@ -419,8 +421,13 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
+_LATER_TERMS = {"order": 1}
+"""Terms that earlier versions did not have, with what they meant then."""
+
 
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values of the `TERMS` fields."""
-    text = json.dumps([terms[name] for name in TERMS], separators=(",", ":"))
+    """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before."""
+    values = [terms[name] for name in TERMS]
+    values += [{name: terms[name]} for name, before in _LATER_TERMS.items() if terms[name] != before]
+    text = json.dumps(values, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

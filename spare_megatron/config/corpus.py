@@ -32,6 +32,7 @@ _LONG_BYTES = 1 << 28
 _DIGEST_DIGITS = 16
 _MOST_NOTE_BYTES = 1 << 16
 _STATE = "state"
+_FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
 _AND = " + "
 
 
@@ -43,6 +44,7 @@ class CorpusFacts:
         digest: First digits of the SHA-256 over both files.
         tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
         vocab_size: Vocabulary named in the note.
+        split: `data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole.
         parts: Share and facts of each corpus of a blend; the figures are then those of all.
     """
 
@@ -52,6 +54,7 @@ class CorpusFacts:
     largest_token: int
     tokenizer: str = ""
     vocab_size: int | None = None
+    split: str = ""
     parts: tuple[tuple[float, "CorpusFacts"], ...] = ()
 
     @property
@@ -59,7 +62,7 @@ class CorpusFacts:
         """Identifies the corpus, or blend, independently of its path."""
         if self.parts:
             return _AND.join(f"{share!r} of {facts.identity}" for share, facts in self.parts)
-        known = f"{self.digest}, {self.num_tokens} tokens"
+        known = f"{self.digest}, {self.num_tokens} tokens{self.split and f' split {self.split}'}"
         return f"{known}, tokenizer {self.tokenizer}" if self.tokenizer else known
 
 
@@ -95,10 +98,14 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
     `on_read` announces long reads.
     """
     found: list[CorpusFacts] = []
+    try:
+        split = ":".join(map(repr, split_shares(data.split)[: 3 if data.split else 0]))
+    except ValueError as error:
+        return None, str(error)
     for part in data.corpora:
         name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
         try:
-            found.append(_known_facts(part.corpus, cache_folder(data), on_read))
+            found.append(replace(_known_facts(part.corpus, cache_folder(data), on_read), split=split))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None, f"{name}: its .bin or .idx is missing; write them with `spare preprocess`" * bool(data.blend)
         except OSError as error:
@@ -109,6 +116,29 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
         except ValueError as error:
             return None, f"{name}: {error}"
     return _blended(data, found) if data.blend else (found[0], "")
+
+
+def split_shares(split: str) -> tuple[float, ...]:
+    """`data.split` as shares that add up to 1, of training, validation and test; ValueError if it is none.
+
+    >>> split_shares("3,1"), split_shares("")
+    ((0.75, 0.25, 0.0), (1.0, 0.0, 0.0))
+    """
+    refusal = f"data.split={split} must be one to three numbers, separated by commas, the first above 0, as in 99,1"
+    try:
+        numbers = [float(number) for number in (split or "1").split(",")]
+    except ValueError as error:
+        raise ValueError(refusal) from error
+    if len(numbers) > 3 or not numbers[0] > 0 or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(refusal)
+    return tuple(number / sum(numbers) for number in [*numbers, 0.0, 0.0][:3])
+
+
+def documents_of(split: str, part: int, num_documents: int) -> range:
+    """Documents of training (0), validation (1) or test (2); cut as Megatron cuts them."""
+    shares = split_shares(split)
+    begin, end = (sum(shares[:number]) for number in (part, part + 1))
+    return range(round(begin * num_documents), round(end * num_documents))
 
 
 def _blended(data: DataConfig, found: list[CorpusFacts]) -> tuple[CorpusFacts | None, str]:
@@ -286,7 +316,7 @@ def _name_of(prefix: str) -> str:
 
 
 def _figures(facts: CorpusFacts) -> dict[str, Any]:
-    return {name: value for name, value in asdict(facts).items() if name not in ("tokenizer", "vocab_size", "parts")}
+    return {name: value for name, value in asdict(facts).items() if name in _FIGURES}
 
 
 def _facts_in(note: Mapping[str, Any], state: list[list[int]]) -> CorpusFacts | None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from spare_megatron.config.corpus import cache_folder, corpus_files
+from spare_megatron.config.corpus import cache_folder, corpus_files, split_shares
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import ORDER, global_batch
 
@@ -51,7 +51,7 @@ def index_folder(config: RunConfig, place: int = 0) -> Path:
         )
     states = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     identity = [str(prefix), states, config.train.seed, config.model.seq_length, config.model.vocab_size]
-    name = blake2b(json.dumps([*identity, ORDER, place]).encode(), digest_size=8).hexdigest()
+    name = blake2b(json.dumps([*identity, ORDER, place, split_shares(data.split)]).encode(), digest_size=8).hexdigest()
     return cache_folder(data) / f"{_PREFIX}{name}"
 
 

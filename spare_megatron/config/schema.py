@@ -95,6 +95,9 @@ class DataConfig:
     blend: tuple[BlendedCorpus, ...] = ()
     """Several corpora in place of `data.corpus`, one table each: `corpus`, a path prefix, and `weight`, relative to the
     others'."""
+    split: str = ""
+    """Shares of each corpus's documents for training, validation and test, in this order, as in 99,1 or 969,30,1; empty
+    trains on all."""
     identity: str = ""
     """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
     any."""

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from bisect import bisect_right
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -13,8 +14,10 @@ import numpy as np
 import torch
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
+from spare_megatron.config.corpus import documents_of, split_shares
 from spare_megatron.config.sample_index import (
     RENEWAL_S,
     epoch_folder,
@@ -53,6 +56,8 @@ def prepare_index(config: RunConfig) -> tuple[Path, ...]:
     Raises ValueError if a corpus is missing or too short, or its index cannot be written or is too large.
     """
     blend = _Blend(config)
+    if split_shares(config.data.split)[1]:
+        ValidationWindows(config)  # raises now what is wrong with them
     _check_space(config, blend)
     for samples, num_epochs in zip(blend.parts, blend.num_epochs(num_samples(config)), strict=True):
         try:
@@ -154,14 +159,9 @@ class _Samples:
         self._config = _dataset_config(config, self.prefix)
         self._seed_of = partial(epoch_seed, config.train.seed, place)
         self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self._config)
-        self._documents = np.arange(GPTDataset.numel_low_level_dataset(self._indexed), dtype=np.int32)
-        num_tokens = int(self._indexed.sequence_lengths.sum(dtype=np.int64))
-        self.per_epoch = (num_tokens - 1) // config.model.seq_length
-        if self.per_epoch < 1:
-            raise ValueError(
-                f"{self.prefix} has {num_tokens} tokens, a sample needs model.seq_length + 1 = "
-                f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
-            )
+        documents = documents_of(config.data.split, 0, GPTDataset.numel_low_level_dataset(self._indexed))
+        self._documents = np.arange(documents.start, documents.stop, dtype=np.int32)
+        self.per_epoch = _num_samples(config, self.prefix, self._indexed, documents)
         self._open: dict[int, GPTDataset] = {}
 
     @property
@@ -197,6 +197,50 @@ _MOST_OPEN = 2
 
 _BLOCK_BYTES = 4096
 """What a file takes of the storage at least; an epoch has four."""
+
+
+def _num_samples(config: RunConfig, prefix: str, indexed: IndexedDataset, documents: range) -> int:
+    """Samples in the documents, each followed by one more token. Raises ValueError if there is none."""
+    num_tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    needed = config.model.seq_length + 1
+    if num_tokens < needed:
+        split = config.data.split
+        part = f"documents {documents.start} to {documents.stop} of data.split={split} in {prefix}" if split else prefix
+        raise ValueError(
+            f"{part} has {num_tokens} tokens, a sample needs model.seq_length + 1 = {needed}; use a larger corpus or "
+            f"shorter sequences, or split it otherwise"
+        )
+    return (num_tokens - 1) // config.model.seq_length
+
+
+class ValidationWindows:
+    """The text held out from training, in its order, in windows of `model.seq_length` that do not overlap."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Opens the corpora. Raises ValueError if one has no window, or nothing is held out."""
+        data, self._length = config.data, config.model.seq_length
+        if not split_shares(data.split)[1]:
+            raise ValueError(f"data.split={data.split or None} holds nothing out; set it as in 99,1")
+        self._parts: list[tuple[IndexedDataset, int]] = []
+        self._begins = [0]
+        for part in data.corpora:
+            prefix = str(Path(part.corpus).absolute())
+            indexed = GPTDataset.build_low_level_dataset(prefix, _dataset_config(config, prefix))
+            documents = documents_of(data.split, 1, GPTDataset.numel_low_level_dataset(indexed))
+            self._begins.append(self._begins[-1] + _num_samples(config, prefix, indexed, documents))
+            self._parts.append((indexed, int(indexed.index.sequence_pointers[documents.start])))
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """The tokens of a window and the one that follows them, [seq_length + 1]."""
+        place = bisect_right(self._begins, number) - 1
+        indexed, begin_bytes = self._parts[place]
+        dtype = np.dtype(indexed.index.dtype)
+        offset = begin_bytes + (number - self._begins[place]) * self._length * dtype.itemsize
+        # Documents lie one after another in the file, as `spare train` checks.
+        return torch.from_numpy(indexed.bin_reader.read(dtype, self._length + 1, offset).astype(np.int64))
 
 
 def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:

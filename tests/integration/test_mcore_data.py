@@ -26,7 +26,7 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.mcore.corpus_writer import CorpusCounts, write_corpus
-from spare_megatron.mcore.data import Corpus, prepare_index
+from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index
 from tests.integration.mcore_group import all_work, read_tokens, run_group, work_of
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
@@ -157,7 +157,7 @@ def test_samples_of_an_epoch_are_those_of_megatrons_builder(config: RunConfig, t
     config = replace(config, train=replace(config.train, steps=90))
     prepare_index(config)
     corpus, per_epoch = Corpus(config), (60 * 90 - 1) // 16
-    theirs = built_by_megatron(config, epoch_seed(config.train.seed, 0, epoch), tmp_path / "another_cache")
+    theirs = built_by_megatron(config, epoch_seed(config.train.seed, 0, epoch), tmp_path / "another_cache")[0]
     num_compared = 0
     for step in range(config.train.steps):
         for microbatch in all_work(config):
@@ -170,8 +170,8 @@ def test_samples_of_an_epoch_are_those_of_megatrons_builder(config: RunConfig, t
     assert num_compared == len(theirs) == per_epoch
 
 
-def built_by_megatron(config: RunConfig, seed: int, cache: Path) -> GPTDataset:
-    """One epoch of the corpus by Megatron's builder, which also splits."""
+def built_by_megatron(config: RunConfig, seed: int, cache: Path, split: str = "1,0,0") -> list[GPTDataset]:
+    """One epoch of each part of the corpus by Megatron's builder."""
 
     class Vocabulary:
         vocab_size, eod, pad = 256, -2, -1
@@ -181,14 +181,56 @@ def built_by_megatron(config: RunConfig, seed: int, cache: Path) -> GPTDataset:
         random_seed=seed,
         sequence_length=config.model.seq_length,
         blend=([config.data.corpus], None),
-        split="1,0,0",
+        split=split,
         path_to_cache=str(cache),
         tokenizer=Vocabulary(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config).build()
+
+
+# ---------------------------------------------------------------------------------------------------------- split
+
+
+def split_in(config: RunConfig, split: str) -> RunConfig:
+    return replace(config, data=replace(config.data, split=split))
+
+
+@pytest.mark.parametrize("split", ["80,20,0", "969,150,40", "3,1", "0.5,0.25,0.25"])
+def test_a_split_cuts_documents_where_megatron_cuts_them(config: RunConfig, tmp_path: Path, split: str) -> None:
+    config = split_in(config, split)
+    train, validation, *_ = built_by_megatron(config, epoch_seed(config.train.seed, 0, 0), tmp_path / "other", split)
+    samples = reading(config, range(len(train)))
+    assert samples == [sample["tokens"].numpy().tobytes() for sample in train]
+
+    windows = ValidationWindows(config)
+    documents = read_documents(Path(config.data.corpus))
+    text = [token for number in validation.indices for token in documents[number]]
+    assert len(windows) == len(validation) == (len(text) - 1) // 16
+    assert [windows[number].tolist() for number in range(len(windows))] == [
+        text[first : first + 17] for first in range(0, len(windows) * 16, 16)
+    ]
+
+
+def test_windows_of_a_blend_are_those_of_each_corpus(blended: RunConfig) -> None:
+    for number, part in enumerate(blended.data.blend):
+        write_corpus([bytes([number]) * 30, bytes([10 + number]) * (17 + 16 * number)], part.corpus)
+    windows = ValidationWindows(split_in(blended, "1,1"))
+    assert [windows[number].tolist() for number in range(6)] == [[10 + k] * 17 for k in (0, 1, 1, 2, 2, 2)]
+    assert len(windows) == 6
+
+
+def test_a_part_of_less_than_a_sample_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    write_corpus([bytes(40), bytes(16), bytes(90)], config.data.corpus)
+    for split, begin, end in (("1,1,1", 1, 2), ("0.1,1", 0, 0)):
+        text = rf"documents {begin} to {end} of data\.split={split} in .*text has \d+ tokens, a sample needs"
+        with pytest.raises(ValueError, match=text):
+            prepare_index(split_in(config, split))
+    assert list((tmp_path / "cache").glob("*")) == []
+    with pytest.raises(ValueError, match=r"data\.split=None holds nothing out"):
+        ValidationWindows(config)
 
 
 # ---------------------------------------------------------------------------------------------------------- blend

@@ -363,3 +363,20 @@ def test_what_is_wrong_with_a_corpus_of_a_blend_names_it(blend: DataConfig) -> N
     assert "are both set; clear one of them" in refused("--set", "data.corpus=c")
     Path(f"{prefix}.bin").unlink()
     assert f"{named}its .bin or .idx is missing" in refused()
+
+
+# ---------------------------------------------------------------------------------------------------------- splits
+
+
+def test_a_split_is_part_of_the_identity_in_shares(prefix: Path) -> None:
+    whole, one, other = (facts_of(prefix, split=split).identity for split in ("", "99,1", "990,10,0"))
+    assert one == other == f"{whole} split 0.99:0.01:0.0"
+    assert not is_same_corpus(whole, one)
+
+
+@pytest.mark.parametrize("split", ["a", "1,", "0,1", "-1,2", "1,-1", "inf,1", "nan", "1,nan", "1,1,1,1", "[99, 1]"])
+def test_what_is_no_split_is_refused(prefix: Path, split: str) -> None:
+    _, failure = judge_corpus(DataConfig(corpus=str(prefix), split=split))
+    assert failure.startswith(
+        f"data.split={split} must be one to three numbers, separated by commas, the first above 0"
+    )

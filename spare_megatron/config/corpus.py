@@ -5,6 +5,7 @@ The cache is valid only while size and modification time of both files match.
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,8 @@ _LONG_BYTES = 1 << 28
 _DIGEST_DIGITS = 16
 _MOST_NOTE_BYTES = 1 << 16
 _STATE = "state"
+_FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
+_AND = " + "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class CorpusFacts:
         digest: First digits of the SHA-256 over both files.
         tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
         vocab_size: Vocabulary named in the note.
+        split: `data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole.
+        parts: Share and facts of each corpus of a blend; the figures are then those of all.
     """
 
     digest: str
@@ -49,11 +54,15 @@ class CorpusFacts:
     largest_token: int
     tokenizer: str = ""
     vocab_size: int | None = None
+    split: str = ""
+    parts: tuple[tuple[float, "CorpusFacts"], ...] = ()
 
     @property
     def identity(self) -> str:
-        """Identifies the corpus independently of its path."""
-        known = f"{self.digest}, {self.num_tokens} tokens"
+        """Identifies the corpus, or blend, independently of its path."""
+        if self.parts:
+            return _AND.join(f"{share!r} of {facts.identity}" for share, facts in self.parts)
+        known = f"{self.digest}, {self.num_tokens} tokens{self.split and f' split {self.split}'}"
         return f"{known}, tokenizer {self.tokenizer}" if self.tokenizer else known
 
 
@@ -67,7 +76,12 @@ def is_same_corpus(one: str, other: str) -> bool:
     """
     if not one or not other:
         return True
-    return all(a == b for a, b in zip(one.split(", ", 2), other.split(", ", 2), strict=False))
+    ours, theirs = one.split(_AND), other.split(_AND)
+    return len(ours) == len(theirs) and all(
+        a == b
+        for our, their in zip(ours, theirs, strict=True)
+        for a, b in zip(our.split(", ", 2), their.split(", ", 2), strict=False)
+    )
 
 
 def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
@@ -75,33 +89,88 @@ def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def cache_folder(data: DataConfig) -> Path:
-    return (Path(data.cache) if data.cache else Path(data.corpus).absolute().parent / "cache").absolute()
+    return (Path(data.cache) if data.cache else Path(data.corpora[0].corpus).absolute().parent / "cache").absolute()
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """Facts of the corpus, or why it cannot be used; neither if a file is missing. `on_read` announces long reads."""
+    """Facts of the corpus or blend, or why it cannot be used; neither if a file of the one corpus is missing.
+
+    `on_read` announces long reads.
+    """
+    found: list[CorpusFacts] = []
     try:
-        return _known_facts(data, on_read), ""
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None, ""
-    except OSError as error:
-        return None, (
-            f"data.corpus={data.corpus}: {error.filename or 'a file of it'} cannot be read: {error.strerror or error}; "
-            f"let the user that trains read it"
-        )
+        split = ":".join(map(repr, split_shares(data.split)[: 3 if data.split else 0]))
     except ValueError as error:
-        return None, f"data.corpus={data.corpus}: {error}"
+        return None, str(error)
+    for part in data.corpora:
+        name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
+        try:
+            found.append(replace(_known_facts(part.corpus, cache_folder(data), on_read), split=split))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None, f"{name}: its .bin or .idx is missing; write them with `spare preprocess`" * bool(data.blend)
+        except OSError as error:
+            return None, (
+                f"{name}: {error.filename or 'a file of it'} cannot be read: {error.strerror or error}; "
+                f"let the user that trains read it"
+            )
+        except ValueError as error:
+            return None, f"{name}: {error}"
+    return _blended(data, found) if data.blend else (found[0], "")
 
 
-def _known_facts(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFacts:
+def split_shares(split: str) -> tuple[float, ...]:
+    """`data.split` as shares that add up to 1, of training, validation and test; ValueError if it is none.
+
+    >>> split_shares("3,1"), split_shares("")
+    ((0.75, 0.25, 0.0), (1.0, 0.0, 0.0))
+    """
+    refusal = f"data.split={split} must be one to three numbers, separated by commas, the first above 0, as in 99,1"
+    try:
+        numbers = [float(number) for number in (split or "1").split(",")]
+    except ValueError as error:
+        raise ValueError(refusal) from error
+    if len(numbers) > 3 or not numbers[0] > 0 or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(refusal)
+    return tuple(number / sum(numbers) for number in [*numbers, 0.0, 0.0][:3])
+
+
+def documents_of(split: str, part: int, num_documents: int) -> range:
+    """Documents of training (0), validation (1) or test (2); cut as Megatron cuts them."""
+    shares = split_shares(split)
+    begin, end = (sum(shares[:number]) for number in (part, part + 1))
+    return range(round(begin * num_documents), round(end * num_documents))
+
+
+def _blended(data: DataConfig, found: list[CorpusFacts]) -> tuple[CorpusFacts | None, str]:
+    """Facts of a blend of corpora, or why they do not fit together."""
+    for part in data.blend:
+        if not 0 < part.weight < math.inf:
+            return None, f"data.blend: corpus={part.corpus} has weight={part.weight}; set it to a number above 0"
+    tokenizers = {
+        facts.tokenizer: part.corpus for part, facts in zip(data.blend, found, strict=True) if facts.tokenizer
+    }
+    if len(tokenizers) > 1:
+        written = ", ".join(f"{prefix} with {tokenizer}" for tokenizer, prefix in tokenizers.items())
+        return None, f"data.blend: its corpora were written with different tokenizers, {written}; write all with one"
+    total = sum(part.weight for part in data.blend)
+    return CorpusFacts(
+        digest="",
+        num_tokens=sum(facts.num_tokens for facts in found),
+        least_token=min(facts.least_token for facts in found),
+        largest_token=max(facts.largest_token for facts in found),
+        parts=tuple((part.weight / total, facts) for part, facts in zip(data.blend, found, strict=True)),
+    ), ""
+
+
+def _known_facts(prefix: str, cache: Path, on_read: Callable[[str], None]) -> CorpusFacts:
     """Facts from the cache, else from a full read. Raises ValueError if damaged, OSError if unreadable."""
-    files = corpus_files(data.corpus)
+    files = corpus_files(prefix)
     state = _state_of(files)
-    note = _note_beside(data.corpus)
-    kept = cache_folder(data) / f"corpus-{_name_of(data.corpus)}.json"
+    note = _note_beside(prefix)
+    kept = cache / f"corpus-{_name_of(prefix)}.json"
     facts = _facts_in(note, state) or _facts_in(_json_in(kept), state)
     if facts is None:
-        facts = read_corpus(data.corpus, on_read)
+        facts = read_corpus(prefix, on_read)
         _keep(kept, {**_figures(facts), _STATE: state})
     if note.get("digest", facts.digest) != facts.digest:  # the note describes an earlier corpus at this path
         return facts
@@ -247,7 +316,7 @@ def _name_of(prefix: str) -> str:
 
 
 def _figures(facts: CorpusFacts) -> dict[str, Any]:
-    return {name: value for name, value in asdict(facts).items() if name not in ("tokenizer", "vocab_size")}
+    return {name: value for name, value in asdict(facts).items() if name in _FIGURES}
 
 
 def _facts_in(note: Mapping[str, Any], state: list[list[int]]) -> CorpusFacts | None:

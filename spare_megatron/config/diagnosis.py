@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from spare_megatron.config.corpus import corpus_files
 from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
@@ -233,13 +234,13 @@ def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Node
 
 
 def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
-    for suffix, size in zip((".bin", ".idx"), facts.corpus_bytes, strict=True):
+    files = (file for part in config.data.corpora for file in corpus_files(part.corpus))
+    for file, size in zip(files, facts.corpus_bytes, strict=True):
         if size is None:
             yield NodeFinding(
                 node=name,
                 check="corpus",
-                text=f"data.corpus={config.data.corpus}: {config.data.corpus}{suffix} cannot be read; put it on "
-                f"storage that all nodes share",
+                text=f"{config.data.named}: {file} cannot be read; put it on storage that all nodes share",
             )
 
 

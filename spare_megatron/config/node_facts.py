@@ -29,7 +29,7 @@ class NodeFacts:
         store_refusal: Why etcd does not report its size; empty if it does, or is unreachable.
         store_space: Size of etcd's database; None if not reported.
         sees_folder: The file that the driver wrote to the checkpoint folder is visible.
-        corpus_bytes: Sizes of the corpus's two files; None for one that cannot be read.
+        corpus_bytes: Sizes of the two files of each corpus; None for one that cannot be read.
     """
 
     host: str
@@ -45,7 +45,7 @@ class NodeFacts:
     store_failures: Mapping[str, str]
     store_refusal: str
     store_space: StoreSpace | None
-    corpus_bytes: tuple[int | None, int | None]
+    corpus_bytes: tuple[int | None, ...]
     sees_folder: bool
     folder_free_bytes: int
 

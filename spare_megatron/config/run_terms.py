@@ -7,6 +7,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import ORDER
 
 
 def terms_of_run(config: RunConfig) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "peak_tflops": config.metrics.peak_tflops,
         "max_minutes": config.train.max_minutes,
         "corpus": config.data.identity,
+        "order": ORDER,
         "weights": config.checkpoint.weights_identity,
     }
 
@@ -42,6 +44,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
 def terms_in(run_dir: Path) -> dict[str, Any]:
     """The terms that a run directory's `config.toml` fixes; empty if this version cannot load it."""
     try:
-        return terms_of_run(load_run_config(run_dir / "config.toml").config)
+        terms = terms_of_run(load_run_config(run_dir / "config.toml").config)
     except (ValueError, OSError):
         return {}
+    return {name: value for name, value in terms.items() if name != "order"}  # that of the code, not of a setting

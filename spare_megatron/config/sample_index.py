@@ -1,7 +1,7 @@
-"""Locates sample indices of a corpus and removes unused ones. Loads without torch.
+"""The order of samples; locates its indices and removes unused ones. Loads without torch.
 
-An index is a folder named by all it depends on, a run's lease on it a file beside it. Of the indices without a lease
-the `NUM_KEPT` last used ones stay.
+An index is a folder named by all it depends on, with one folder per epoch; a run's lease on it is a file beside it. Of
+the indices without a lease the `NUM_KEPT` last used ones stay.
 """
 
 import json
@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from spare_megatron.config.corpus import cache_folder, corpus_files
+from spare_megatron.config.corpus import cache_folder, corpus_files, split_shares
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import global_batch
+from spare_megatron.config.terms import ORDER, global_batch
 
 NUM_KEPT = 8
 LEASE_S = 7 * 24 * 3600.0
@@ -25,38 +25,51 @@ _PREFIX, _LEASE = "samples-", ".lease-"
 
 
 def num_samples(config: RunConfig) -> int:
+    """Sequences that the whole run consumes."""
     return config.train.steps * global_batch(config)
 
 
-def index_folder(config: RunConfig) -> Path:
-    """Folder for the index of this run's samples, named by the state of its corpus; ValueError if that is missing."""
-    prefix = Path(config.data.corpus).absolute()
+def epoch_seed(seed: int, place: int, epoch: int) -> int:
+    """Seed of Megatron's shuffle of an epoch of the corpus at a place in the blend; 32 bits, as RandomState takes."""
+    return int.from_bytes(blake2b(f"epoch:{seed},{place},{epoch}".encode(), digest_size=4).digest(), "big")
+
+
+def epoch_folder(folder: Path, epoch: int) -> Path:
+    """Where the index `folder` has the order of one epoch."""
+    return folder / f"epoch-{epoch:06d}"
+
+
+def index_folder(config: RunConfig, place: int = 0) -> Path:
+    """Folder for the index of the corpus at a place in the run's blend, named by its state; ValueError if missing."""
+    data = config.data
+    prefix = Path(data.corpora[place].corpus).absolute()
     files = corpus_files(prefix)
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"data.corpus={config.data.corpus}: {' and '.join(missing)} missing; "
-            f"write it with `spare preprocess` or change the path"
+            f"{data.named}: {' and '.join(missing)} missing; write it with `spare preprocess` or change the path"
         )
     states = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     identity = [str(prefix), states, config.train.seed, config.model.seq_length, config.model.vocab_size]
-    name = blake2b(json.dumps([*identity, num_samples(config)]).encode(), digest_size=8).hexdigest()
-    return cache_folder(config.data) / f"{_PREFIX}{name}"
+    name = blake2b(json.dumps([*identity, ORDER, place, split_shares(data.split)]).encode(), digest_size=8).hexdigest()
+    return cache_folder(data) / f"{_PREFIX}{name}"
 
 
 @contextmanager
 def leased(config: RunConfig) -> Iterator[None]:
-    """Holds a lease on the run's index; enter before building it. Raises ValueError if the corpus is missing."""
-    folder = index_folder(config)
-    lease = folder.with_name(f"{folder.name}{_LEASE}{secrets.token_hex(8)}")
+    """Holds leases on the run's indices; enter before building them. Raises ValueError if a corpus is missing."""
+    folders = [index_folder(config, place) for place in range(len(config.data.corpora))]
+    leases = [folder.with_name(f"{folder.name}{_LEASE}{secrets.token_hex(8)}") for folder in folders]
     with suppress(OSError):  # on read-only storage nothing is removed either, or building the index fails
-        lease.parent.mkdir(parents=True, exist_ok=True)
-        lease.touch()
+        for lease in leases:
+            lease.parent.mkdir(parents=True, exist_ok=True)
+            lease.touch()
     try:
         yield
     finally:
-        with suppress(OSError):
-            lease.unlink()
+        for lease in leases:
+            with suppress(OSError):
+                lease.unlink()
 
 
 def renew(folder: Path) -> None:

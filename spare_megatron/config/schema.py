@@ -105,18 +105,47 @@ class SpareConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlendedCorpus:
+    """A corpus of a blend."""
+
+    corpus: str
+    """Path prefix of the indexed dataset."""
+    weight: float = 1.0
+    """Sequences taken from it, relative to the other corpora of the blend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """The training text."""
 
     corpus: str = ""
     """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
+    blend: tuple[BlendedCorpus, ...] = ()
+    """Several corpora in place of `data.corpus`, one table each: `corpus`, a path prefix, and `weight`, relative to the
+    others'."""
+    split: str = ""
+    """Shares of each corpus's documents for training, validation and test, in this order, as in 99,1 or 969,30,1; empty
+    trains on all."""
     identity: str = ""
-    """Required identity of `data.corpus`: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts any."""
+    """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
+    any."""
     cache: str = ""
-    """Folder for sample indices; `cache` beside the corpus if empty."""
+    """Folder for sample indices; `cache` beside the first corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"
     """Shards that a group can read: those of its stack, or all (shared), which lets any group compute a shard that has
     lost its hosts."""
+
+    @property
+    def corpora(self) -> tuple[BlendedCorpus, ...]:
+        """The corpora that a run reads; a single one is a blend of one."""
+        return self.blend or (BlendedCorpus(corpus=self.corpus),)
+
+    @property
+    def named(self) -> str:
+        """The corpora as messages name them."""
+        if not self.blend:
+            return f"data.corpus={self.corpus}"
+        return f"data.blend={'+'.join(part.corpus for part in self.blend)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +159,9 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay, which ends at the last step of the run."""
+    """Shape of the decay."""
+    decay_steps: PositiveInt | None = None
+    """Step at which the decay ends; the last one of the run if absent. Set it for a run that may be extended."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
     beta1: ShareBelowOne = 0.9

@@ -53,7 +53,7 @@ _ROTATION: Mapping[str, object] = {"rotary_base": 10000.0, "rope_scaling_factor"
 
 
 def terms_of(config: RunConfig) -> Terms:
-    """The settings that fix the model and the order of its data, by key; layout and optimizer may change."""
+    """What fixes the model and the order of its data, by key; layout, optimizer and number of steps may change."""
     model, train = config.model, config.train
     return {
         "model.num_layers": model.num_layers,
@@ -66,10 +66,10 @@ def terms_of(config: RunConfig) -> Terms:
         "model.tie_embeddings": model.tie_embeddings,
         "model.precision": model.precision,
         "train.seed": train.seed,
-        "train.steps": train.steps,
         _BATCH: global_batch(config),
         _MEGATRON: _function_of(config),
         _CORPUS: config.data.identity,
+        _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
     }
 
@@ -84,7 +84,11 @@ def weights_terms_of(config: RunConfig) -> Terms:
     }
 
 
-_CORPUS = "data.identity"
+ORDER = 2
+"""Version of the order of samples: a function of corpus, sequence length, seed and epoch. 1 also depended on the number
+of steps."""
+
+_CORPUS, _ORDER = "data.identity", "data.order"
 
 _WEIGHTS = "checkpoint.weights_identity"
 
@@ -113,11 +117,18 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = terms_of(config)
     theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", **theirs}  # checkpoints of earlier versions lack these terms
-    found = _unequal(theirs, {key: value for key, value in ours.items() if key != _CORPUS and (key, value) != _ANY})
-    if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
+    apart = (_CORPUS, _ORDER)
+    found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
+    if (order := theirs.get(_ORDER, 1)) != ORDER:
         found.append(
-            f"data.corpus = {config.data.corpus} ({config.data.identity}), and the checkpoint was trained with another "
-            f"corpus ({other}); choose that one, or set checkpoint.allow_other_corpus=true to go on with this one"
+            f"it was trained in order {order} of the samples, and this version has order {ORDER}: finish that training "
+            f"with the version that began it, or begin a new one"
+        )
+    if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
+        named = config.data.named.replace("=", " = ", 1)
+        found.append(
+            f"{named} ({config.data.identity}), and the checkpoint was trained with another corpus ({other}); choose "
+            f"that one, or set checkpoint.allow_other_corpus=true to go on with this one"
         )
     return found
 

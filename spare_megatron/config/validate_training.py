@@ -10,13 +10,9 @@ from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
-from spare_megatron.config.terms import global_batch
 
 INDEX_BYTES_PER_SAMPLE = 12
 """Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
-
-MOST_SEED = 2**32 - 1
-"""Megatron shuffles with NumPy's RandomState, which takes no larger seed."""
 
 
 def data_problems(
@@ -28,25 +24,23 @@ def data_problems(
     memory_bytes: int | None,
 ) -> Iterator[str]:
     """Every reason why no samples could be read; the facts are those of `Machine`."""
-    seed = config.train.seed
-    if seed > MOST_SEED:
-        yield f"train.seed={seed} exceeds {MOST_SEED}, the largest seed that can shuffle the samples; lower it"
-    num_samples = config.train.steps * global_batch(config)
-    index_bytes = INDEX_BYTES_PER_SAMPLE * num_samples
-    if memory_bytes is not None and index_bytes > memory_bytes:
-        yield (
-            f"train.steps={config.train.steps} of {global_batch(config)} sequences each need a sample index of "
-            f"{gib(index_bytes)}, but this machine has {gib(memory_bytes)} of memory for it; lower train.steps: "
-            f"with train.max_minutes, only as many as the run can reach are needed"
-        )
-    if not config.data.corpus:
+    data = config.data
+    if data.blend and data.corpus:
+        yield f"data.corpus={data.corpus} and {data.named} are both set; clear one of them"
+    elif not data.blend and not data.corpus:
         yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
     elif corpus_failure:
         yield corpus_failure
     elif not has_corpus:
-        yield _missing(config.data.corpus)
+        yield _missing(data.corpus)
     elif corpus is not None:
-        yield from _unfit(config, corpus)
+        for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
+            yield from _unfit(config, part.corpus, facts, memory_bytes)
+        if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
+            yield (
+                f"{data.named} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
+                f"clear data.identity, or set checkpoint.allow_other_corpus=true to continue with this one"
+            )
 
 
 def _missing(corpus: str) -> str:
@@ -59,28 +53,25 @@ def _missing(corpus: str) -> str:
     )
 
 
-def _unfit(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+def _unfit(config: RunConfig, prefix: str, corpus: CorpusFacts, memory_bytes: int | None) -> Iterator[str]:
     """Why the model cannot be trained on this corpus."""
-    data, vocab_size = config.data, config.model.vocab_size
+    vocab_size = config.model.vocab_size
+    name = f"{'data.blend: ' if config.data.blend else 'data.'}corpus={prefix}"
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
-        yield (
-            f"model.vocab_size={vocab_size} is below the vocabulary of data.corpus={data.corpus}, "
-            f"{corpus.vocab_size} tokens; raise it"
-        )
+        yield (f"model.vocab_size={vocab_size} is below the vocabulary of {name}, {corpus.vocab_size} tokens; raise it")
     elif corpus.largest_token >= vocab_size:
         yield (
-            f"data.corpus={data.corpus}: {data.corpus}.bin has token ids up to {corpus.largest_token}, but "
+            f"{name}: {prefix}.bin has token ids up to {corpus.largest_token}, but "
             f"model.vocab_size={vocab_size}; raise that to at least {corpus.largest_token + 1}"
         )
     if corpus.least_token < 0:
+        yield f"{name}: {prefix}.bin has negative token ids, down to {corpus.least_token}; rewrite it with ids from 0"
+    num_samples = corpus.num_tokens // config.model.seq_length
+    index_bytes = INDEX_BYTES_PER_SAMPLE * num_samples
+    if memory_bytes is not None and index_bytes > memory_bytes:
         yield (
-            f"data.corpus={data.corpus}: {data.corpus}.bin has negative token ids, down to {corpus.least_token}; "
-            f"rewrite it with ids from 0"
-        )
-    if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
-        yield (
-            f"data.corpus={data.corpus} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
-            f"clear data.identity, or set checkpoint.allow_other_corpus=true to continue with this one"
+            f"{name} has {num_samples} sequences in an epoch, whose sample index takes {gib(index_bytes)} to build, "
+            f"but this machine has {gib(memory_bytes)} of memory for it; start from a larger one, or cut the corpus"
         )
 
 
@@ -244,7 +235,8 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
-    settings, steps = config.optimizer, config.train.steps
+    settings = config.optimizer
+    steps = settings.decay_steps or config.train.steps
     if settings.min_learning_rate > settings.learning_rate:
         yield (
             f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
@@ -252,7 +244,8 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
         )
     if settings.warmup_steps > 0 and settings.warmup_steps >= steps:
         yield (
-            f"optimizer.warmup_steps={settings.warmup_steps} must be below train.steps={steps}; "
+            f"optimizer.warmup_steps={settings.warmup_steps} must be below "
+            f"{'optimizer.decay_steps' if settings.decay_steps else 'train.steps'}={steps}; "
             f"lower the first or raise the second"
         )
     yield from _sharding(config)

@@ -21,6 +21,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from spare_megatron import __version__
+from spare_megatron.config.corpus import corpus_files
 from spare_megatron.config.node_facts import NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
@@ -155,7 +156,7 @@ def examine_node(
         store_failures=store_failures,
         store_refusal=store_refusal,
         store_space=store_space,
-        corpus_bytes=(_size(f"{data.corpus}.bin"), _size(f"{data.corpus}.idx")),
+        corpus_bytes=tuple(_size(file) for part in data.corpora for file in corpus_files(part.corpus)),
         sees_folder=_appears(folder / token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
     )
@@ -247,10 +248,10 @@ def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
         return None, str(error)
 
 
-def _size(file: str) -> int | None:
+def _size(file: Path) -> int | None:
     """Size of a file whose last byte can be read; else None."""
     try:
-        with open(file, "rb") as stream:
+        with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - 1))
             stream.read(1)

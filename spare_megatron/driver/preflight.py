@@ -34,7 +34,7 @@ def preflight(config: RunConfig) -> Mapping[str, str]:
         interrupts.check()
         child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
         try:
-            return _await_kernels(child, config.data.corpus, config.control.startup_timeout_s, interrupts)
+            return _await_kernels(child, config.data.named, config.control.startup_timeout_s, interrupts)
         finally:
             end_child(child)
 
@@ -44,7 +44,7 @@ def _await_kernels(child: Child, corpus: str, limit_s: float, interrupts: Deferr
     answer: Mapping[str, str] | str | None = None
     if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
         raise ValueError(
-            f"the sample index of data.corpus={corpus} was not built within control.startup_timeout_s="
+            f"the sample index of {corpus} was not built within control.startup_timeout_s="
             f"{limit_s:g}; raise it, or check whether the storage hangs"
         )
     if child.reports.poll():
@@ -65,9 +65,9 @@ def _why_ended(corpus: str, code: int | None) -> str:
             f"{script} starts a run whenever it is imported, and every process of the run imports it: put what it does "
             f'under `if __name__ == "__main__":`'
         )
-    ended = f"the process that builds the sample index of data.corpus={corpus} has ended with {describe_exit(code)}"
+    ended = f"the process that builds the sample index of {corpus} has ended with {describe_exit(code)}"
     if code is None or code < 0:
-        return f"{ended}; SIGKILL usually means too little memory: lower train.steps"
+        return f"{ended}; SIGKILL usually means too little memory for the sample index"
     return f"{ended}; its output says why. Like every process of the run, it imports {script}"
 
 

@@ -122,7 +122,7 @@ def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
     corpus cannot be used.
     """
     if machine.corpus is None:
-        raise ValueError(machine.corpus_failure or f"data.corpus={config.data.corpus}: one of its files is missing")
+        raise ValueError(machine.corpus_failure or f"{config.data.named}: one of its files is missing")
     config = on_device(config, machine)
     data = dataclasses.replace(config.data, identity=machine.corpus.identity)
     reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)

@@ -3,17 +3,33 @@
 import os
 import shutil
 import time
+from bisect import bisect_right
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
-from spare_megatron.config.sample_index import RENEWAL_S, index_folder, num_samples, remove_unused, renew
+from spare_megatron.config.corpus import documents_of, split_shares
+from spare_megatron.config.sample_index import (
+    RENEWAL_S,
+    epoch_folder,
+    epoch_seed,
+    index_folder,
+    num_samples,
+    remove_unused,
+    renew,
+)
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.store_space import gib
+from spare_megatron.config.terms import global_batch
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -33,53 +49,221 @@ class _Vocabulary:
         return {"class": type(self).__name__, "vocab_size": self.vocab_size}
 
 
-def prepare_index(config: RunConfig) -> Path:
-    """Builds the sample index unless it exists, and returns its folder; removes indices unused for long.
+def prepare_index(config: RunConfig) -> tuple[Path, ...]:
+    """Builds the sample index of each epoch that the run reads unless it exists; removes indices unused for long.
 
-    Call it in one process before the ranks start: they only load the index. Raises ValueError if the corpus is missing
-    or too short, or the index cannot be written or is too large.
+    Call it in one process before the ranks start: they only load the indices, one folder per corpus, which it returns.
+    Raises ValueError if a corpus is missing or too short, or its index cannot be written or is too large.
     """
-    folder = index_folder(config)
-    if not folder.is_dir():
-        _build_index(config, folder)
-    renew(folder)
-    remove_unused(folder)
-    return folder
-
-
-def _build_index(config: RunConfig, folder: Path) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _open_dataset(config, aside)
-        aside.rename(folder)
-    except MemoryError as error:
-        raise ValueError(
-            f"this machine has too little memory for the sample index of train.steps={config.train.steps}: {error}; "
-            f"lower it: where train.max_minutes ends the run, as many steps as it can come to are enough"
-        ) from error
-    except OSError as error:
-        # Another process may have renamed an equal index into place meanwhile.
-        if not folder.is_dir():
+    blend = _Blend(config)
+    if split_shares(config.data.split)[1]:
+        ValidationWindows(config)  # raises now what is wrong with them
+    _check_space(config, blend)
+    for samples, num_epochs in zip(blend.parts, blend.num_epochs(num_samples(config)), strict=True):
+        try:
+            for epoch in range(num_epochs):
+                if not epoch_folder(samples.folder, epoch).is_dir():
+                    _build_epoch(samples, epoch)
+        except MemoryError as error:
             raise ValueError(
-                f"the sample index of data.corpus={config.data.corpus} cannot be written into {folder.parent}: "
+                f"this machine has too little memory for the sample index of {samples.prefix}, {samples.per_epoch} "
+                f"sequences in an epoch: {error}; build it on a larger one, or cut the corpus in two"
+            ) from error
+        except OSError as error:
+            raise ValueError(
+                f"the sample index of {samples.prefix} cannot be written into {samples.folder.parent}: "
                 f"{error}; set data.cache to one that you may write, and that all nodes share"
             ) from error
+    folders = tuple(samples.folder for samples in blend.parts)
+    for folder in folders:
+        renew(folder)
+        remove_unused(folder)
+    return folders
+
+
+def _build_epoch(samples: "_Samples", epoch: int) -> None:
+    """Builds the index of one epoch aside, so that no other process ever finds a part of it."""
+    built = epoch_folder(samples.folder, epoch)
+    aside = samples.folder.with_name(f".{samples.folder.name}.{epoch}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        samples.open_epoch(epoch, aside)
+        built.parent.mkdir(parents=True, exist_ok=True)
+        aside.rename(built)
+    except OSError:
+        if not built.is_dir():  # else another process has renamed an equal index into place meanwhile
+            raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-class Corpus:
-    """The training samples of a run, in the order that its seed gives them."""
+def _check_space(config: RunConfig, blend: "_Blend") -> None:
+    """Raises ValueError if the storage has no room for the missing epochs, before it is filled."""
+    place = next(path for path in blend.parts[0].folder.parents if path.is_dir())
+    epochs = blend.num_epochs(num_samples(config))
+    needed, free = 0, shutil.disk_usage(place).free
+    for samples, num_epochs in zip(blend.parts, epochs, strict=True):
+        num_built = len(list(samples.folder.glob("epoch-*")))
+        needed += max(0, num_epochs - num_built) * samples.epoch_bytes
+    if needed > free:
+        raise ValueError(
+            f"train.steps={config.train.steps} of {global_batch(config)} sequences each need {gib(needed)} more for "
+            f"the sample indices of {sum(epochs)} epochs of {config.data.named}, and {place} has {gib(free)} free; "
+            f"lower train.steps: with train.max_minutes, only as many as the run can reach are needed; or set "
+            f"data.cache"
+        )
+
+
+class _Blend:
+    """Maps the sequences consumed to the samples of several corpora, in the proportions of their weights.
+
+    Megatron's greedy choice for the first `_CHOICES` samples repeats, so that its index has the same size for every
+    run. A single corpus is a blend of one.
+    """
 
     def __init__(self, config: RunConfig) -> None:
-        """Opens the corpus through the index of `prepare_index`. Raises ValueError if either is missing."""
-        folder = index_folder(config)
-        if not folder.is_dir():
-            raise ValueError(f"the sample index {folder} is missing; call prepare_index once before the ranks start")
-        self._folder = folder
+        """Opens the corpora. Raises ValueError if one is missing or too short."""
+        self.parts = tuple(_Samples(config, place) for place in range(len(config.data.corpora)))
+        weights = np.array([part.weight for part in config.data.corpora])
+        self._num_choices = _CHOICES if len(weights) > 1 else 1
+        self._chosen, self._earlier = np.zeros(self._num_choices, np.int16), np.zeros(self._num_choices, np.int64)
+        helpers.build_blending_indices(
+            self._chosen, self._earlier, weights / weights.sum(), len(weights), self._num_choices, False
+        )
+        self._counts = np.bincount(self._chosen, minlength=len(weights))
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """The sample after `number` sequences have been consumed."""
+        round_, choice = divmod(number, self._num_choices)
+        chosen = int(self._chosen[choice])
+        return self.parts[chosen][round_ * int(self._counts[chosen]) + int(self._earlier[choice])]
+
+    def num_epochs(self, num_sequences: int) -> list[int]:
+        """Epochs of each corpus that so many sequences touch."""
+        rounds, rest = divmod(num_sequences, self._num_choices)
+        more = np.bincount(self._chosen[:rest], minlength=len(self.parts))
+        read = [rounds * int(count) + int(more[place]) for place, count in enumerate(self._counts)]
+        return [-(-number // part.per_epoch) for number, part in zip(read, self.parts, strict=True)]
+
+
+_CHOICES = 2**20
+
+
+class _Samples:
+    """The samples of one corpus without end: each once per epoch, in Megatron's order for the seed of the epoch."""
+
+    def __init__(self, config: RunConfig, place: int) -> None:
+        """Opens the corpus at a place in the blend. Raises ValueError if it is missing or too short."""
+        self.folder = index_folder(config, place)
+        self.prefix = str(Path(config.data.corpora[place].corpus).absolute())
+        self._config = _dataset_config(config, self.prefix)
+        self._seed_of = partial(epoch_seed, config.train.seed, place)
+        self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self._config)
+        documents = documents_of(config.data.split, 0, GPTDataset.numel_low_level_dataset(self._indexed))
+        self._documents = np.arange(documents.start, documents.stop, dtype=np.int32)
+        self.per_epoch = _num_samples(config, self.prefix, self._indexed, documents)
+        self._open: dict[int, GPTDataset] = {}
+
+    @property
+    def epoch_bytes(self) -> int:
+        """Size of an epoch's index: place of each document, first document and offset of each sample, its place."""
+        return 4 * len(self._documents) + 12 * self.per_epoch + 4 * _BLOCK_BYTES
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """The sample at a place in the order that goes on over all epochs."""
+        epoch, index = divmod(number, self.per_epoch)
+        if epoch not in self._open:
+            folder = epoch_folder(self.folder, epoch)
+            if not folder.is_dir():
+                raise ValueError(
+                    f"the sample index {folder} is missing; call prepare_index once before the ranks start"
+                )
+            while len(self._open) >= _MOST_OPEN:
+                del self._open[min(self._open)]
+            self._open[epoch] = self.open_epoch(epoch, folder)
+        return self._open[epoch][index]
+
+    def open_epoch(self, epoch: int, folder: Path) -> GPTDataset:
+        """The dataset of one epoch, whose index Megatron builds in the folder unless it is there.
+
+        Without BlendedMegatronDatasetBuilder, whose `build` synchronizes the ranks.
+        """
+        config = replace(self._config, random_seed=self._seed_of(epoch), path_to_cache=str(folder))
+        return GPTDataset(self._indexed, self.prefix, self._documents, None, Split.train, config)
+
+
+_MOST_OPEN = 2
+"""A step may read from two epochs."""
+
+_BLOCK_BYTES = 4096
+"""What a file takes of the storage at least; an epoch has four."""
+
+
+def _num_samples(config: RunConfig, prefix: str, indexed: IndexedDataset, documents: range) -> int:
+    """Samples in the documents, each followed by one more token. Raises ValueError if there is none."""
+    num_tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    needed = config.model.seq_length + 1
+    if num_tokens < needed:
+        split = config.data.split
+        part = f"documents {documents.start} to {documents.stop} of data.split={split} in {prefix}" if split else prefix
+        raise ValueError(
+            f"{part} has {num_tokens} tokens, a sample needs model.seq_length + 1 = {needed}; use a larger corpus or "
+            f"shorter sequences, or split it otherwise"
+        )
+    return (num_tokens - 1) // config.model.seq_length
+
+
+class ValidationWindows:
+    """The text held out from training, in its order, in windows of `model.seq_length` that do not overlap."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Opens the corpora. Raises ValueError if one has no window, or nothing is held out."""
+        data, self._length = config.data, config.model.seq_length
+        if not split_shares(data.split)[1]:
+            raise ValueError(f"data.split={data.split or None} holds nothing out; set it as in 99,1")
+        self._parts: list[tuple[IndexedDataset, int]] = []
+        self._begins = [0]
+        for part in data.corpora:
+            prefix = str(Path(part.corpus).absolute())
+            indexed = GPTDataset.build_low_level_dataset(prefix, _dataset_config(config, prefix))
+            documents = documents_of(data.split, 1, GPTDataset.numel_low_level_dataset(indexed))
+            self._begins.append(self._begins[-1] + _num_samples(config, prefix, indexed, documents))
+            self._parts.append((indexed, int(indexed.index.sequence_pointers[documents.start])))
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """The tokens of a window and the one that follows them, [seq_length + 1]."""
+        place = bisect_right(self._begins, number) - 1
+        indexed, begin_bytes = self._parts[place]
+        dtype = np.dtype(indexed.index.dtype)
+        offset = begin_bytes + (number - self._begins[place]) * self._length * dtype.itemsize
+        # Documents lie one after another in the file, as `spare train` checks.
+        return torch.from_numpy(indexed.bin_reader.read(dtype, self._length + 1, offset).astype(np.int64))
+
+
+def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=config.model.seq_length,
+        blend_per_split=[([prefix], None), None, None],
+        tokenizer=_Vocabulary(config.model.vocab_size),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+
+
+class Corpus:
+    """The training samples of a run, addressed by the sequences consumed before them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Opens the corpora through the index of `prepare_index`. Raises ValueError if one or the index is missing."""
+        self._samples = _Blend(config)
         self._renew()
-        self._dataset = _open_dataset(config, folder)
+        self._samples[0]
         self._num_shards = config.layout.num_groups
         self._microbatches_per_shard = config.spare.microbatches_per_shard
         self._micro_batch_size = config.train.micro_batch_size
@@ -90,7 +274,7 @@ class Corpus:
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
         first = self.first_sample(step, microbatch)
-        samples = [self._dataset[first + number] for number in range(self._micro_batch_size)]
+        samples = [self._samples[first + number] for number in range(self._micro_batch_size)]
         return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
 
     def digest(self) -> str:
@@ -109,36 +293,12 @@ class Corpus:
         return digest.hexdigest()
 
     def _renew(self) -> None:
-        renew(self._folder)
+        for part in self._samples.parts:
+            renew(part.folder)
         self._renewed_at_s = time.monotonic()
 
     def first_sample(self, step: int, microbatch: Microbatch) -> int:
-        """Number of a microbatch's first sample; the others follow it."""
+        """Sequences consumed before a microbatch's first sample; its others follow."""
         shards_before = step * self._num_shards + microbatch.shard
         microbatches_before = shards_before * self._microbatches_per_shard + microbatch.index
         return microbatches_before * self._micro_batch_size
-
-
-def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
-    """The dataset over the corpus, without BlendedMegatronDatasetBuilder, whose `build` synchronizes the ranks."""
-    prefix = Path(config.data.corpus).absolute()
-    dataset_config = GPTDatasetConfig(
-        random_seed=config.train.seed,
-        sequence_length=config.model.seq_length,
-        blend_per_split=[([str(prefix)], None), None, None],
-        path_to_cache=str(index_folder),
-        tokenizer=_Vocabulary(config.model.vocab_size),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    indexed = GPTDataset.build_low_level_dataset(str(prefix), dataset_config)
-    num_tokens = int(indexed.sequence_lengths.sum())
-    if num_tokens <= config.model.seq_length:
-        raise ValueError(
-            f"data.corpus={prefix} has {num_tokens} tokens, a sample needs model.seq_length + 1 = "
-            f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
-        )
-    documents = np.arange(GPTDataset.numel_low_level_dataset(indexed), dtype=np.int32)
-    return GPTDataset(indexed, str(prefix), documents, num_samples(config), Split.train, dataset_config)

@@ -115,7 +115,7 @@ def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=config.train.steps,
+        lr_decay_steps=settings.decay_steps or config.train.steps,
         lr_decay_style=settings.decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

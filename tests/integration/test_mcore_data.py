@@ -1,19 +1,32 @@
 """The corpus as it is written, indexed and addressed."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
 
-from spare_megatron.config.sample_index import NUM_KEPT, leased
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.sample_index import NUM_KEPT, epoch_seed, leased
+from spare_megatron.config.schema import (
+    BlendedCorpus,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
 from spare_megatron.mcore.corpus_writer import CorpusCounts, write_corpus
-from spare_megatron.mcore.data import Corpus, prepare_index
+from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index
 from tests.integration.mcore_group import all_work, read_tokens, run_group, work_of
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
@@ -80,37 +93,214 @@ def test_an_index_that_memory_has_no_room_for_names_the_setting(
     def fail(*_: object) -> None:
         raise MemoryError("Unable to allocate 9 GiB")
 
-    monkeypatch.setattr("spare_megatron.mcore.data._open_dataset", fail)
-    with pytest.raises(
-        ValueError, match=r"too little memory for the sample index of train\.steps=4: Unable .* lower it"
-    ):
+    monkeypatch.setattr("spare_megatron.mcore.data.GPTDataset.__init__", fail)
+    with pytest.raises(ValueError, match=r"sample index of /.*text, 337 sequences in an epoch: Unable .*"):
         prepare_index(config)
 
 
-def test_samples_are_those_of_megatrons_builder(config: RunConfig, tmp_path: Path) -> None:
+def test_an_index_that_storage_has_no_room_for_is_refused_before_it_fills(config: RunConfig) -> None:
+    endless = replace(config, train=replace(config.train, steps=10**12))
+    with pytest.raises(ValueError, match=r"train\.steps=1000000000000 of 12 .* GiB free; lower train\.steps"):
+        prepare_index(endless)
+    assert not (Path(config.data.corpus).parent / "cache").exists()
+
+
+def reading(config: RunConfig, numbers: Sequence[int]) -> list[bytes]:
+    """The tokens of samples, by the sequences consumed before each."""
+    single = replace(
+        config,
+        layout=LayoutConfig(num_groups=1),
+        spare=SpareConfig(redundancy=1, microbatches_per_shard=1),
+        train=replace(config.train, steps=max(numbers) + 1, micro_batch_size=1),
+    )
+    prepare_index(single)
+    corpus = Corpus(single)
+    return [corpus.microbatch(number, work_of((0, 0))[0])["tokens"].numpy().tobytes() for number in numbers]
+
+
+def test_the_order_does_not_depend_on_the_number_of_steps(config: RunConfig) -> None:
+    """Megatron's own order for more samples is another one."""
+    few = reading(config, range(60))
+    assert reading(config, range(900))[:60] == few
+    assert reading(replace(config, train=replace(config.train, seed=5)), range(60)) != few
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_one_in_another_order(config: RunConfig) -> None:
+    per_epoch = (60 * 90 - 1) // 16
+    write_corpus([[*np.random.default_rng(0).integers(0, 256, 60 * 90)]], config.data.corpus)  # all samples differ
+    samples = reading(config, range(3 * per_epoch))
+    epochs = [samples[first : first + per_epoch] for first in range(0, len(samples), per_epoch)]
+    assert [len({*epoch}) for epoch in epochs] == [per_epoch] * 3
+    assert {*epochs[0]} == {*epochs[1]} == {*epochs[2]}
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_layout_and_batch_only_move_the_cursor(config: RunConfig) -> None:
+    samples = reading(config, range(700))
+    for num_groups, num_microbatches, size in ((3, 2, 2), (5, 1, 4), (2, 3, 1)):
+        other = replace(
+            config,
+            layout=LayoutConfig(num_groups=num_groups),
+            spare=SpareConfig(redundancy=2, microbatches_per_shard=num_microbatches),
+            train=replace(config.train, steps=80 // num_groups, micro_batch_size=size),
+        )
+        prepare_index(other)
+        corpus, found = Corpus(other), []
+        for step in range(other.train.steps):
+            for microbatch in all_work(other):
+                found += [row.numpy().tobytes() for row in corpus.microbatch(step, microbatch)["tokens"]]
+        assert found == samples[: len(found)]
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_samples_of_an_epoch_are_those_of_megatrons_builder(config: RunConfig, tmp_path: Path, epoch: int) -> None:
+    config = replace(config, train=replace(config.train, steps=90))
     prepare_index(config)
-    batch = Corpus(config).microbatch(1, work_of((2, 1))[0])
-    first_sample = ((1 * 3 + 2) * 2 + 1) * 2
+    corpus, per_epoch = Corpus(config), (60 * 90 - 1) // 16
+    theirs = built_by_megatron(config, epoch_seed(config.train.seed, 0, epoch), tmp_path / "another_cache")[0]
+    num_compared = 0
+    for step in range(config.train.steps):
+        for microbatch in all_work(config):
+            first, batch = corpus.first_sample(step, microbatch), corpus.microbatch(step, microbatch)
+            for row, number in enumerate(range(first - epoch * per_epoch, first - epoch * per_epoch + 2)):
+                if 0 <= number < per_epoch:
+                    num_compared += 1
+                    for key in ("tokens", "labels", "position_ids"):
+                        np.testing.assert_array_equal(batch[key][row], theirs[number][key])
+    assert num_compared == len(theirs) == per_epoch
+
+
+def built_by_megatron(config: RunConfig, seed: int, cache: Path, split: str = "1,0,0") -> list[GPTDataset]:
+    """One epoch of each part of the corpus by Megatron's builder."""
 
     class Vocabulary:
         vocab_size, eod, pad = 256, -2, -1
         unique_identifiers = {}  # noqa: RUF012  (never changed)
 
     dataset_config = GPTDatasetConfig(
-        random_seed=config.train.seed,
-        sequence_length=16,
+        random_seed=seed,
+        sequence_length=config.model.seq_length,
         blend=([config.data.corpus], None),
-        split="1,0,0",
-        path_to_cache=str(tmp_path / "another_cache"),
+        split=split,
+        path_to_cache=str(cache),
         tokenizer=Vocabulary(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    theirs = BlendedMegatronDatasetBuilder(GPTDataset, [48, 0, 0], lambda: True, dataset_config).build()[0]
-    for row in range(2):
-        for key in ("tokens", "labels", "position_ids"):
-            np.testing.assert_array_equal(batch[key][row], theirs[first_sample + row][key])
+    return BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config).build()
+
+
+# ---------------------------------------------------------------------------------------------------------- split
+
+
+def split_in(config: RunConfig, split: str) -> RunConfig:
+    return replace(config, data=replace(config.data, split=split))
+
+
+@pytest.mark.parametrize("split", ["80,20,0", "969,150,40", "3,1", "0.5,0.25,0.25"])
+def test_a_split_cuts_documents_where_megatron_cuts_them(config: RunConfig, tmp_path: Path, split: str) -> None:
+    config = split_in(config, split)
+    train, validation, *_ = built_by_megatron(config, epoch_seed(config.train.seed, 0, 0), tmp_path / "other", split)
+    samples = reading(config, range(len(train)))
+    assert samples == [sample["tokens"].numpy().tobytes() for sample in train]
+
+    windows = ValidationWindows(config)
+    documents = read_documents(Path(config.data.corpus))
+    text = [token for number in validation.indices for token in documents[number]]
+    assert len(windows) == len(validation) == (len(text) - 1) // 16
+    assert [windows[number].tolist() for number in range(len(windows))] == [
+        text[first : first + 17] for first in range(0, len(windows) * 16, 16)
+    ]
+
+
+def test_windows_of_a_blend_are_those_of_each_corpus(blended: RunConfig) -> None:
+    for number, part in enumerate(blended.data.blend):
+        write_corpus([bytes([number]) * 30, bytes([10 + number]) * (17 + 16 * number)], part.corpus)
+    windows = ValidationWindows(split_in(blended, "1,1"))
+    assert [windows[number].tolist() for number in range(6)] == [[10 + k] * 17 for k in (0, 1, 1, 2, 2, 2)]
+    assert len(windows) == 6
+
+
+def test_a_part_of_less_than_a_sample_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    write_corpus([bytes(40), bytes(16), bytes(90)], config.data.corpus)
+    for split, begin, end in (("1,1,1", 1, 2), ("0.1,1", 0, 0)):
+        text = rf"documents {begin} to {end} of data\.split={split} in .*text has \d+ tokens, a sample needs"
+        with pytest.raises(ValueError, match=text):
+            prepare_index(split_in(config, split))
+    assert list((tmp_path / "cache").glob("*")) == []
+    with pytest.raises(ValueError, match=r"data\.split=None holds nothing out"):
+        ValidationWindows(config)
+
+
+# ---------------------------------------------------------------------------------------------------------- blend
+
+
+@pytest.fixture
+def blended(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """Three corpora in proportions 1 : 5 : 3, whose tokens differ."""
+    parts = ((tmp_path / "a", 1.0, 100), (tmp_path / "b", 5.0, 150), (tmp_path / "c", 3.0, 200))
+    for prefix, _, first in parts:
+        write_corpus([[*np.random.default_rng(first).integers(first, first + 50, 60 * 90)]], prefix)
+    blend = tuple(BlendedCorpus(corpus=str(prefix), weight=weight) for prefix, weight, _ in parts)
+    return replace(config, data=DataConfig(blend=blend))
+
+
+def corpora_of(samples: Sequence[bytes]) -> list[int]:
+    return [(int(np.frombuffer(sample, np.int64)[0]) - 100) // 50 for sample in samples]
+
+
+def test_a_blend_takes_its_samples_from_the_corpora_that_megatrons_takes_them_from(
+    blended: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spare_megatron.mcore.data._CHOICES", 500)
+
+    class Part:
+        unique_identifiers: ClassVar = {}
+        index_split = Split.train
+
+        def __len__(self) -> int:
+            return 500
+
+        def __getitem__(self, _: int) -> dict[str, int]:
+            return {}
+
+    settings = BlendedMegatronDatasetConfig(
+        random_seed=1, sequence_length=16, blend=(["a"], None), split="1,0,0", tokenizer=object()
+    )
+    theirs = BlendedDataset([Part(), Part(), Part()], [1.0, 5.0, 3.0], 500, settings).dataset_index.tolist()
+    assert corpora_of(reading(blended, range(900))) == theirs + theirs[:400], "repeats"
+
+
+def test_each_corpus_of_a_blend_is_read_in_its_own_epochs(blended: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples are each read once before one is read again, over the repetitions of the choices, too."""
+    monkeypatch.setattr("spare_megatron.mcore.data._CHOICES", 70)
+    per_epoch, samples = (60 * 90 - 1) // 16, reading(blended, range(1500))
+    for corpus in range(3):
+        taken = [sample for sample, of in zip(samples, corpora_of(samples), strict=True) if of == corpus]
+        epochs = [taken[first : first + per_epoch] for first in range(0, len(taken), per_epoch)]
+        assert [len({*epoch}) for epoch in epochs] == [len(epoch) for epoch in epochs]
+        assert all({*epoch} <= {*epochs[0]} for epoch in epochs)
+    assert reading(blended, range(60)) == samples[:60], "whatever the number of steps is"
+
+
+def test_one_corpus_twice_in_a_blend_is_read_in_two_orders(config: RunConfig) -> None:
+    twice = (BlendedCorpus(corpus=config.data.corpus),) * 2
+    samples = reading(replace(config, data=DataConfig(blend=twice)), range(80))
+    assert samples[::2] != samples[1::2]
+
+
+def test_every_corpus_of_a_blend_is_leased(blended: RunConfig) -> None:
+    folders = prepare_index(blended)
+    cache = folders[0].parent
+    with leased(blended):
+        assert {path.name.partition(".lease-")[0] for path in cache.glob("*.lease-*")} == {
+            path.name for path in folders
+        }
+    assert list(cache.glob("*.lease-*")) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- ranks
 
 
 def test_all_ranks_read_the_same_tokens(config: RunConfig) -> None:
@@ -130,24 +320,24 @@ def test_all_ranks_read_the_same_tokens(config: RunConfig) -> None:
 
 
 def test_an_index_is_built_once_per_corpus_and_seed(config: RunConfig) -> None:
-    folder = prepare_index(config)
-    built_ns = [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
-    assert prepare_index(config) == folder
-    assert [file.stat().st_mtime_ns for file in sorted(folder.iterdir())] == built_ns
-    assert prepare_index(replace(config, train=replace(config.train, seed=5))) != folder
+    (folder,) = prepare_index(config)
+    built_ns = [file.stat().st_mtime_ns for file in sorted(folder.rglob("*"))]
+    assert prepare_index(config) == (folder,)
+    assert [file.stat().st_mtime_ns for file in sorted(folder.rglob("*"))] == built_ns
+    assert prepare_index(replace(config, train=replace(config.train, seed=5))) != (folder,)
     write_corpus(DOCUMENTS[1:], config.data.corpus)
-    assert prepare_index(config) != folder
+    assert prepare_index(config) != (folder,)
     assert not list(folder.parent.glob(".*"))
 
 
 def test_indices_of_former_settings_do_not_pile_up(config: RunConfig) -> None:
     folders = [prepare_index(replace(config, train=replace(config.train, seed=seed))) for seed in range(NUM_KEPT + 3)]
-    assert len(list(folders[0].parent.iterdir())) == NUM_KEPT + 1
-    assert folders[-1].is_dir()
+    assert len(list(folders[0][0].parent.iterdir())) == NUM_KEPT + 1
+    assert folders[-1][0].is_dir()
 
 
 def test_a_corpus_keeps_its_index_in_use(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = prepare_index(config)
+    (folder,) = prepare_index(config)
     with leased(config):
         [lease] = folder.parent.glob("*.lease-*")
         corpus, (work, *_) = Corpus(config), all_work(config)
@@ -161,7 +351,7 @@ def test_a_corpus_keeps_its_index_in_use(config: RunConfig, monkeypatch: pytest.
 
 def test_the_cache_can_be_elsewhere(config: RunConfig, tmp_path: Path) -> None:
     elsewhere = replace(config, data=replace(config.data, cache=str(tmp_path / "else" / "where")))
-    assert prepare_index(elsewhere).parent == tmp_path / "else" / "where"
+    assert prepare_index(elsewhere)[0].parent == tmp_path / "else" / "where"
     assert not (tmp_path / "cache").exists()
     Corpus(elsewhere)
 

@@ -1,6 +1,7 @@
 """Checkpoints of whole runs: taken while training goes on, never torn, and gone on from."""
 
 import os
+import re
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.cli.train import unsaved_end
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import BlendedCorpus, DataConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.files import Journal
@@ -82,6 +83,31 @@ def test_a_run_goes_on_from_its_checkpoint_bitwise(text_corpus: Path, tmp_path: 
     expected = {step: losses for step, losses in losses_of(whole.journal).items() if step >= 2}
     assert losses_of(resumed.journal) == expected
     assert resumed.summary.params_sha256 == whole.summary.params_sha256
+
+
+def test_an_extended_training_is_bitwise_the_longer_one(text_corpus: Path, tmp_path: Path) -> None:
+    """From 6 steps to 10 with a loss, over the end of epochs of both corpora of a blend: the order was another one."""
+    text = [*text_corpus.with_suffix(".bin").read_bytes()[:2000]]
+    blend = (BlendedCorpus(corpus=str(tmp_path / "a"), weight=2.0), BlendedCorpus(corpus=str(tmp_path / "b")))
+    for part, tokens in zip(blend, (text[:1200], text[1200:]), strict=True):
+        write_tiny_corpus(Path(part.corpus), [tokens])
+
+    def trained(name: str, steps: int, faults: Sequence[FaultConfig] = (), load: str = "") -> Run:
+        config = config_of(text_corpus, steps=steps, load=load, faults=faults)
+        config = replace(config, data=DataConfig(blend=blend))
+        optimizer = replace(config.optimizer, warmup_steps=2, decay_steps=8, decay_style="linear")
+        return complete_run(replace(config, optimizer=optimizer), tmp_path / name)
+
+    whole, first = trained("whole", 10), trained("first", 6)
+    extended = trained("extended", 10, [kill(FaultPoint.BACKWARD, 7, 1)], load=str(tmp_path / "first"))
+    for run in (whole, first, extended):
+        assert_proven(run)
+    assert losses_of(whole.journal) == losses_of(first.journal) | losses_of(extended.journal)
+    assert extended.summary.params_sha256 == whole.summary.params_sha256
+    assert extended.summary.groups_lost == 1
+    [terms] = whole.journal.of(RunRecord)
+    assert terms.order == 2
+    assert re.fullmatch(r"0\.666\d* of \w{16}, 1200 tokens \+ 0\.333\d* of \w{16}, 800 tokens", terms.corpus)
 
 
 def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_corpus: Path, tmp_path: Path) -> None:

@@ -329,6 +329,22 @@ def test_groups_and_microbatches_may_change_if_the_global_batch_stays(tmp_path: 
     assert differences(terms_of(CONFIG), config) == []
 
 
+def test_a_training_is_extended_by_more_steps() -> None:
+    assert differences(terms_of(CONFIG), replace(CONFIG, train=replace(CONFIG.train, steps=999))) == []
+
+
+def test_a_checkpoint_of_an_earlier_order_of_samples_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That order depended on the number of steps."""
+    earlier = {key: value for key, value in terms_of(CONFIG).items() if key != "data.order"}
+    earlier["train.steps"] = CONFIG.train.steps
+    monkeypatch.setattr("spare_megatron.state.checkpoint.checkpoint_folder.terms_of", lambda _: earlier)
+    save(tmp_path, 10)
+    with pytest.raises(ValueError, match="is of another training:\n  - it was trained in order 1 of the samples, and"):
+        resolve_load(load_config(tmp_path), tmp_path, pytest.fail)
+
+
 def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() -> None:
     """With another activation function the parameters fit, and training went on with an untrained model."""
     silu = replace(CONFIG, megatron={"activation_func": "silu", "recompute_granularity": "selective"})

@@ -176,13 +176,16 @@ def test_a_note_beside_the_corpus_that_is_not_ours_is_named(train: list[str], tm
         assert f"{tmp_path}/corpus.json does not say with which vocabulary the corpus was written" in output
 
 
-def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_started(
+def test_more_samples_than_memory_has_room_for_are_refused_before_anything_is_started(
     train: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only this process may not take more, as with ulimit -v."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (2**33, 2**40))
-    output = spare(*train, "--set", "train.steps=100000000", "--set", "train.max_minutes=1", expected=2)
-    assert "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, but this machine has" in output
+    monkeypatch.setattr("resource.getrlimit", lambda _: (32, 2**40))
+    output = spare(*train, "--set", "model.seq_length=1", expected=2)
+    assert (
+        "has 5 sequences in an epoch, whose sample index takes 60 B to build, but this machine has 32 B of memory"
+        in output
+    )
 
 
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(

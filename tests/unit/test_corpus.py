@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config import corpus as corpus_module
-from spare_megatron.config.corpus import CorpusFacts, is_same_corpus, judge_corpus, read_corpus
-from spare_megatron.config.schema import DataConfig
+from spare_megatron.config.corpus import CorpusFacts, is_same_corpus, judge_corpus, note_of, read_corpus
+from spare_megatron.config.schema import BlendedCorpus, DataConfig
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
@@ -302,3 +302,81 @@ def test_reading_a_large_corpus_is_said(prefix: Path, monkeypatch: pytest.Monkey
         done = CliRunner().invoke(app, ["config", "check", DEMO, "--set", f"data.corpus={prefix}"])
         line = f"spare config check: reading {prefix}.bin, all 410 B of it, which is done once"
         assert (line in done.output, done.exit_code) == (expected, 0), done.output
+
+
+# ---------------------------------------------------------------------------------------------------------- blends
+
+
+@pytest.fixture
+def blend(tmp_path: Path) -> DataConfig:
+    write_tiny_corpus(tmp_path / "a", [[1, 2, 3]])
+    write_tiny_corpus(tmp_path / "b", [[4, 200]])
+    parts = (BlendedCorpus(corpus=str(tmp_path / "a"), weight=3.0), BlendedCorpus(corpus=str(tmp_path / "b")))
+    return DataConfig(blend=parts)
+
+
+def test_the_identity_of_a_blend_names_each_corpus_with_its_share(blend: DataConfig) -> None:
+    first, second = (read_corpus(part.corpus) for part in blend.blend)
+    facts, failure = judge_corpus(blend)
+    assert (failure, facts is not None) == ("", True)
+    assert facts is not None
+    assert facts.identity == f"0.75 of {first.identity} + 0.25 of {second.identity}"
+    assert (facts.num_tokens, facts.least_token, facts.largest_token) == (5, 1, 200)
+    assert is_same_corpus(facts.identity, f"0.75 of {first.identity}, tokenizer byte + 0.25 of {second.identity}")
+    for other in (
+        f"0.5 of {first.identity} + 0.5 of {second.identity}",
+        f"0.75 of {second.identity} + 0.25 of {first.identity}",
+        f"0.75 of {first.identity}",
+        first.identity,
+    ):
+        assert not is_same_corpus(facts.identity, other), other
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_weight_that_is_no_share_is_refused(blend: DataConfig, weight: float) -> None:
+    _, failure = judge_corpus(replace(blend, blend=(blend.blend[0], replace(blend.blend[1], weight=weight))))
+    assert failure == f"data.blend: corpus={blend.blend[1].corpus} has weight={weight}; set it to a number above 0"
+
+
+def test_corpora_of_different_tokenizers_do_not_blend(blend: DataConfig) -> None:
+    for part, tokenizer in zip(blend.blend, ("byte", "bpe"), strict=True):
+        Path(f"{part.corpus}.json").write_text(note_of(part.corpus, tokenizer, 256))
+    _, failure = judge_corpus(blend)
+    assert "written with different tokenizers, " in failure
+    assert "a with byte, " in failure
+    assert failure.endswith("b with bpe; write all with one")
+
+
+def test_what_is_wrong_with_a_corpus_of_a_blend_names_it(blend: DataConfig) -> None:
+    prefix = blend.blend[1].corpus
+    tables = ", ".join(f"{{corpus='{part.corpus}', weight={part.weight}}}" for part in blend.blend)
+    words = ["config", "check", DEMO, "--set", f"data.blend=[{tables}]", "--set", "data.corpus="]
+    assert CliRunner().invoke(app, words).exit_code == 0
+
+    def refused(*more: str) -> str:
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 2
+        return done.output
+
+    named = f"data.blend: corpus={prefix}: "
+    assert f"{named}{prefix}.bin has token ids up to 200" in refused("--set", "model.vocab_size=9")
+    assert "are both set; clear one of them" in refused("--set", "data.corpus=c")
+    Path(f"{prefix}.bin").unlink()
+    assert f"{named}its .bin or .idx is missing" in refused()
+
+
+# ---------------------------------------------------------------------------------------------------------- splits
+
+
+def test_a_split_is_part_of_the_identity_in_shares(prefix: Path) -> None:
+    whole, one, other = (facts_of(prefix, split=split).identity for split in ("", "99,1", "990,10,0"))
+    assert one == other == f"{whole} split 0.99:0.01:0.0"
+    assert not is_same_corpus(whole, one)
+
+
+@pytest.mark.parametrize("split", ["a", "1,", "0,1", "-1,2", "1,-1", "inf,1", "nan", "1,nan", "1,1,1,1", "[99, 1]"])
+def test_what_is_no_split_is_refused(prefix: Path, split: str) -> None:
+    _, failure = judge_corpus(DataConfig(corpus=str(prefix), split=split))
+    assert failure.startswith(
+        f"data.split={split} must be one to three numbers, separated by commas, the first above 0"
+    )

@@ -26,6 +26,7 @@ from spare_megatron.cli import (
     status,
     submit,
     timeline,
+    tokenizer,
     train,
 )
 
@@ -59,6 +60,7 @@ _BEFORE, _RUN, _AFTER = "Before a run", "Runs and jobs", "After a run"
 app.command("plan", rich_help_panel=_BEFORE)(plan.plan)
 app.command("simulate", rich_help_panel=_BEFORE)(simulate.simulate)
 app.command("preprocess", rich_help_panel=_BEFORE)(preprocess.preprocess)
+app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
 app.command("doctor", rich_help_panel=_BEFORE)(doctor.doctor)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)

@@ -1,90 +1,106 @@
-"""`spare preprocess`: text files become the indexed dataset that training reads."""
+"""`spare preprocess`: text becomes the indexed dataset that training reads."""
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.process.interrupts import raising
+from spare_megatron.cli.text_progress import TextProgress
+from spare_megatron.process.interrupts import deferred, raising
 
-VOCAB_SIZE = 256
-END_OF_DOCUMENT = 0
-"""Byte 0 does not occur in text, so it marks the end of a document."""
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-_MOST_NAMED = 3
+if TYPE_CHECKING:
+    import numpy as np
 
+    from spare_megatron.text.documents import Skipped
 
-class _NoText(Exception):
-    """A file cannot become a document."""
-
-
-@dataclass(slots=True)
-class SkippedFiles:
-    """Files that became no document, by reason."""
-
-    num_empty: int = 0
-    num_not_utf8: int = 0
-    num_with_byte_0: int = 0
-    num_unreadable: int = 0
-
-    @property
-    def num_files(self) -> int:
-        return self.num_empty + self.num_not_utf8 + self.num_with_byte_0 + self.num_unreadable
+INPUTS = Annotated[
+    list[Path], typer.Option("--input", help="Text file, file of JSON lines, or folder of them. Repeatable.")
+]
+SUFFIX = Annotated[
+    list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
+]
+EXCLUDE = Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")]
+JSON_KEY = Annotated[str | None, typer.Option(help="Key of the text in each line of JSON, as in text.")]
 
 
 def preprocess(
-    inputs: Annotated[list[Path], typer.Option("--input", help="Text file, or folder of text files. Repeatable.")],
+    inputs: INPUTS,
     output_prefix: Annotated[
         Path, typer.Option(help="Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.")
     ],
-    tokenizer: Annotated[str, typer.Option(help="The tokenizer; byte is the only one.")] = "byte",
-    suffix: Annotated[
-        list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
+    tokenizer: Annotated[
+        str, typer.Option(help="byte, hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or tiktoken:FILE.")
+    ] = "byte",
+    json_key: JSON_KEY = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize. The output does not depend on it.")] = 1,
+    suffix: SUFFIX = None,
+    exclude: EXCLUDE = None,
+    end_of_document: Annotated[
+        str, typer.Option(help="Token that ends a document, where the tokenizer does not say it.")
+    ] = "",
+    split_pattern: Annotated[str, typer.Option(help="For tiktoken: the regular expression, or @FILE with it.")] = "",
+    special_token: Annotated[
+        list[str] | None, typer.Option(help="For tiktoken: TEXT=ID of a special token. Repeatable.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Convert text files to the dataset that `spare train` reads.
+    """Convert text to the dataset that `spare train` reads.
 
-    Each file becomes one document, in sorted order of the paths. Files in folders are skipped and counted if they are
-    not UTF-8 or contain byte 0, which marks the end of a document; a file that is named itself is refused. JSON lines
-    are refused, because they hold many documents.
+    Each text file becomes one document, as does the text in each line of a file of JSON lines (.jsonl, .ndjson or
+    .json; also with .gz or .zst), in sorted order of the paths. Text files in folders are skipped and counted if they
+    are not UTF-8 or contain byte 0; a file that is named itself is refused.
 
-    Example: `spare preprocess --input DIR --suffix .txt --output-prefix data/corpus`
+    Example: `spare preprocess --input docs.jsonl.zst --json-key text --tokenizer hf:tokenizer.json --workers 8
+    --output-prefix data/corpus`
     """
     with explained_errors("preprocess"):
-        if tokenizer != "byte":
-            raise ValueError(f"--tokenizer {tokenizer} is unknown; the only one is byte")
+        from spare_megatron.journal.output import named_errors
+        from spare_megatron.text.documents import Skipped, batches_of, find_files, json_lines_among
+        from spare_megatron.text.tokenization import tokenizing
+        from spare_megatron.text.tokenizer import build, read_tokenizer
+
+        source = read_tokenizer(
+            tokenizer,
+            end_of_document=end_of_document,
+            split_pattern=split_pattern,
+            special_tokens=special_token or (),
+        )
+        vocab_size = build(source).vocab_size
         check_output(output_prefix, overwrite=overwrite)
         paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
-        check_apart(paths, output_prefix)
-        refuse_json_lines(paths)
-        from spare_megatron.config.corpus import note_of
-        from spare_megatron.journal.output import named_errors, whole_file
-        from spare_megatron.mcore.corpus_writer import write_corpus
+        check_apart([*paths, *source.paths], output_prefix)
+        batches = batches_of(paths, json_lines_among(paths, json_key), json_key, frozenset(inputs))
+        skipped = Skipped()
+        num_text_bytes = 0
 
-        skipped = SkippedFiles()
-        with raising(), _progress(len(paths)) as advance:
-            documents = read_documents(paths, skipped, advance, named=frozenset(inputs))
+        def documents() -> Iterator["np.ndarray"]:
+            nonlocal num_text_bytes
+            for batch in tokenized:
+                yield from batch.documents()
+                skipped.add(batch.skipped)
+                num_text_bytes += batch.num_text_bytes
+                progress.advance(batch.num_input_bytes, batch.tokens.size)
+
+        with raising(), TextProgress(paths) as progress, tokenizing(batches, source, workers) as tokenized:
+            from spare_megatron.mcore.corpus_writer import write_corpus  # takes seconds, and workers are at work
+
             with named_errors("--output-prefix", output_prefix):
-                counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
-        with whole_file("--output-prefix", outputs_of(output_prefix)[-1]) as note:
-            note.write_text(note_of(output_prefix, tokenizer, VOCAB_SIZE))
-        num_bytes = counts.num_tokens - counts.num_documents
+                counts = write_corpus(
+                    documents(), output_prefix, vocab_size=vocab_size, tokenizer=source.identity, publishing=deferred()
+                )
         figures = {
             "documents": counts.num_documents,
             "tokens": counts.num_tokens,
-            "bytes": num_bytes,
-            "skipped_files": skipped.num_files,
+            "bytes": num_text_bytes,
+            "skipped_files": skipped.files.total(),
+            "skipped_documents": skipped.documents.total(),
+            "tokenizer": source.identity,
+            "vocab_size": vocab_size,
         }
         typer.echo(json.dumps(figures) if as_json else _describe(output_prefix, figures, skipped))
 
@@ -114,131 +130,16 @@ def check_apart(paths: Sequence[Path], prefix: Path) -> None:
     outputs = [file for file in outputs_of(prefix) if file.exists()]
     for path in paths:
         if any(path.samefile(file) for file in outputs):
-            raise ValueError(f"--input has {path}, which --output-prefix {prefix} would write over; choose another")
+            raise ValueError(f"{path} is read, and --output-prefix {prefix} would write over it; choose another")
 
 
-def find_files(
-    inputs: Sequence[Path], *, suffixes: Sequence[str] = (), excluded_folders: frozenset[str] = frozenset()
-) -> list[Path]:
-    """The files to read, in sorted order, each once. A file named as input is taken whatever its suffix. ValueError: an
-    input does not exist, or there is nothing to read.
-    """
-    found: set[Path] = set()
-    for given in inputs:
-        if given.is_file():
-            found.add(given)
-        elif given.is_dir():
-            found |= set(_files_below(given, tuple(suffixes), excluded_folders))
-        else:
-            raise ValueError(f"--input {given} is neither a file nor a folder")
-    if not found:
-        wanted = f" with suffix {' or '.join(suffixes)}" if suffixes else ""
-        raise ValueError(f"--input {' '.join(map(str, inputs))} holds no files{wanted}; give it some text")
-    return sorted(found)
-
-
-def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: frozenset[str]) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in excluded_folders]
-        for name in names:
-            path = Path(where, name)
-            if name.endswith(suffixes or "") and path.is_file():
-                yield path
-
-
-def refuse_json_lines(paths: Sequence[Path]) -> None:
-    """Each line of such a file is a document, and a file is taken for one. ValueError: there are some."""
-    found = [path for path in paths if _is_json_lines(path)]
-    if found:
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        raise ValueError(
-            f"{', '.join(map(str, found[:_MOST_NAMED]))}{more}: JSON lines are not read, and each file would be one "
-            f"document; write each document into a file of its own, or choose others with --suffix and --exclude"
-        )
-
-
-def _is_json_lines(path: Path) -> bool:
-    """By its name, also where it is compressed; and .json by its first two lines: Megatron calls JSON lines so."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    if not suffixes or suffixes[-1] != ".json":
-        return bool(suffixes) and suffixes[-1] in _JSON_LINES
-    try:
-        with path.open(encoding="utf-8") as file:
-            return all(isinstance(json.loads(file.readline()), dict) for _ in range(2))
-    except (OSError, ValueError):
-        return False
-
-
-def read_documents(
-    paths: Sequence[Path], skipped: SkippedFiles, advance: Callable[[], None], *, named: frozenset[Path] = frozenset()
-) -> Iterator[bytes]:
-    """The bytes of each file that is text; counts the others in `skipped`. Calls `advance` once for every file.
-    ValueError: one of those that are named is no text.
-    """
-    for path in paths:
-        try:
-            document = _read_text(path, skipped)
-        except _NoText as error:
-            if path in named:
-                raise ValueError(f"--input {path} {error}; give files of UTF-8 text") from error
-        else:
-            if document:
-                yield document
-        advance()
-
-
-def _read_text(path: Path, skipped: SkippedFiles) -> bytes:
-    """What the file holds. Raises _NoText where that is no text."""
-    try:
-        document = path.read_bytes()
-        document.decode("utf-8")
-    except UnicodeDecodeError as error:
-        skipped.num_not_utf8 += 1
-        raise _NoText("is not UTF-8, as compressed and binary files are not") from error
-    except OSError as error:
-        skipped.num_unreadable += 1
-        raise _NoText(f"cannot be read: {error.strerror}") from error
-    if END_OF_DOCUMENT in document:
-        skipped.num_with_byte_0 += 1
-        raise _NoText("holds byte 0, which marks the end of a document")
-    skipped.num_empty += not document
-    return document
-
-
-def _describe(prefix: Path, figures: dict[str, int], skipped: SkippedFiles) -> str:
+def _describe(prefix: Path, figures: dict[str, object], skipped: "Skipped") -> str:
     text = (
-        f"{prefix}.bin and .idx: {figures['documents']} documents, {figures['tokens']} tokens, {figures['bytes']} bytes"
+        f"{prefix}.bin and .idx: {figures['documents']} documents, {figures['tokens']} tokens, {figures['bytes']} "
+        f"bytes; tokenizer {figures['tokenizer']}, vocabulary {figures['vocab_size']}"
     )
-    if skipped.num_files:
-        text += (
-            f"\nskipped {skipped.num_files} files: {skipped.num_empty} empty, {skipped.num_not_utf8} not UTF-8, "
-            f"{skipped.num_with_byte_0} with byte 0, {skipped.num_unreadable} unreadable"
-        )
+    for what, reasons in (("files", skipped.files), ("documents", skipped.documents)):
+        if reasons:
+            listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+            text += f"\nskipped {reasons.total()} {what}: {listed}"
     return text
-
-
-# ---------------------------------------------------------------------------------------------------- progress
-
-
-@contextmanager
-def _progress(num_files: int) -> Iterator[Callable[[], None]]:
-    """A function to call for each file read. Shows a bar on a terminal, otherwise a line for every tenth; on stderr."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task(f"reading {num_files} files", total=num_files)
-            yield lambda: bar.advance(task)
-        return
-    num_read = 0
-
-    def advance() -> None:
-        nonlocal num_read
-        num_read += 1
-        if num_read * 10 // num_files > (num_read - 1) * 10 // num_files:
-            typer.echo(f"read {num_read} of {num_files} files", err=True)
-
-    yield advance

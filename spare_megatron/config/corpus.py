@@ -167,8 +167,8 @@ def _known_facts(prefix: str, cache: Path, on_read: Callable[[str], None]) -> Co
     files = corpus_files(prefix)
     state = _state_of(files)
     note = _note_beside(prefix)
-    kept = cache / f"corpus-{_name_of(prefix)}.json"
-    facts = _facts_in(note, state) or _facts_in(_json_in(kept), state)
+    kept = _kept_facts(prefix, cache)
+    facts = _facts_in(_json_in(kept), state)
     if facts is None:
         facts = read_corpus(prefix, on_read)
         _keep(kept, {**_figures(facts), _STATE: state})
@@ -177,11 +177,16 @@ def _known_facts(prefix: str, cache: Path, on_read: Callable[[str], None]) -> Co
     return replace(facts, tokenizer=str(note.get("tokenizer", "")), vocab_size=note.get("vocab_size"))
 
 
-def note_of(prefix: str | Path, tokenizer: str, vocab_size: int) -> str:
-    """The note that `spare preprocess` writes beside a corpus. Raises as `read_corpus`."""
+def note_of(facts: CorpusFacts) -> str:
+    """The note that `spare preprocess` writes beside a corpus: the same for the same text and tokenizer."""
+    note = {"tokenizer": facts.tokenizer, "vocab_size": facts.vocab_size}
+    return json.dumps({**note, **_figures(facts)}) + "\n"
+
+
+def keep_facts(prefix: str | Path, facts: CorpusFacts) -> None:
+    """Caches the facts of a corpus that was just written, so that it is not read again."""
     state = _state_of(corpus_files(prefix))
-    figures = _figures(read_corpus(prefix))
-    return json.dumps({"tokenizer": tokenizer, "vocab_size": vocab_size, **figures, _STATE: state}) + "\n"
+    _keep(_kept_facts(prefix, cache_folder(DataConfig(corpus=str(prefix)))), {**_figures(facts), _STATE: state})
 
 
 def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: None) -> CorpusFacts:
@@ -311,8 +316,9 @@ def _state_of(files: tuple[Path, Path]) -> list[list[int]]:
     return state
 
 
-def _name_of(prefix: str) -> str:
-    return hashlib.blake2b(str(Path(prefix).absolute()).encode(), digest_size=8).hexdigest()
+def _kept_facts(prefix: str | Path, cache: Path) -> Path:
+    name = hashlib.blake2b(str(Path(prefix).absolute()).encode(), digest_size=8).hexdigest()
+    return cache / f"corpus-{name}.json"
 
 
 def _figures(facts: CorpusFacts) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from spare_megatron.config.corpus import keep_facts, note_of, read_corpus
+
+_UNGUARDED: AbstractContextManager = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,33 +21,48 @@ class CorpusCounts:
 
 
 def write_corpus(
-    documents: Iterable[bytes | Sequence[int]],
+    documents: Iterable[bytes | Sequence[int] | np.ndarray],
     prefix: str | Path,
     *,
     vocab_size: int = 256,
     end_of_document: int | None = None,
+    tokenizer: str = "",
+    publishing: AbstractContextManager = _UNGUARDED,
 ) -> CorpusCounts:
-    """Writes PREFIX.bin and PREFIX.idx and returns their counts; skips empty documents.
+    """Writes PREFIX.bin, PREFIX.idx and, for a named `tokenizer`, the note PREFIX.json; skips empty documents.
 
     A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. A prefix
-    with an index is whole. Raises ValueError if a token is not below `vocab_size`, or no document has tokens.
+    with an index is whole. The files get their names inside `publishing`, which may defer signals. Raises ValueError if
+    a token is not below `vocab_size`, or no document has tokens.
     """
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    written = {ending: prefix.with_name(f".{prefix.name}.{os.getpid()}{ending}") for ending in (".bin", ".idx")}
+    aside = prefix.with_name(f".{prefix.name}.{os.getpid()}")
+    endings = (".bin", ".json", ".idx") if tokenizer else (".bin", ".idx")
+    written = {ending: Path(f"{aside}{ending}") for ending in endings}
     try:
         counts = _write(documents, written, vocab_size, end_of_document)
-        # Readers open the index first, so it is renamed last.
-        for ending, path in written.items():
-            path.replace(f"{prefix}{ending}")
+        if tokenizer:
+            facts = replace(read_corpus(aside), tokenizer=tokenizer, vocab_size=vocab_size)
+            written[".json"].write_text(note_of(facts))
+        with publishing:
+            # Readers open the index first: without it there is no corpus, so no two files of different ones.
+            Path(f"{prefix}.idx").unlink(missing_ok=True)
+            for ending, path in written.items():
+                path.replace(f"{prefix}{ending}")
     finally:
         for path in written.values():
             path.unlink(missing_ok=True)
+    if tokenizer:
+        keep_facts(prefix, facts)
     return counts
 
 
 def _write(
-    documents: Iterable[bytes | Sequence[int]], written: dict[str, Path], vocab_size: int, end_of_document: int | None
+    documents: Iterable[bytes | Sequence[int] | np.ndarray],
+    written: dict[str, Path],
+    vocab_size: int,
+    end_of_document: int | None,
 ) -> CorpusCounts:
     builder = IndexedDatasetBuilder(str(written[".bin"]), dtype=DType.optimal_dtype(vocab_size))
     num_documents = num_tokens = 0
@@ -66,9 +86,8 @@ def _write(
     return CorpusCounts(num_documents=num_documents, num_tokens=num_tokens)
 
 
-def _tokens(document: bytes | Sequence[int], end_of_document: int | None) -> np.ndarray:
+def _tokens(document: bytes | Sequence[int] | np.ndarray, end_of_document: int | None) -> np.ndarray:
     tokens = np.frombuffer(document, np.uint8) if isinstance(document, bytes) else np.asarray(document)
-    tokens = tokens.astype(np.int64)
     if end_of_document is not None and tokens.size > 0:
         tokens = np.append(tokens, end_of_document)
     return tokens

@@ -30,6 +30,7 @@ NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
     "paper_assumptions": ("--steps 3", {"ratio", "rows"}),
     "paper_table": ("--seeds 1 --steps 3 --jobs 1", {"ratio", "rows"}),
     "planner_formulas": ("--samples 20 --most-groups 200", {"endurance", "overhead"}),
+    "preprocess": ("--megabytes 1 --vocab-size 300 --pairs 1", {"ratio", "processor_ratio", "tokens_per_s"}),
     "reorder": ("--states 3 --sequences 1 --most-groups 200", {"coverage", "times"}),
     "report": ("--steps 50 --chromium=", {"processor_s", "page_bytes"}),
     "scatter": ("--groups 2 --elements 1000 --parts 2 --rounds 2", {"ratio", "median_s"}),

@@ -21,6 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "simulator": {"stacking", "core", "config", "journal", "planner"},
     "store": {"stacking", "config"},
     "process": {"stacking", "core", "config", "faults", "journal", "store"},
+    "text": {"process"},
     "mcore": {"stacking", "core", "config"},
     "comm": {"stacking", "core", "store", "mcore"},
     "voting": {"stacking", "core", "config", "journal", "store", "process"},
@@ -34,13 +35,13 @@ ROOMS: dict[str, set[str]] = {
         "state", "rank", "supervisor",
     },
     "cli": {
-        "config", "faults", "journal", "planner", "observe", "simulator", "store", "process", "mcore", "comm", "state",
-        "supervisor", "driver",
+        "config", "faults", "journal", "planner", "observe", "simulator", "store", "process", "text", "mcore", "comm",
+        "state", "supervisor", "driver",
     },
 }  # fmt: skip
 """For each room, from the top of the table down, the rooms that it may import beside itself."""
 
-FREE_OF_TORCH = ("stacking", "core", "config", "faults", "journal", "planner", "observe", "simulator", "store")
+FREE_OF_TORCH = ("stacking", "core", "config", "faults", "journal", "planner", "observe", "simulator", "store", "text")
 """Rooms whose modules load where torch and megatron are missing."""
 
 TORCH_ALLOWED = {"store", "process", "mcore", "comm", "voting", "state", "rank", "supervisor", "driver", "cli"}

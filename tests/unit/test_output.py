@@ -142,8 +142,8 @@ def test_the_note_beside_a_corpus_names_its_setting(tmp_path: Path, monkeypatch:
     FullDisk(monkeypatch)
     result = CliRunner().invoke(app, ["preprocess", "--input", str(text), "--output-prefix", str(prefix)])
     assert result.exit_code == 2, result.output
-    assert f"{FULL}: --output-prefix {prefix}.json: make room there" in result.stderr
-    assert not Path(f"{prefix}.json").exists()
+    assert f"{FULL}: --output-prefix {prefix}: make room there" in result.stderr
+    assert list(tmp_path.iterdir()) == [text]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from spare_megatron.cli import preprocess
 from spare_megatron.cli.main import app
+from spare_megatron.text.documents import find_files
 
 
 def spare(*arguments: object) -> Result:
@@ -39,7 +40,8 @@ def test_each_text_file_becomes_a_document_of_its_bytes(texts: Path, tmp_path: P
     prefix = tmp_path / "out" / "corpus"
     done = spare("--input", texts, "--output-prefix", prefix, "--tokenizer", "byte", "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == {"documents": 3, "tokens": 9, "bytes": 6, "skipped_files": 3}
+    counts = {"documents": 3, "tokens": 9, "bytes": 6, "skipped_files": 3, "skipped_documents": 0}
+    assert json.loads(done.stdout) == {**counts, "tokenizer": "byte", "vocab_size": 256}
     assert documents_of(prefix) == [b"bb\0", b"a\xc3\xa9\0", b"c\0"]
 
 
@@ -49,7 +51,7 @@ def test_suffixes_and_excluded_folders_choose_the_files(texts: Path, tmp_path: P
     done = spare("--input", texts, "--output-prefix", prefix, *choice)
     assert done.exit_code == 0, done.output
     assert "1 documents, 3 tokens, 2 bytes" in done.stdout
-    assert "skipped 3 files: 1 empty, 1 not UTF-8, 1 with byte 0, 0 unreadable" in done.stdout
+    assert "skipped 3 files: 1 empty, 1 not UTF-8, 1 with byte 0" in done.stdout
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
@@ -72,7 +74,7 @@ def test_a_folder_is_no_prefix(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_named_twice_is_read_once(texts: Path) -> None:
-    assert preprocess.find_files([texts / "b.py", texts / "b.py", texts], suffixes=[".py"]) == [
+    assert find_files([texts / "b.py", texts / "b.py", texts], suffixes=[".py"]) == [
         texts / "b.py",
         texts / "sub" / "vendored" / "c.py",
     ]
@@ -80,20 +82,20 @@ def test_a_file_named_twice_is_read_once(texts: Path) -> None:
 
 def test_progress_comes_in_lines_where_there_is_no_terminal(texts: Path, tmp_path: Path) -> None:
     done = spare("--input", texts, "--output-prefix", tmp_path / "corpus")
-    assert "read 6 of 6 files" in done.stderr
+    assert re.search(r"^read 11 B of 11 B, \S+ tokens/s, 0 s left$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "name", ["docs.jsonl", "docs.JSONL", "docs.ndjson", "docs.jsonl.gz", "docs.ndjson.zst", "docs.json"]
 )
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "in a folder"])
-def test_json_lines_are_refused_and_named(texts: Path, tmp_path: Path, name: str, is_named: bool) -> None:
+def test_json_lines_without_a_key_are_refused_and_named(texts: Path, tmp_path: Path, name: str, is_named: bool) -> None:
     """A file of 1000 documents was taken for one, with exit code 0."""
     file = texts / name
     file.write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(1000)))
     done = spare("--input", file if is_named else texts, "--output-prefix", tmp_path / "corpus")
     assert done.exit_code == 2
-    assert f"{file}: JSON lines are not read, and each file would be one document; write each" in done.stderr
+    assert f"{file}: each line is a document, but the key of its text is not given; give it" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
@@ -109,7 +111,7 @@ def test_json_that_is_one_document_is_one(texts: Path, tmp_path: Path, text: str
     ("content", "reason"),
     [
         (gzip.compress(b"text", mtime=0), "is not UTF-8, as compressed and binary files are not"),
-        (b"a\0b", "holds byte 0, which marks the end of a document"),
+        (b"a\0b", "holds byte 0, as binary files do"),
     ],
 )
 def test_a_named_file_that_is_no_text_is_not_skipped(texts: Path, tmp_path: Path, content: bytes, reason: str) -> None:
@@ -145,7 +147,10 @@ def test_an_input_without_text_is_refused_and_leaves_nothing(texts: Path, tmp_pa
     ("arguments", "expected"),
     [
         (["--suffix", ".md"], "holds no files with suffix .md"),
-        (["--tokenizer", "bpe"], "--tokenizer bpe is unknown; the only one is byte"),
+        (
+            ["--tokenizer", "bpe"],
+            "--tokenizer bpe is unknown; choose byte, hf:PATH, sentencepiece:FILE or tiktoken:FILE",
+        ),
         (["--input", "nowhere"], "--input nowhere is neither a file nor a folder"),
     ],
 )

@@ -49,6 +49,10 @@ def configure(options: argparse.Namespace) -> RunConfig:
     return training_alone(load_run_config(options.config, settings).config)
 
 
+_STEPS_TO_GO = 5
+"""Steps before the end up to which processor time is measured, while no process has ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Seconds between the ends of successive steps, without those of the start; processor seconds for one of them."""
@@ -62,8 +66,11 @@ def steps_of(way: str, config: RunConfig, folder: Path) -> Steps:
     processors = ProcessorTime()
     with processors.sampling():
         ends = _ends_of_steps(way, config, folder)[NUM_WARMUP:]
-    spent_s = processors.between(ends[0], ends[-1])
-    return Steps(step_s=[later - earlier for earlier, later in pairwise(ends)], processor_s=spent_s / (len(ends) - 1))
+    measured = ends[:-_STEPS_TO_GO]  # the last sample of a process is older than its end
+    spent_s = processors.between(measured[0], measured[-1])
+    return Steps(
+        step_s=[later - earlier for earlier, later in pairwise(ends)], processor_s=spent_s / (len(measured) - 1)
+    )
 
 
 def _ends_of_steps(way: str, config: RunConfig, folder: Path) -> list[float]:
@@ -146,8 +153,11 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torchft_1s", "nvrx_1s"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.steps < NUM_WARMUP + 2:
-        parser.error(f"--steps {options.steps}: the first {NUM_WARMUP} are not measured; set at least {NUM_WARMUP + 2}")
+    if options.steps < (least := NUM_WARMUP + _STEPS_TO_GO + 2):
+        parser.error(
+            f"--steps {options.steps}: the first {NUM_WARMUP} are not measured, nor the processor time of the last "
+            f"{_STEPS_TO_GO}; set at least {least}"
+        )
     loads = [os.getloadavg()[0]]
     result = summarize(measure(options))
     loads.append(os.getloadavg()[0])

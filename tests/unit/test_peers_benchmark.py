@@ -211,7 +211,7 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
 
     def train(_: RunConfig, folder: Path, report: Callable[[RunEvent], None]) -> Summary:
         journal = JournalWriter(folder, "group-0000-rank-0", iter(range(100)).__next__)
-        for record in committed(range(NUM_WARMUP + 3)):
+        for record in committed(range(NUM_WARMUP + 8)):
             journal.write(record)
         journal.close()
         for _ in range(groups_lost):
@@ -221,7 +221,7 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
             reasons=(),
             outcome="finished",
             outcome_reason="",
-            steps_committed=NUM_WARMUP + 3,
+            steps_committed=NUM_WARMUP + 8,
             groups_lost=groups_lost,
         )
 
@@ -229,7 +229,7 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
     settings = ["layout.num_groups=2", "spare.redundancy=2", "spare.microbatches_per_shard=4"]
     config = training_alone(load_run_config(ROOT / "configs/run/demo_cpu.toml", settings).config)
     if not groups_lost:
-        assert steps_of(OURS, config, tmp_path / "ours-0").step_s == [2.0, 2.0]
+        assert steps_of(OURS, config, tmp_path / "ours-0").step_s == [2.0] * 7
         return
     with pytest.raises(RuntimeError, match=r"groups were lost 1 times, .* group 1: rank 3: SIGKILL"):
         steps_of(OURS, config, tmp_path / "ours-0")

@@ -98,7 +98,7 @@ def _known_facts(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFact
     files = corpus_files(data.corpus)
     state = _state_of(files)
     note = _note_beside(data.corpus)
-    kept = _kept_facts(data)
+    kept = cache_folder(data) / f"corpus-{_name_of(data.corpus)}.json"
     facts = _facts_in(_json_in(kept), state)
     if facts is None:
         facts = read_corpus(data.corpus, on_read)
@@ -116,8 +116,8 @@ def note_of(facts: CorpusFacts) -> str:
 
 def keep_facts(prefix: str | Path, facts: CorpusFacts) -> None:
     """Caches the facts of a corpus that was just written, so that it is not read again."""
-    state = _state_of(corpus_files(prefix))
-    _keep(_kept_facts(DataConfig(corpus=str(prefix))), {**_figures(facts), _STATE: state})
+    kept = cache_folder(DataConfig(corpus=str(prefix))) / f"corpus-{_name_of(str(prefix))}.json"
+    _keep(kept, {**_figures(facts), _STATE: _state_of(corpus_files(prefix))})
 
 
 def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: None) -> CorpusFacts:
@@ -247,9 +247,8 @@ def _state_of(files: tuple[Path, Path]) -> list[list[int]]:
     return state
 
 
-def _kept_facts(data: DataConfig) -> Path:
-    name = hashlib.blake2b(str(Path(data.corpus).absolute()).encode(), digest_size=8).hexdigest()
-    return cache_folder(data) / f"corpus-{name}.json"
+def _name_of(prefix: str) -> str:
+    return hashlib.blake2b(str(Path(prefix).absolute()).encode(), digest_size=8).hexdigest()
 
 
 def _figures(facts: CorpusFacts) -> dict[str, Any]:

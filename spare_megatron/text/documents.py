@@ -18,7 +18,7 @@ import msgspec
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 _READ = (".gz", ".zst")
 _COMPRESSED = (*_READ, ".bz2", ".xz", ".lz4", ".zip")
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 18
 _CHUNK_BYTES = 1 << 16
 """Read from a file at once; compressed text can be a thousand times as long."""
 _MOST_NAMED = 3
@@ -135,7 +135,7 @@ def _is_json_lines(path: Path, *, has_key: bool) -> bool:
 def batches_of(
     paths: Sequence[Path], json_lines: frozenset[Path], json_key: str | None, named: frozenset[Path]
 ) -> Iterator[Batch]:
-    """The input in batches of about a MiB of text. ValueError: a file of JSON lines is damaged."""
+    """The input in batches of about 256 KiB of text. ValueError: a file of JSON lines is damaged."""
     waiting: list[Path] = []
     size = 0
 

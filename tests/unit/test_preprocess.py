@@ -1,6 +1,7 @@
 """`spare preprocess`, called as users call it."""
 
 import gzip
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from spare_megatron.cli.main import app
+from spare_megatron.cli.text_progress import TextProgress
 from spare_megatron.text.documents import find_files
 
 
@@ -83,6 +85,19 @@ def test_a_file_named_twice_is_read_once(texts: Path) -> None:
 def test_progress_comes_in_lines_where_there_is_no_terminal(texts: Path, tmp_path: Path) -> None:
     done = spare("--input", texts, "--output-prefix", tmp_path / "corpus")
     assert re.search(r"^read 11 B of 11 B, \S+ tokens/s, 0 s left$", done.stderr, re.MULTILINE)
+
+
+def test_a_terminal_shows_a_bar_with_the_rate_and_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    (tmp_path / "a").write_bytes(bytes(100))
+    with TextProgress([tmp_path / "a"]) as progress:
+        progress.advance(100, 7)
+    assert re.search(r"\d tokens/s .*100%.*\d:\d\d:\d\d", terminal.getvalue())
 
 
 @pytest.mark.parametrize(

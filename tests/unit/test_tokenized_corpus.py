@@ -6,7 +6,7 @@ import io
 import json
 import multiprocessing
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +335,15 @@ def test_the_number_of_workers_changes_no_byte(lines: Path, hf: Path, monkeypatc
     assert (hf / "tokenizer.json").read_bytes() == tokenizer
 
 
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """A command that was interrupted ignores further signals to its end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
     monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)
@@ -349,6 +358,7 @@ def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyP
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("_handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_the_dataset_as_it_was_and_no_process(
     lines: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -394,6 +404,7 @@ def test_a_dataset_is_whole_or_not_there_wherever_its_replacement_ends(
     assert judge_corpus(DataConfig(corpus=str(prefix))) == (None, ""), "missing"
 
 
+@pytest.mark.usefixtures("_handlers")
 def test_a_signal_while_the_files_get_their_names_comes_after_them(
     lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

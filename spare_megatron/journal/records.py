@@ -422,10 +422,13 @@ TERMS = (
 """Run record fields that the settings fix: every group knows them on its own."""
 
 
+_LATER_TERMS = {"weights": ""}
+"""Terms that earlier versions did not have, with what they meant then."""
+
+
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values of the `TERMS` fields."""
+    """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before."""
     values = [terms[name] for name in TERMS]
-    if terms.get("weights"):  # journals of earlier versions lack it
-        values.append(terms["weights"])
+    values += [{name: terms[name]} for name, before in _LATER_TERMS.items() if terms[name] != before]
     text = json.dumps(values, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -253,7 +253,7 @@ class CheckpointConfig:
     """Checkpoint to start from: a checkpoint, or a folder of checkpoints or a run, of which the newest valid one is
     loaded."""
     load_weights: str = ""
-    """Weights to start from, with a new optimizer and schedule: of an import, or named as in `load`, which precedes."""
+    """Weights to start from with a new optimizer and schedule: an import, or as in `load`, which goes before it."""
     weights_identity: str = ""
     """Required identity of `load_weights`, as in a run's `config.toml`; empty accepts any."""
     allow_other_corpus: bool = False

@@ -72,14 +72,15 @@ def write_run(config: RunConfig, run_dir: Path, aside: Path, files: dict[str, tu
     publish(aside, manifest, lambda _: None)
 
 
-def logits_of(config: RunConfig, checkpoint: Path, tokens: np.ndarray) -> np.ndarray:
-    """Those of the model on one rank, which loads the checkpoint with Megatron's own loader."""
+def outputs_of(config: RunConfig, checkpoint: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, and the loss of each token but the last, of the model on one rank, loaded with Megatron's own loader."""
     trainer = GroupTrainer(config, CPU)
     (chunk,) = trainer.chunks
     state = {"model": model_state(trainer.chunks, trainer.process_groups)}
     chunk.module.module.load_state_dict(dist_checkpointing.load(state, str(checkpoint))["model"]["0"])
-    ids = torch.from_numpy(tokens)
+    model, ids = chunk.module.module.eval(), torch.from_numpy(tokens)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     with torch.no_grad():
-        logits = chunk.module.module.eval()(ids, positions, None)
-    return logits[..., : config.model.vocab_size].float().numpy()
+        logits = model(ids, positions, None)[..., : config.model.vocab_size]
+        losses = model(ids, positions, None, labels=ids.roll(-1, dims=1))[:, :-1]
+    return logits.numpy(), losses.numpy()

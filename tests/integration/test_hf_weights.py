@@ -1,5 +1,6 @@
 """Weights in Hugging Face's format: transformers computes what this model computes, and they come back bit for bit."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.weights import StoredWeights
 from spare_megatron.state.checkpoint import hf_folder
 from tests.integration import stacked_checkpoint_groups as checkpoints
-from tests.integration.hf_group import logits_of, save_random, save_state, write_run
+from tests.integration.hf_group import outputs_of, save_random, save_state, write_run
 from tests.integration.mcore_group import run_group
 from tests.integration.whole_run import tiny_config
 
@@ -77,10 +78,14 @@ def export(run_dir: Path, out: Path, *options: str) -> None:
     assert code == 0, output
 
 
-def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+def transformers_outputs(folder: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, and the loss of each token but the last."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    ids = torch.from_numpy(tokens)
     with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.numpy()
+        logits = model(ids).logits
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    return logits.numpy(), losses.numpy()
 
 
 def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -115,10 +120,11 @@ def test_transformers_computes_the_same_logits_and_weights_come_back_bitwise(
     assert len(list(out.glob("*.safetensors"))) > 1
     tokens = np.random.default_rng(1).integers(0, VOCAB, size=(2, config.model.seq_length))
     checkpoint = run_dir / "checkpoints" / "step-00000003"
-    (ours,) = run_group(logits_of, alone(config), checkpoint, tokens)
-    theirs = transformers_logits(out, tokens)
+    [(ours, our_losses)] = run_group(outputs_of, alone(config), checkpoint, tokens)
+    theirs, their_losses = transformers_outputs(out, tokens)
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(ours).max()
+    np.testing.assert_allclose(our_losses, their_losses, rtol=1e-5)  # padding of the vocabulary has no part in it
 
     code, output = invoke("import", out, "--format", "hf", "--out", back)
     assert code == 0, output
@@ -166,6 +172,10 @@ def test_an_import_refuses_a_folder_that_is_no_whole_model(text_corpus: Path, tm
     assert (code, output) == (2, f"spare checkpoint export: --out={out} exists; choose a folder that does not\n")
     code, output = invoke("import", out, "--format", "hf", "--out", tmp_path / "imported")
     assert (code, (tmp_path / "imported" / "tokenizer" / "tokenizer.json").read_text()) == (0, "{}")
+    export(tmp_path / "imported", tmp_path / "again")
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert [(tmp_path / "again" / name).read_bytes() for name in names] == [(out / name).read_bytes() for name in names]
     file = out / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     changes = {
@@ -183,3 +193,10 @@ def test_an_import_refuses_a_folder_that_is_no_whole_model(text_corpus: Path, tm
         assert reason in output
         assert not (tmp_path / str(number)).exists()
         assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_without_safetensors_the_commands_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, hf_folder.__name__)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    code, output = invoke("import", tmp_path, "--format", "hf", "--out", tmp_path / "out")
+    assert (code, "pip install 'spare_megatron[hf]'" in output) == (2, True)

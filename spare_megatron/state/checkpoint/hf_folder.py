@@ -69,7 +69,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """`dtype` is that of the parameters if None; `tokenizer` a folder with a tokenizer's files, or one such file."""
+    """`dtype` is that of the parameters if None; `tokenizer` a folder with its files, a file, or that of an import."""
 
     dtype: Dtype | None = None
     tokenizer: Path | None = None
@@ -83,7 +83,9 @@ def export_hf(checkpoint: Checkpoint, config: RunConfig, out: Path, options: Exp
     model = architecture_of(config)
     _require_same_model(checkpoint, config)
     dtype = _DTYPES[options.dtype or config.model.precision]
-    tokenizer = [] if options.tokenizer is None else _tokenizer_files(options.tokenizer)
+    imported = checkpoint.path.absolute().parents[1] / _TOKENIZER
+    tokenizer = options.tokenizer or (imported if imported.is_dir() else None)
+    files = [] if tokenizer is None else _tokenizer_files(tokenizer)
     stored = StoredWeights(checkpoint.path)
     shards = list(_divided(model, dtype))
     places: dict[str, str] = {}
@@ -101,7 +103,7 @@ def export_hf(checkpoint: Checkpoint, config: RunConfig, out: Path, options: Exp
             num_bytes = sum((folder / name).stat().st_size for name in set(places.values()))
             _write_json(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": places})
         _write_json(folder / "config.json", config_json(model, str(dtype).removeprefix("torch.")))
-        for file in tokenizer:
+        for file in files:
             shutil.copy(file, folder / file.name)
 
 

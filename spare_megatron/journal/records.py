@@ -427,10 +427,6 @@ _LATER_TERMS = {"order": 1, "weights": ""}
 """Terms that earlier versions did not have, with what they meant then."""
 
 
-_LATER_TERMS = {"weights": ""}
-"""Terms that earlier versions did not have, with what they meant then."""
-
-
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
     """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before."""
     values = [terms[name] for name in TERMS]

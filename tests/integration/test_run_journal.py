@@ -169,6 +169,10 @@ def raise_the_redundancy_and_its_digest(lines: Lines) -> None:
     run["terms"] = digest_of_terms(run)
 
 
+def read_the_samples_in_another_order(lines: Lines) -> None:
+    one(lines, "run")["order"] += 1
+
+
 def change_the_terms_of_a_group(lines: Lines) -> None:
     one(lines, "terms", group=2)["sha256"] = "0" * 64
 
@@ -247,6 +251,7 @@ DOCTORED: list[tuple[Callable[[Lines], None], str, str]] = [
     (contribute_in_another_epoch, "invalid", "step 2: groups reduced attempt 3 with different member sets"),
     (vote_on_another_step, "invalid", "step 2: group 2 voted on attempt 3 as one of step 3"),
     (raise_the_redundancy, "invalid", "the terms in the run record do not match their digest"),
+    (read_the_samples_in_another_order, "invalid", "the terms in the run record do not match their digest"),
     (raise_the_redundancy_and_its_digest, "invalid", "group 0 ran under terms other than those of the run record"),
     (change_the_terms_of_a_group, "invalid", "group 2 ran under terms other than those of the run record"),
     (drop_the_terms_of_a_group, "unknown", "the terms of group 2 in incarnation 0 are not in the journal"),

@@ -339,7 +339,9 @@ def test_a_weight_that_is_no_share_is_refused(blend: DataConfig, weight: float) 
 
 def test_corpora_of_different_tokenizers_do_not_blend(blend: DataConfig) -> None:
     for part, tokenizer in zip(blend.blend, ("byte", "bpe"), strict=True):
-        Path(f"{part.corpus}.json").write_text(note_of(part.corpus, tokenizer, 256))
+        Path(f"{part.corpus}.json").write_text(
+            note_of(replace(read_corpus(part.corpus), tokenizer=tokenizer, vocab_size=256))
+        )
     _, failure = judge_corpus(blend)
     assert "written with different tokenizers, " in failure
     assert "a with byte, " in failure

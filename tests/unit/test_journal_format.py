@@ -1,5 +1,6 @@
 """Journals of other formats: an earlier one is read, a later one is refused, and neither counts as damaged."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import CadenceRecord, EndRecord, ParamsRecord, RunRecord, VoteRecord
+from spare_megatron.journal.records import (
+    TERMS,
+    CadenceRecord,
+    EndRecord,
+    ParamsRecord,
+    RunRecord,
+    VoteRecord,
+    digest_of_terms,
+)
 
 RUN = RunRecord(
     format=FORMAT,
@@ -117,3 +126,11 @@ def test_a_journal_whose_run_has_not_begun_is_read(tmp_path: Path) -> None:
     writer.close()
     (tmp_path / "journal" / "driver.jsonl").write_text("")
     assert check(JournalIndex(tmp_path)).reasons == ("unknown: 0 run records, expected 1",)
+
+
+def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
+    """They have no order of samples, which was the first one."""
+    terms = {name: place for place, name in enumerate(TERMS)}
+    earlier = hashlib.sha256(json.dumps([*range(len(TERMS))], separators=(",", ":")).encode()).hexdigest()
+    assert digest_of_terms({**terms, "order": 1}) == earlier
+    assert digest_of_terms({**terms, "order": 2}) != earlier

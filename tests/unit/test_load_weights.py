@@ -92,6 +92,7 @@ def test_terms_have_the_weights_and_those_of_earlier_versions_stay_as_they_were(
     assert differences(terms, CONFIG) == []
     assert len(differences(terms, beginning_with("", "0123"))) == 1
     of_run = terms_of_run(CONFIG)
-    text = json.dumps([of_run[name] for name in TERMS], separators=(",", ":"))
+    values = [*(of_run[name] for name in TERMS), {"order": of_run["order"]}]
+    text = json.dumps(values, separators=(",", ":"))
     assert digest_of_terms(of_run) == hashlib.sha256(text.encode()).hexdigest()
     assert digest_of_terms(of_run) != digest_of_terms(terms_of_run(beginning_with("", "0123")))

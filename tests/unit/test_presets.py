@@ -20,6 +20,7 @@ from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.validate import Machine, on_device, problems, resolve_device, warnings
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import resolve_trace
+from tests.search_path import with_checkout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = sorted(CONFIGS.rglob("*.toml"))
@@ -202,7 +203,7 @@ def test_the_package_alone_has_all_that_a_name_needs(tmp_path: Path) -> None:
     shutil.copytree(presets.FOLDER.parent, tmp_path / "spare_megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shown = subprocess.run(
         [sys.executable, "-P", "-m", "spare_megatron.cli.main", "config", "show", "llama3_8b_h100", "--json"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": with_checkout(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         timeout=60,

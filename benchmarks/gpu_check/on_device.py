@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_check.scene import ROOT, Scene, mib, seconds
+from benchmarks.gpu_check.scene import Scene, mib, seconds
 from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.loader import load_run_config
@@ -134,7 +135,7 @@ def _in_use(device: torch.device) -> dict[str, int]:
 
 def time_costs(scene: Scene) -> None:
     alone = ("layout.num_groups=1", "spare.redundancy=1", "spare.microbatches_per_shard=2", "reduce.bucket_mib=128")
-    config = load_run_config(ROOT / "configs/run/gpt_1p3b_node.toml", scene.settings(*alone)).config
+    config = load_run_config(Path("gpt_1p3b_node"), scene.settings(*alone)).config
     prepare_index(config)
     for connections in ("1",) if scene.is_dry else ("1", "8"):
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}

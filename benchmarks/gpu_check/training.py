@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.scene import ROOT, SPARE, NotRun, Scene, mib, seconds
@@ -16,7 +17,6 @@ from spare_megatron.driver.run import start_run
 from spare_megatron.journal.summary import Summary
 from spare_megatron.mcore.versions import installed_version
 
-PRESETS = ROOT / "configs/run"
 BUCKETS_MIB = (128, 32, 256)
 _WITHOUT_TE = "not gpu-te and not transformer_engine"
 """Of tests/gpu, those that need no transformer-engine."""
@@ -98,7 +98,7 @@ def repeat_bitwise(scene: Scene) -> None:
 
 def _train(scene: Scene, name: str, settings: Sequence[str]) -> Summary:
     settings = ["layout.pipeline_parallel=1", "spare.microbatches_per_shard=4", *settings]
-    config = load_run_config(PRESETS / "demo_cpu.toml", settings).config
+    config = load_run_config(Path("demo_cpu"), settings).config
     summary = start_run(config, scene.folder / name, lambda event: print(event))
     if summary.outcome != "finished" or summary.verdict != "valid":
         reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
@@ -153,7 +153,7 @@ def _bench(scene: Scene, preset: str, name: str, words: Sequence[str], settings:
     alone = ("layout.num_groups=1", "spare.redundancy=1", "spare.microbatches_per_shard=8")
     settings = [*scene.settings(*alone, *settings)]
     out = scene.folder / f"{name}.json"
-    command = ["bench", "throughput", "--config", str(PRESETS / f"{preset}.toml"), "--out", str(out), *words]
+    command = ["bench", "throughput", "--config", preset, "--out", str(out), *words]
     steps = ["--steps", "8" if scene.is_dry else "25"]
     overrides = [word for setting in settings for word in ("--set", setting)]
     subprocess.run([sys.executable, "-c", SPARE, *command, *steps, *overrides], env=os.environ, check=True)

@@ -22,6 +22,8 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.corpus import judge_corpus, read_corpus
 from spare_megatron.config.schema import DataConfig
 from spare_megatron.text import documents as documents_module
+from spare_megatron.text.tokenization import tokenizing
+from spare_megatron.text.tokenizer import read_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -333,6 +335,18 @@ def test_the_number_of_workers_changes_no_byte(lines: Path, hf: Path, monkeypatc
     words = ("--input", lines, "--json-key", "text", "--vocab-size", 300, "--output", hf, "--overwrite")
     assert spare("tokenizer train", *words, "--workers", 3).exit_code == 0
     assert (hf / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_workers_take_no_more_than_two_batches_each_ahead(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)
+    taken = []
+    batches = documents_module.batches_of([lines], frozenset([lines]), "text", frozenset())
+    counted = (taken.append(batch) or batch for batch in batches)
+    with tokenizing(counted, read_tokenizer("byte"), 2) as results:
+        for number, _ in enumerate(results, 1):
+            assert len(taken) <= number + 3
+    assert number == len(taken) > 20
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def _known_facts(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFact
     state = _state_of(files)
     note = _note_beside(data.corpus)
     kept = cache_folder(data) / f"corpus-{_name_of(data.corpus)}.json"
-    facts = _facts_in(_json_in(kept), state)
+    facts = _facts_in(note, state) or _facts_in(_json_in(kept), state)
     if facts is None:
         facts = read_corpus(data.corpus, on_read)
         _keep(kept, {**_figures(facts), _STATE: state})

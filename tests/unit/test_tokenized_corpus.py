@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -394,6 +395,16 @@ def test_an_interrupt_leaves_the_dataset_as_it_was_and_no_process(
     assert (done.exit_code, done.stderr) == (130, "spare preprocess: interrupted\n")
     assert (num_children, multiprocessing.active_children()) == ([2], [])
     assert {path: path.read_bytes() for path in prefix.parent.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_an_interrupt_leaves_the_tokenizer_as_it_was(lines: Path, hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in hf.iterdir()}
+    monkeypatch.setattr(text_progress.TextProgress, "advance", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    words = ("--input", lines, "--json-key", "text", "--vocab-size", 290, "--output", hf, "--overwrite")
+    done = spare("tokenizer train", *words)
+    assert (done.exit_code, done.stderr) == (130, "spare tokenizer train: interrupted\n")
+    assert {path: path.read_bytes() for path in hf.iterdir()} == before
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

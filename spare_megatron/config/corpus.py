@@ -168,7 +168,7 @@ def _known_facts(prefix: str, cache: Path, on_read: Callable[[str], None]) -> Co
     state = _state_of(files)
     note = _note_beside(prefix)
     kept = _kept_facts(prefix, cache)
-    facts = _facts_in(_json_in(kept), state)
+    facts = _facts_in(note, state) or _facts_in(_json_in(kept), state)
     if facts is None:
         facts = read_corpus(prefix, on_read)
         _keep(kept, {**_figures(facts), _STATE: state})

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.corpus import judge_corpus, read_corpus
 from spare_megatron.config.schema import DataConfig
 from spare_megatron.text import documents as documents_module
+from spare_megatron.text.tokenization import tokenizing
+from spare_megatron.text.tokenizer import read_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -335,6 +338,18 @@ def test_the_number_of_workers_changes_no_byte(lines: Path, hf: Path, monkeypatc
     assert (hf / "tokenizer.json").read_bytes() == tokenizer
 
 
+def test_workers_take_no_more_than_two_batches_each_ahead(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)
+    taken = []
+    batches = documents_module.batches_of([lines], frozenset([lines]), "text", frozenset())
+    counted = (taken.append(batch) or batch for batch in batches)
+    with tokenizing(counted, read_tokenizer("byte"), 2) as results:
+        for number, _ in enumerate(results, 1):
+            assert len(taken) <= number + 3
+    assert number == len(taken) > 20
+
+
 @pytest.fixture
 def _handlers() -> Iterator[None]:
     """A command that was interrupted ignores further signals to its end."""
@@ -380,6 +395,16 @@ def test_an_interrupt_leaves_the_dataset_as_it_was_and_no_process(
     assert (done.exit_code, done.stderr) == (130, "spare preprocess: interrupted\n")
     assert (num_children, multiprocessing.active_children()) == ([2], [])
     assert {path: path.read_bytes() for path in prefix.parent.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_an_interrupt_leaves_the_tokenizer_as_it_was(lines: Path, hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in hf.iterdir()}
+    monkeypatch.setattr(text_progress.TextProgress, "advance", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    words = ("--input", lines, "--json-key", "text", "--vocab-size", 290, "--output", hf, "--overwrite")
+    done = spare("tokenizer train", *words)
+    assert (done.exit_code, done.stderr) == (130, "spare tokenizer train: interrupted\n")
+    assert {path: path.read_bytes() for path in hf.iterdir()} == before
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -43,7 +43,7 @@ LLAMA = {
 }
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_base": 500.0, "rope_scaling_factor": 8.0},
+    "llama": {"rope_base": 5e5, "rope_scaling_factor": 8.0},
     "llama_tied_with_biases": {"tie_embeddings": True, "linear_bias": True},
     "qwen2": {"qkv_bias": True, "num_query_groups": None},
     "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},

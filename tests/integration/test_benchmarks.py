@@ -44,7 +44,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "growth": ("--groups 2 3 --runs 1 --steps 8", {"curves"}, ()),
     "memory": ("--steps 1", {"rows", "ratio"}, ("layout.num_groups=3",)),
     "peers.compare": ("--runs 1 --faults kill --peers", {"faults", "ratio"}, ()),
-    "peers.fault_free": ("--runs 1 --steps 8 --peers", {"ratio", "step_s", "over_plain"}, ()),
+    "peers.fault_free": ("--runs 1 --steps 13 --peers", {"ratio", "step_s", "processor_over_plain"}, ()),
     "recovery": ("--kills 1", {"phases"}, ()),
     "rejoin": ("--kills 1 --pairs 1", {"ratio", "with", "without"}, TWO_GROUPS),
     "repair": ("--runs 1", {"ratio", "losses"}, ()),

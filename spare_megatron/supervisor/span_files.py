@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,9 +84,10 @@ class Timeline:
             self._write(key)
         self._due_at = None
 
-    def _unfinished(self, key: RankKey) -> Span:
+    def _unfinished(self, key: RankKey, spans: Sequence[Span]) -> Span:
         pulse = self._ranks.pulse(key)
-        began_s = pulse.progress_at_s
+        # A pass that has ended may have begun before the last progress: spans that overlap cannot be shown.
+        began_s = max([pulse.progress_at_s, *(span.ended_s for span in spans)])
         return Span(name=f"lost in {pulse.operation}", step=pulse.step, began_s=began_s, ended_s=time.monotonic())
 
     def _write(self, key: RankKey, *, is_lost: bool = False) -> None:
@@ -101,7 +102,7 @@ class Timeline:
         # The spans of a recovery are written after those that follow them.
         inside = sorted((span for span in spans if span.step >= self._first_step), key=lambda span: span.ended_s)
         if is_lost:
-            inside.append(self._unfinished(key))
+            inside.append(self._unfinished(key, inside))
         if not inside:
             return
         spans_of_rank = RankSpans(

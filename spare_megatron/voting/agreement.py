@@ -30,6 +30,10 @@ T = TypeVar("T")
 _MOST_ENTRIES = 512
 """Log entries that are broadcast at a time."""
 
+_LENGTH_BYTES = 8
+_FIRST_BYTES = 1016
+"""Bytes of text that the first message of a broadcast holds; most entries need no second one."""
+
 
 class Fenced(Exception):
     """The log fences this group. It must not touch the run any more."""
@@ -82,7 +86,9 @@ class GroupAgreement:
         self._ranks = ranks
         self._log = log
         self._decision_timeout_s = decision_timeout_s
+        self._is_alone = ranks.size() == 1
         self.is_leader = ranks.rank() == 0
+        self._appended = (-1, "")  # index and text of the entry that the log holds where this rank wrote last
         self.head = 0
         """The index after the last entry that `read_entry` returned; `read_entries` does not move it."""
 
@@ -101,7 +107,7 @@ class GroupAgreement:
     def highest(self, value: int) -> int:
         """Maximum of the ranks' values. Collective over: all ranks of the group."""
         values = torch.tensor([value])
-        self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks))
+        self._reduce(values, dist.ReduceOp.MAX)
         return int(values)
 
     def settle(
@@ -133,7 +139,7 @@ class GroupAgreement:
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
         own = [float(not is_complete), work, -work, loss, float(finding)]
         mine = torch.tensor([*own, *of_ranks], dtype=torch.float64)
-        self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
+        self._reduce(mine, dist.ReduceOp.MAX)
         has_failed, highest, negated_lowest, loss, worst, *of_ranks = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
@@ -148,7 +154,7 @@ class GroupAgreement:
     def shared(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether all ranks set it. Collective over: all ranks of the group, with equally many flags."""
         values = torch.tensor([int(flag) for flag in flags])
-        self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks))
+        self._reduce(values, dist.ReduceOp.MIN)
         return [bool(value) for value in values.tolist()]
 
     def gathered(self, value: T) -> list[T]:
@@ -208,7 +214,7 @@ class GroupAgreement:
     def is_at_end(self, index: int) -> bool:
         """Whether the entry at the index is not written yet. Collective over: all ranks of the group."""
         mine = torch.tensor([int(self.is_leader and not self._log.read(index, 1))])
-        self._collective(lambda: dist.broadcast(mine, group=self._ranks, group_src=0))
+        self._send_from_leader(mine)
         return bool(mine)
 
     def announce(self) -> None:
@@ -253,7 +259,8 @@ class GroupAgreement:
         return self._log.digests(index, groups)
 
     def append(self, index: int, entry: Entry) -> None:
-        self._log.append(index, encode_entry(entry))
+        """Writes the entry if the index is free; `await_entry` then has the entry stored there without asking."""
+        self._appended = (index, self._log.append(index, encode_entry(entry)))
 
     def fence(self, member: Member, reason: str, from_index: int) -> int:
         """Leader: makes sure that the log fences the member; returns the index of an entry that does."""
@@ -261,7 +268,8 @@ class GroupAgreement:
 
     def await_entry(self, index: int) -> str:
         """Leader: the encoded entry, as soon as it is written. Raises StoreTimeout after the decision timeout."""
-        return self._log.wait(index, self._decision_timeout_s)
+        appended_at, text = self._appended
+        return text if index == appended_at else self._log.wait(index, self._decision_timeout_s)
 
     def read_entry(self, index: int, text: str = "") -> Entry:
         """The entry at the index, as soon as it is written; `text` is the leader's text of it, if it has one already.
@@ -284,12 +292,28 @@ class GroupAgreement:
         return [decode_entry(text) for text in self._broadcast("\n".join(texts)).split("\n")]
 
     def _broadcast(self, text: str) -> str:
+        if self._is_alone:
+            return text
         content = text.encode()
-        length = torch.tensor([len(content)])
-        self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
-        message = torch.frombuffer(bytearray(content or bytes(int(length))), dtype=torch.uint8)
-        self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
-        return bytes(message.tolist()).decode()
+        head, rest = content[:_FIRST_BYTES], content[_FIRST_BYTES:]
+        length = len(content).to_bytes(_LENGTH_BYTES, "little")
+        first = torch.frombuffer(bytearray(length + head.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
+        self._send_from_leader(first)
+        received = bytes(first.numpy())
+        left = int.from_bytes(received[:_LENGTH_BYTES], "little") - _FIRST_BYTES
+        if left <= 0:
+            return received[_LENGTH_BYTES : _LENGTH_BYTES + left + _FIRST_BYTES].decode()
+        second = torch.frombuffer(bytearray(rest or bytes(left)), dtype=torch.uint8)
+        self._send_from_leader(second)
+        return (received[_LENGTH_BYTES:] + bytes(second.numpy())).decode()
+
+    def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if not self._is_alone:
+            self._collective(lambda: dist.all_reduce(values, op=op, group=self._ranks))
+
+    def _send_from_leader(self, values: torch.Tensor) -> None:
+        if not self._is_alone:
+            self._collective(lambda: dist.broadcast(values, group=self._ranks, group_src=0))
 
     def _collective(self, run: Callable[[], object]) -> None:
         try:

@@ -1,0 +1,80 @@
+"""How the leader of a group passes log entries to its other ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.voting.agreement import GroupAgreement
+from tests.memory_store import MemoryStore
+
+
+class _Rank(GroupAgreement):
+    """A rank whose broadcasts go through a list: the leader appends messages, the other rank takes them in order."""
+
+    def __init__(self, rank: int, store: MemoryStore, messages: list[torch.Tensor]) -> None:
+        ranks = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+        super().__init__(Member(GroupId(0)), ranks, DecisionLog(store), 1.0)  # type: ignore[arg-type]
+        self._messages = messages
+
+    def _send_from_leader(self, values: torch.Tensor) -> None:
+        if self.is_leader:
+            self._messages.append(values.clone())
+        else:
+            sent = self._messages.pop(0)
+            assert values.shape == sent.shape, "the ranks of a group call one collective with different sizes"
+            values.copy_(sent)
+
+
+def _group() -> tuple[_Rank, _Rank, list[torch.Tensor]]:
+    messages: list[torch.Tensor] = []
+    store = MemoryStore({})
+    return _Rank(0, store, messages), _Rank(1, store, messages), messages
+
+
+def _fence(reason: str) -> Entry:
+    return Fence(group=GroupId(1), reason=reason)
+
+
+@pytest.mark.parametrize("num_bytes", [200, 1015, 1016, 1017, 5000], ids=str)
+def test_all_ranks_read_the_entry_of_the_leader_whatever_its_length(num_bytes: int) -> None:
+    leader, other, messages = _group()
+    entry = _fence("x" * (num_bytes - len(encode_entry(_fence("")).encode()) - len(', "reason": ""')))
+    assert len(encode_entry(entry).encode()) == num_bytes
+    leader.append(0, entry)
+    assert leader.read_entry(0) == entry
+    assert other.read_entry(0) == entry
+    assert not messages
+
+
+def test_a_usual_entry_is_passed_on_with_one_collective() -> None:
+    leader, other, messages = _group()
+    entry = Commit(step=123456, attempt=123499, save=True, at_s=98765.432)
+    leader.append(0, entry)
+    leader.read_entry(0)
+    assert len(messages) == 1
+    assert other.read_entry(0) == entry
+
+
+def test_many_entries_are_passed_on_in_order() -> None:
+    leader, other, _ = _group()
+    entries = [_fence("x" * number) for number in range(100)]
+    for index, entry in enumerate(entries):
+        leader.append(index, entry)
+    read = leader.read_entries(0)
+    assert len(read) >= len(entries) / 2
+    assert read == entries[: len(read)]
+    assert other.read_entries(0) == read
+
+
+def test_a_leader_whose_entry_came_too_late_reads_the_one_that_stands() -> None:
+    leader, other, _ = _group()
+    late, _, _ = _group()
+    late._log = leader._log
+    leader.append(0, _fence("first"))
+    late.append(0, _fence("second"))
+    assert late.read_entry(0) == _fence("first")
+    assert leader.read_entry(0) == other.read_entry(0) == _fence("first")

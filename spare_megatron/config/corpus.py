@@ -44,6 +44,7 @@ class CorpusFacts:
         digest: First digits of the SHA-256 over both files.
         tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
         vocab_size: Vocabulary named in the note.
+        end_of_document: Token id that ends each document, by the note.
         split: `data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole.
         parts: Share and facts of each corpus of a blend; the figures are then those of all.
     """
@@ -54,6 +55,7 @@ class CorpusFacts:
     largest_token: int
     tokenizer: str = ""
     vocab_size: int | None = None
+    end_of_document: int | None = None
     split: str = ""
     parts: tuple[tuple[float, "CorpusFacts"], ...] = ()
 
@@ -153,8 +155,10 @@ def _blended(data: DataConfig, found: list[CorpusFacts]) -> tuple[CorpusFacts | 
         written = ", ".join(f"{prefix} with {tokenizer}" for tokenizer, prefix in tokenizers.items())
         return None, f"data.blend: its corpora were written with different tokenizers, {written}; write all with one"
     total = sum(part.weight for part in data.blend)
+    ends = {facts.end_of_document for facts in found}
     return CorpusFacts(
         digest="",
+        end_of_document=ends.pop() if len(ends) == 1 else None,
         num_tokens=sum(facts.num_tokens for facts in found),
         least_token=min(facts.least_token for facts in found),
         largest_token=max(facts.largest_token for facts in found),
@@ -174,12 +178,14 @@ def _known_facts(prefix: str, cache: Path, on_read: Callable[[str], None]) -> Co
         _keep(kept, {**_figures(facts), _STATE: state})
     if note.get("digest", facts.digest) != facts.digest:  # the note describes an earlier corpus at this path
         return facts
-    return replace(facts, tokenizer=str(note.get("tokenizer", "")), vocab_size=note.get("vocab_size"))
+    tokenizer = str(note.get("tokenizer", ""))
+    end = note.get("end_of_document", 0 if tokenizer == "byte" else None)  # earlier notes lack it
+    return replace(facts, tokenizer=tokenizer, vocab_size=note.get("vocab_size"), end_of_document=end)
 
 
 def note_of(facts: CorpusFacts) -> str:
     """The note that `spare preprocess` writes beside a corpus: the same for the same text and tokenizer."""
-    note = {"tokenizer": facts.tokenizer, "vocab_size": facts.vocab_size}
+    note = {"tokenizer": facts.tokenizer, "vocab_size": facts.vocab_size, "end_of_document": facts.end_of_document}
     return json.dumps({**note, **_figures(facts)}) + "\n"
 
 

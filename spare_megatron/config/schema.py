@@ -129,11 +129,20 @@ class DataConfig:
     identity: str = ""
     """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
     any."""
+    eod_mask_loss: bool = False
+    """Leaves the predictions made from end-of-document tokens, which are of the next document, out of the loss."""
+    end_of_document: NonNegativeInt | None = None
+    """Token id that ends a document, for `eod_mask_loss`; the one that `spare preprocess` noted if absent."""
     cache: str = ""
     """Folder for sample indices; `cache` beside the first corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"
     """Shards that a group can read: those of its stack, or all (shared), which lets any group compute a shard that has
     lost its hosts."""
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether samples depend on where documents end."""
+        return self.eod_mask_loss
 
     @property
     def corpora(self) -> tuple[BlendedCorpus, ...]:

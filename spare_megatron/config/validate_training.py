@@ -8,6 +8,7 @@ from spare_megatron.config.building import describe_kind
 from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
 from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.rank_memory import rank_memory
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
 
@@ -36,6 +37,7 @@ def data_problems(
     elif corpus is not None:
         for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
             yield from _unfit(config, part.corpus, facts, memory_bytes)
+        yield from _ends(config, corpus)
         if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
             yield (
                 f"{data.named} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
@@ -73,6 +75,38 @@ def _unfit(config: RunConfig, prefix: str, corpus: CorpusFacts, memory_bytes: in
             f"{name} has {num_samples} sequences in an epoch, whose sample index takes {gib(index_bytes)} to build, "
             f"but this machine has {gib(memory_bytes)} of memory for it; start from a larger one, or cut the corpus"
         )
+
+
+def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why samples could not depend on where documents end."""
+    data, given, noted = config.data, config.data.end_of_document, corpus.end_of_document
+    if not data.marks_documents:
+        return
+    if given is None and noted is None:
+        yield (
+            f"data.eod_mask_loss=true needs the token that ends a document, and no note of `spare preprocess` names "
+            f"one for all of {data.named}; write it anew, or set data.end_of_document to the id of that token"
+        )
+    elif given is not None and noted not in (None, given):
+        yield (
+            f"data.end_of_document={given}, but by its note {data.named} ends documents with token {noted}; clear the "
+            f"setting"
+        )
+    elif given is not None and given >= config.model.vocab_size:
+        yield f"data.end_of_document={given} is not below model.vocab_size={config.model.vocab_size}; change one"
+    num_groups, num_tokens = config.layout.num_groups, run_sizes(config).tokens_per_step
+    if config.reduce.mode != "reproducible" and (
+        num_groups > _MOST_COUNTED_GROUPS or num_tokens > _MOST_COUNTED_TOKENS
+    ):
+        yield (
+            f"data.eod_mask_loss=true counts tokens exactly with reduce.mode={config.reduce.mode} in up to "
+            f"{_MOST_COUNTED_GROUPS} groups and {_MOST_COUNTED_TOKENS} tokens of a step, not in {num_groups} groups "
+            f"and {num_tokens}; set reduce.mode=reproducible, or lower layout.num_groups or the batch"
+        )
+
+
+_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
+"""Limits of the two digits in fp32 that `mcore.gradients` counts tokens with."""
 
 
 OURS_IN_MEGATRON_WORDS = {

@@ -125,6 +125,8 @@ def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
         raise ValueError(machine.corpus_failure or f"{config.data.named}: one of its files is missing")
     config = on_device(config, machine)
     data = dataclasses.replace(config.data, identity=machine.corpus.identity)
+    if data.marks_documents and data.end_of_document is None:
+        data = dataclasses.replace(data, end_of_document=machine.corpus.end_of_document)
     reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)
     return dataclasses.replace(config, reduce=reduce, data=data)
 

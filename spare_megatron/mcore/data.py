@@ -38,11 +38,11 @@ class _Vocabulary:
     """The tokenizer interface of Megatron's dataset, for a corpus that is already tokens."""
 
     pad = -1
-    eod = -2
-    """Neither occurs in a corpus, so no token is masked."""
+    """Occurs in no corpus."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, end_of_document: int | None) -> None:
         self.vocab_size = vocab_size
+        self.eod = -2 if end_of_document is None else end_of_document
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -248,10 +248,10 @@ def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
         random_seed=0,
         sequence_length=config.model.seq_length,
         blend_per_split=[([prefix], None), None, None],
-        tokenizer=_Vocabulary(config.model.vocab_size),
+        tokenizer=_Vocabulary(config.model.vocab_size, config.data.end_of_document),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=config.data.eod_mask_loss,
         create_attention_mask=False,
     )
 
@@ -268,14 +268,18 @@ class Corpus:
         self._microbatches_per_shard = config.spare.microbatches_per_shard
         self._micro_batch_size = config.train.micro_batch_size
         self._num_steps = config.train.steps
+        self._keys = ("tokens", "labels", "position_ids", *(["loss_mask"] if config.data.eod_mask_loss else []))
 
     def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length]."""
+        """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length].
+
+        With `data.eod_mask_loss` also its `loss_mask`, 0 where a token does not count for the loss and 1 elsewhere.
+        """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
         first = self.first_sample(step, microbatch)
         samples = [self._samples[first + number] for number in range(self._micro_batch_size)]
-        return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
+        return {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
 
     def digest(self) -> str:
         """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.

@@ -268,6 +268,7 @@ def test_what_preprocess_has_noted_is_not_read_again(tmp_path: Path, num_reads: 
     facts = facts_of(tmp_path / "text")
     assert len(num_reads) == 0
     assert (facts.largest_token, facts.tokenizer, facts.vocab_size) == (ord("x"), "byte", 256)
+    assert facts.end_of_document == 0
     assert facts.identity == f"{facts.digest}, 5 tokens, tokenizer byte"
     for ending in (".bin", ".idx"):  # as copies have another time
         os.utime(tmp_path / f"text{ending}", ns=(1, 1))
@@ -281,7 +282,7 @@ def test_a_note_of_another_corpus_says_nothing_of_this_one(prefix: Path) -> None
     Path(f"{prefix}.json").write_text(json.dumps(note))
     assert facts_of(prefix) == facts
     Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": "byte", "vocab_size": 256}))  # of an earlier version
-    assert facts_of(prefix) == replace(facts, tokenizer="byte", vocab_size=256)
+    assert facts_of(prefix) == replace(facts, tokenizer="byte", vocab_size=256, end_of_document=0)
 
 
 def test_where_no_note_can_be_kept_the_corpus_is_read_each_time(
@@ -335,6 +336,16 @@ def test_the_identity_of_a_blend_names_each_corpus_with_its_share(blend: DataCon
 def test_a_weight_that_is_no_share_is_refused(blend: DataConfig, weight: float) -> None:
     _, failure = judge_corpus(replace(blend, blend=(blend.blend[0], replace(blend.blend[1], weight=weight))))
     assert failure == f"data.blend: corpus={blend.blend[1].corpus} has weight={weight}; set it to a number above 0"
+
+
+def test_a_blend_ends_its_documents_with_the_token_that_all_of_its_corpora_end_them_with(blend: DataConfig) -> None:
+    for ends, expected in (((7, 7), 7), ((7, 8), None), ((7, None), None)):
+        for part, end in zip(blend.blend, ends, strict=True):
+            facts = replace(read_corpus(part.corpus), tokenizer="bpe", vocab_size=256, end_of_document=end)
+            Path(f"{part.corpus}.json").write_text(note_of(facts))
+        facts, _ = judge_corpus(blend)
+        assert facts is not None
+        assert facts.end_of_document == expected
 
 
 def test_corpora_of_different_tokenizers_do_not_blend(blend: DataConfig) -> None:

@@ -38,6 +38,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "corpus": config.data.identity,
         "order": ORDER,
         "weights": config.checkpoint.weights_identity,
+        "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
     }
 

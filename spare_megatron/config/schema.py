@@ -115,8 +115,20 @@ class BlendedCorpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationCorpus:
+    """A validation set that is a corpus of its own."""
+
+    name: str
+    """Name of the set."""
+    corpus: str
+    """Path prefix of the indexed dataset, all of which is in the set."""
+    identity: str = ""
+    """Required identity of the corpus, as `data.identity`; empty accepts any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The training text."""
+    """The training text, and that for validation."""
 
     corpus: str = ""
     """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
@@ -126,6 +138,9 @@ class DataConfig:
     split: str = ""
     """Shares of each corpus's documents for training, validation and test, in this order, as in 99,1 or 969,30,1; empty
     trains on all."""
+    validation: tuple[ValidationCorpus, ...] = ()
+    """Validation sets of their own beside the part that `data.split` holds out, which is the set `validation`; one
+    table each: `name`, and `corpus`, a path prefix."""
     identity: str = ""
     """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
     any."""

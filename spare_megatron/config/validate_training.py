@@ -2,10 +2,11 @@
 
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from spare_megatron.config.building import describe_kind
-from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
+from spare_megatron.config.corpus import HELD_OUT, CorpusFacts, is_same_corpus, named_set, validation_names
 from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.run_sizes import run_sizes
@@ -36,8 +37,10 @@ def data_problems(
         yield _missing(data.corpus)
     elif corpus is not None:
         for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
-            yield from _unfit(config, part.corpus, facts, memory_bytes)
+            name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
+            yield from _unfit(config, name, part.corpus, facts, memory_bytes)
         yield from _ends(config, corpus)
+        yield from _validation(config, corpus)
         if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
             yield (
                 f"{data.named} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
@@ -55,10 +58,11 @@ def _missing(corpus: str) -> str:
     )
 
 
-def _unfit(config: RunConfig, prefix: str, corpus: CorpusFacts, memory_bytes: int | None) -> Iterator[str]:
-    """Why the model cannot be trained on this corpus."""
+def _unfit(
+    config: RunConfig, name: str, prefix: str, corpus: CorpusFacts, memory_bytes: int | None = None
+) -> Iterator[str]:
+    """Why the model cannot be trained on this corpus, or validated."""
     vocab_size = config.model.vocab_size
-    name = f"{'data.blend: ' if config.data.blend else 'data.'}corpus={prefix}"
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         yield (f"model.vocab_size={vocab_size} is below the vocabulary of {name}, {corpus.vocab_size} tokens; raise it")
     elif corpus.largest_token >= vocab_size:
@@ -103,6 +107,40 @@ def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
             f"{_MOST_COUNTED_GROUPS} groups and {_MOST_COUNTED_TOKENS} tokens of a step, not in {num_groups} groups "
             f"and {num_tokens}; set reduce.mode=reproducible, or lower layout.num_groups or the batch"
         )
+
+
+def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why validation sets could not be read."""
+    data = config.data
+    if repeated := [name for name, count in Counter(validation_names(data)).items() if count > 1]:
+        yield (
+            f"data.validation: name={repeated[0]} is the name of two validation sets"
+            f"{', one of them that of data.split' if repeated[0] == HELD_OUT else ''}; rename one"
+        )
+    end = corpus.end_of_document if data.end_of_document is None else data.end_of_document
+    tokenizers = {facts.tokenizer for facts in [corpus, *(facts for _, facts in corpus.parts)]} - {""}
+    for one, facts in zip(data.validation, corpus.validation, strict=True):
+        name = named_set(one)
+        if not _ID.fullmatch(one.name):
+            yield f"{name}: use at most 64 letters, digits, hyphens and underscores for the name"
+        yield from _unfit(config, name, one.corpus, facts)
+        if facts.num_tokens <= config.model.seq_length:
+            yield (
+                f"{name} has {facts.num_tokens} tokens, a window needs model.seq_length + 1 = "
+                f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
+            )
+        if facts.tokenizer and tokenizers and facts.tokenizer not in tokenizers:
+            yield (
+                f"{name} was written with tokenizer {facts.tokenizer}, and {data.named} with "
+                f"{', '.join(sorted(tokenizers))}; write both with one"
+            )
+        ends = {facts.end_of_document, end} - {None}
+        if data.marks_documents and len(ends) > 1:
+            yield f"{name} ends documents with token {facts.end_of_document}, {data.named} with {end}; write both alike"
+        if not is_same_corpus(one.identity, facts.identity):
+            yield (
+                f"{name} is {facts.identity!r}, not identity={one.identity!r}; use that corpus, or clear its identity"
+            )
 
 
 _MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36

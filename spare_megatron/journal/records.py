@@ -79,6 +79,10 @@ class RunRecord:
     """Corpus of the loaded checkpoint, if known to be another one."""
     weights: str = ""
     """Identity of the weights alone that the training began with; empty if there were none."""
+    validation: str = ""
+    """Name and corpus of each validation set of its own; empty in earlier versions."""
+    masks: str = ""
+    """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 
@@ -423,7 +427,7 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": ""}
+_LATER_TERMS = {"order": 1, "weights": "", "validation": "", "masks": ""}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

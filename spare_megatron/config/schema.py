@@ -158,10 +158,14 @@ class OptimizerConfig:
     """Learning rate at the end of the decay."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
-    decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay."""
+    decay_style: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
+    """Shape of the decay; wsd (warm-up, stable, decay) stays at the peak until its last `wsd_decay_steps`."""
     decay_steps: PositiveInt | None = None
     """Step at which the decay ends; the last one of the run if absent. Set it for a run that may be extended."""
+    wsd_decay_steps: PositiveInt | None = None
+    """Steps of the decay at the end of a wsd schedule."""
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of a wsd schedule; minus_sqrt is 1 minus the square root of its elapsed share."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
     beta1: ShareBelowOne = 0.9

@@ -116,11 +116,16 @@ def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.
         min_lr=settings.min_learning_rate,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=settings.decay_steps or config.train.steps,
-        lr_decay_style=settings.decay_style,
+        lr_decay_style=_DECAY_IN_MEGATRON.get(settings.decay_style, settings.decay_style),
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=config.train.steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
+        wsd_decay_steps=settings.wsd_decay_steps,
+        lr_wsd_decay_style=settings.wsd_decay_style,
     )
+
+
+_DECAY_IN_MEGATRON = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}

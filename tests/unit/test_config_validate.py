@@ -85,6 +85,12 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
             "optimizer.warmup_steps=5 must be below optimizer.decay_steps=5",
         ),
+        (["optimizer.decay_style=wsd"], "optimizer.decay_style=wsd needs optimizer.wsd_decay_steps"),
+        (["optimizer.wsd_decay_steps=5"], "optimizer.wsd_decay_steps=5 has no effect on optimizer.decay_style=cosine"),
+        (
+            ["optimizer.decay_style=wsd", "optimizer.wsd_decay_steps=15", "optimizer.warmup_steps=6"],
+            "optimizer.warmup_steps=6 and optimizer.wsd_decay_steps=15 together exceed train.steps=20",
+        ),
         (["metrics.peak_tflops=0"], "metrics.peak_tflops=0.0 must be above 0"),
         (["optimizer.redundancy=0"], "optimizer.redundancy=0 must be at least 1"),
         (

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from spare_megatron.config.building import describe_kind
 from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
 from spare_megatron.config.diagnosis import ranks_per_machine
+from spare_megatron.config.parameter_rules import rule_problems
 from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
@@ -105,6 +106,10 @@ FIXED_IN_MEGATRON = {
     "no_sync_func": "groups reduce after the schedule, not inside it",
     "param_sync_func": "parameters are never sharded over groups",
     "grad_scale_func": "gradients are scaled once, after the reduction",
+    "optimizer": (
+        "Adam is the only optimizer; in megatron-core 0.16.1 Muon needs a package that PyPI does not have and "
+        "Megatron's global process groups, and state partitions would cut the matrices that it orthogonalizes"
+    ),
 }
 """Megatron fields that masking losses depends on, and why they cannot be set."""
 
@@ -242,6 +247,7 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
             f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
         )
     yield from _decay(config)
+    yield from rule_problems(config)
     yield from _sharding(config)
 
 

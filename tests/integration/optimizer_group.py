@@ -1,13 +1,16 @@
 """What a rank is asked to do to compare our optimizers with Megatron's own, which is built here from Megatron alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import OptimizerConfig, RunConfig
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import CPU, Arrays
 from tests.integration.stacked_groups import (
@@ -15,7 +18,6 @@ from tests.integration.stacked_groups import (
     first_hosts,
     gather,
     make_up_gradients,
-    replicated,
     stacked,
     values_by_name,
 )
@@ -30,21 +32,20 @@ class Trained:
 
 
 def train_three_ways(
-    _: RunConfig, configs: Sequence[RunConfig], schedulers: Sequence[dict[str, Any]], num_steps: int
+    config: RunConfig, cases: Sequence[tuple[OptimizerConfig, dict[str, Any], bool]], num_steps: int
 ) -> list[tuple[Trained, Trained, Trained]]:
-    """For each configuration, steps on made-up gradients with whole state, partitioned state, and Megatron alone.
+    """For each case, steps on made-up gradients with whole state, partitioned state, and Megatron alone.
 
     Args:
-        schedulers: What Megatron's scheduler is given of each configuration's decay.
+        cases: Settings, what Megatron's scheduler is given of their decay, and whether they have the test's rules.
     """
-    return [
-        (
-            _with_whole_state(replicated(config), num_steps),
-            _with_partitions(replace(config, optimizer=replace(config.optimizer, sharding="stacked")), num_steps),
-            _with_megatron(replicated(config), scheduler, num_steps),
-        )
-        for config, scheduler in zip(configs, schedulers, strict=True)
-    ]
+    found = []
+    for settings, scheduler, has_rules in cases:
+        whole = replace(config, optimizer=settings)
+        partitioned = replace(config, optimizer=replace(settings, sharding="stacked"))
+        megatron = _with_megatron(whole, scheduler, _rates_of_the_rules(settings) if has_rules else None, num_steps)
+        found.append((_with_whole_state(whole, num_steps), _with_partitions(partitioned, num_steps), megatron))
+    return found
 
 
 def _with_whole_state(config: RunConfig, num_steps: int) -> Trained:
@@ -69,10 +70,33 @@ def _with_partitions(config: RunConfig, num_steps: int) -> Trained:
     return Trained(values=values_by_name(trainers[0]), rates=rates)
 
 
-def _with_megatron(config: RunConfig, scheduler: dict[str, Any], num_steps: int) -> Trained:
+def _rates_of_the_rules(settings: OptimizerConfig) -> dict[ParamKey, dict[str, float]]:
+    """The test's rules for Megatron: disjoint, and with its exception of vectors."""
+
+    def scaled(factor: float) -> dict[str, float]:
+        limits = {"max_lr": settings.learning_rate * factor, "min_lr": settings.min_learning_rate * factor}
+        return limits | {"lr_mult": factor}  # it has a part in the order of groups, and so of the norm's sum
+
+    def key(fits: Callable[[torch.nn.Parameter, str], bool]) -> ParamKey:
+        return ParamKey(with_name_predicate=ParamWithNamePredicate(name=str(id(fits)), fn=fits))
+
+    return {
+        key(lambda one, name: "layers.1.mlp." in name and one.ndim > 1): scaled(0.5),
+        key(lambda one, name: "layers.1.mlp." in name and one.ndim == 1): scaled(0.5) | {"wd_mult": 0.0},
+        key(lambda one, name: "layers.0.mlp." in name and one.ndim > 1): scaled(0.0),
+        key(lambda one, name: "layers.0.mlp." in name and one.ndim == 1): scaled(0.0) | {"wd_mult": 0.0},
+        key(lambda _, name: "embedding." in name): scaled(0.25) | {"wd_mult": 0.0},
+        key(lambda _, name: name.endswith("layernorm.weight")): {"wd_mult": 2.0},
+        key(lambda _, name: name.endswith(("layernorm.bias", "linear_qkv.bias"))): {"wd_mult": 0.0},
+    }
+
+
+def _with_megatron(
+    config: RunConfig, scheduler: dict[str, Any], rules: dict[ParamKey, dict[str, float]] | None, num_steps: int
+) -> Trained:
     trainer, settings = GroupTrainer(config, CPU), config.optimizer
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
+        MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
             min_lr=settings.min_learning_rate,
@@ -83,6 +107,7 @@ def _with_megatron(config: RunConfig, scheduler: dict[str, Any], num_steps: int)
             clip_grad=settings.clip_grad,
         ),
         [chunk.module for chunk in trainer.chunks],
+        config_overrides=rules,
         use_gloo_process_groups=False,
         pg_collection=trainer.process_groups,
     )
@@ -102,12 +127,7 @@ def _with_megatron(config: RunConfig, scheduler: dict[str, Any], num_steps: int)
     rates = []
     for step in range(num_steps):
         make_up_gradients(trainer.chunks, step)
-        rates.append(_rate_of(optimizer.param_groups))
+        rates.append(schedule.get_lr({}))
         optimizer.step()
         schedule.step(increment=1)
     return Trained(values=values_by_name(trainer), rates=rates)
-
-
-def _rate_of(groups: Iterator[dict[str, Any]]) -> float:
-    (rate,) = {group["lr"] for group in groups}
-    return float(rate)

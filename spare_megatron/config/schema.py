@@ -173,6 +173,18 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRule:
+    """Rates of the parameters whose names match a pattern."""
+
+    pattern: str
+    """Shell pattern of parameter names, as in `*.bias` or `decoder.layers.0.*`."""
+    learning_rate_factor: float = 1.0
+    """Factor on the learning rate; 0 leaves the parameters as they are."""
+    weight_decay_factor: float | None = None
+    """Factor on the weight decay; if absent 0 for biases and other vectors and 1 for the rest, as without a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """Adam with weight decay, and its schedule."""
 
@@ -182,12 +194,19 @@ class OptimizerConfig:
     """Learning rate at the end of the decay."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
-    decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay."""
+    decay_style: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
+    """Shape of the decay; wsd (warm-up, stable, decay) stays at the peak until its last `wsd_decay_steps`."""
     decay_steps: PositiveInt | None = None
     """Step at which the decay ends; the last one of the run if absent. Set it for a run that may be extended."""
+    wsd_decay_steps: PositiveInt | None = None
+    """Steps of the decay at the end of a wsd schedule."""
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of a wsd schedule; minus_sqrt is 1 minus the square root of its elapsed share."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay; biases and other vectors have none unless a rule gives them some."""
+    rules: tuple[ParameterRule, ...] = ()
+    """Rates by parameter, one table each: `pattern`, a shell pattern of names, `learning_rate_factor` and
+    `weight_decay_factor`; the first that matches counts."""
     beta1: ShareBelowOne = 0.9
     """Decay rate of Adam's first moment."""
     beta2: ShareBelowOne = 0.95

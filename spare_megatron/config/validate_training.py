@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from spare_megatron.config.building import describe_kind
 from spare_megatron.config.corpus import HELD_OUT, CorpusFacts, is_same_corpus, named_set, validation_names
 from spare_megatron.config.diagnosis import ranks_per_machine
+from spare_megatron.config.parameter_rules import rule_problems
 from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import MetricsConfig, RunConfig
@@ -177,6 +178,10 @@ FIXED_IN_MEGATRON = {
     "no_sync_func": "groups reduce after the schedule, not inside it",
     "param_sync_func": "parameters are never sharded over groups",
     "grad_scale_func": "gradients are scaled once, after the reduction",
+    "optimizer": (
+        "Adam is the only optimizer; in megatron-core 0.16.1 Muon needs a package that PyPI does not have and "
+        "Megatron's global process groups, and state partitions would cut the matrices that it orthogonalizes"
+    ),
 }
 """Megatron fields that masking losses depends on, and why they cannot be set."""
 
@@ -308,19 +313,35 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
     settings = config.optimizer
-    steps = settings.decay_steps or config.train.steps
     if settings.min_learning_rate > settings.learning_rate:
         yield (
             f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
             f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
         )
-    if settings.warmup_steps > 0 and settings.warmup_steps >= steps:
-        yield (
-            f"optimizer.warmup_steps={settings.warmup_steps} must be below "
-            f"{'optimizer.decay_steps' if settings.decay_steps else 'train.steps'}={steps}; "
-            f"lower the first or raise the second"
-        )
+    yield from _decay(config)
+    yield from rule_problems(config)
     yield from _sharding(config)
+
+
+def _decay(config: RunConfig) -> Iterator[str]:
+    settings = config.optimizer
+    steps = settings.decay_steps or config.train.steps
+    end = f"{'optimizer.decay_steps' if settings.decay_steps else 'train.steps'}={steps}"
+    warmup, decay = settings.warmup_steps, settings.wsd_decay_steps
+    if warmup > 0 and warmup >= steps:
+        yield f"optimizer.warmup_steps={warmup} must be below {end}; lower the first or raise the second"
+    elif settings.decay_style == "wsd" and decay is not None and warmup + decay > steps:
+        yield (
+            f"optimizer.warmup_steps={warmup} and optimizer.wsd_decay_steps={decay} together exceed {end}; lower one "
+            f"of the former or raise the latter"
+        )
+    if settings.decay_style == "wsd" and decay is None:
+        yield "optimizer.decay_style=wsd needs optimizer.wsd_decay_steps, the steps of its decay; set it"
+    if settings.decay_style != "wsd" and decay is not None:
+        yield (
+            f"optimizer.wsd_decay_steps={decay} has no effect on optimizer.decay_style={settings.decay_style}; remove "
+            f"it, or set that to wsd"
+        )
 
 
 def _sharding(config: RunConfig) -> Iterator[str]:

@@ -9,20 +9,20 @@ from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
-    get_standard_config_overrides,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.parameter_rates import overrides
 
 
 class Optimizer:
     """Updates all parameters of a rank, once per committed step."""
 
     def __init__(self, config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
-        self.megatron = build_adam(adam_config(config), chunks, groups)
+        self.megatron = build_adam(adam_config(config), chunks, groups, config.optimizer.rules)
         self.schedule = make_schedule(config, self.megatron)
 
     def zero_grad(self) -> None:
@@ -33,7 +33,7 @@ class Optimizer:
 
         Collective over: all ranks of the group (the norm is over all parameters).
         """
-        learning_rate = get_canonical_lr_for_logging(self.megatron.param_groups)
+        learning_rate = self.schedule.get_lr({})
         was_applied, gradient_norm, _ = self.megatron.step()
         assert was_applied, "only loss scaling, which fp16 alone needs, leaves a step out"
         self.schedule.step(increment=1)
@@ -45,7 +45,7 @@ class Optimizer:
 
     def update_counts(self) -> list[float]:
         """Update counts of the schedule and of a fused Adam's parameter groups; torch's are in `state_of`."""
-        groups = [] if USING_PYTORCH_OPTIMIZER else self.megatron.param_groups
+        groups = [] if USING_PYTORCH_OPTIMIZER else [group for group in self.megatron.param_groups if group["params"]]
         return [float(count) for count in (self.schedule.num_steps, *(group["step"] for group in groups))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,9 +53,15 @@ class Optimizer:
         return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a `state_dict` of torch's Adam (update count per parameter) or of a fused one (per parameter group)."""
+        """Loads a `state_dict` of torch's Adam (update count per parameter) or of a fused one (per parameter group).
+
+        All settings stay those of this run.
+        """
         num_updates = state["schedule"]["num_steps"]
-        adam = state["megatron"].get("optimizer", state["megatron"])["state"]
+        own = self.megatron.state_dict()
+        whole = state["megatron"].get("optimizer", state["megatron"])
+        whole["param_groups"] = own.get("optimizer", own)["param_groups"]  # those of this run's settings
+        adam = whole["state"]
         of_parameters = [each for key, each in adam.items() if key != "common_step"]
         if not USING_PYTORCH_OPTIMIZER:
             adam.pop("common_step", None)
@@ -72,10 +78,10 @@ class Optimizer:
 
     def sharded_state(self, model: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """`state_dict` with each tensor's place in the whole model; `is_loading` allocates missing state."""
-        return {
-            "megatron": self.megatron.sharded_state_dict(model, is_loading=is_loading),
-            "schedule": self.schedule.state_dict(),
-        }
+        state = self.megatron.sharded_state_dict(model, is_loading=is_loading)
+        if is_loading:
+            del state.get("optimizer", state)["param_groups"]  # a run with other rules has other groups
+        return {"megatron": state, "schedule": self.schedule.state_dict()}
 
 
 def adam_config(config: RunConfig) -> OptimizerConfig:
@@ -95,12 +101,14 @@ def adam_config(config: RunConfig) -> OptimizerConfig:
     )
 
 
-def build_adam(config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> MegatronOptimizer:
-    """Megatron's optimizer, without weight decay on vectors. Collective over: all ranks of the group."""
+def build_adam(
+    config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection, rules: Sequence[ParameterRule]
+) -> MegatronOptimizer:
+    """Megatron's optimizer with the rates of `overrides`. Collective over: all ranks of the group."""
     return get_megatron_optimizer(
         config,
         [chunk.module for chunk in chunks],
-        config_overrides=get_standard_config_overrides(config),
+        config_overrides=overrides(config, chunks, rules),
         use_gloo_process_groups=False,
         pg_collection=groups,
     )
@@ -116,11 +124,16 @@ def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.
         min_lr=settings.min_learning_rate,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=settings.decay_steps or config.train.steps,
-        lr_decay_style=settings.decay_style,
+        lr_decay_style=_DECAY_IN_MEGATRON.get(settings.decay_style, settings.decay_style),
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=config.train.steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
+        wsd_decay_steps=settings.wsd_decay_steps,
+        lr_wsd_decay_style=settings.wsd_decay_style,
     )
+
+
+_DECAY_IN_MEGATRON = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}

@@ -88,7 +88,8 @@ def build_rank(
     chunk = _build(config, transformer, device, is_sharded)
     gathers_later = chunk.module.ddp_config.overlap_param_gather
     adam = replace(adam_config(config), use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
-    optimizer = build_adam(adam, [chunk], ProcessGroupCollection.use_mpu_process_groups())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    optimizer = build_adam(adam, [chunk], groups, config.optimizer.rules)
     return chunk, optimizer, make_schedule(config, optimizer)
 
 

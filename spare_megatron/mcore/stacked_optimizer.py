@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -105,7 +104,7 @@ class StackedOptimizer:
         `squares` is the sum of squared gradients of all partitions of this rank position, without those that every
         group needs; None if all gradients are local. Collective over: all ranks of the group.
         """
-        learning_rate = get_canonical_lr_for_logging(self._adam.param_groups)
+        learning_rate = self.schedule.get_lr({})
         norm = self._norm(squares)
         with self._lock, torch.no_grad():
             for updated in self._updated:
@@ -322,7 +321,7 @@ def _build_adam(
     """
     settings = config.optimizer
     as_fp32 = replace(config, model=replace(config.model, precision="fp32"))
-    whole = build_adam(adam_config(as_fp32), chunks, groups)
+    whole = build_adam(adam_config(as_fp32), chunks, groups, settings.rules)
     own = [
         {key: value for key, value in group.items() if key not in whole.optimizer.defaults} | {"params": []}
         for group in whole.param_groups

@@ -109,6 +109,9 @@ class _FusedAdam:
     def __init__(self) -> None:
         self.param_groups: list[dict[str, float]] = [{}, {}]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups": self.param_groups}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, of_parameter in state["state"].items():
             if set(of_parameter) != {"exp_avg", "exp_avg_sq"}:

@@ -9,8 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token, model_shape
+from spare_megatron.config.parameter_rules import parameter_names
 from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.parameter_rates import names_for_rules
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import CPU, run_group, work_of
 
@@ -24,9 +26,11 @@ LLAMA_LIKE = {
 }
 
 
-def count_parameters(config: RunConfig) -> int:
+def parameters_of(config: RunConfig) -> tuple[int, list[str]]:
+    """Elements and names of a rank's parameters."""
     chunks = GroupTrainer(config, CPU).chunks
-    return sum(parameter.numel() for chunk in chunks for parameter in chunk.module.parameters())
+    number = sum(parameter.numel() for chunk in chunks for parameter in chunk.module.parameters())
+    return number, [name for name, _ in names_for_rules(chunks)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def count_parameters(config: RunConfig) -> int:
         (1, True, {"attention_output_gate": True, "num_query_groups": 2}),
     ],
 )
-def test_each_stage_holds_as_many_parameters_as_the_shape_says(
+def test_each_stage_holds_the_parameters_that_shape_and_names_say(
     text_corpus: Path, stages: int, is_tied: bool, megatron: dict[str, object]
 ) -> None:
     model = ModelConfig(hidden_size=64, ffn_hidden_size=160, vocab_size=200, tie_embeddings=is_tied)
@@ -51,7 +55,12 @@ def test_each_stage_holds_as_many_parameters_as_the_shape_says(
         megatron=megatron,
     )
     prepare_index(config)
-    assert run_group(count_parameters, config) == model_shape(config).of_stages(stages)
+    numbers, names = zip(*run_group(parameters_of, config), strict=True)
+    assert list(numbers) == model_shape(config).of_stages(stages)
+    found = [name for of_stage in names for name in of_stage]
+    if stages > 1 and is_tied:  # the last stage has a copy
+        found.remove("embedding.word_embeddings.weight")
+    assert sorted(found) == sorted(parameter_names(config))
 
 
 def count_flops(config: RunConfig) -> int:
@@ -101,4 +110,5 @@ def test_presets_have_as_many_parameters_as_the_published_weights(preset: str, p
 def test_megatron_builds_the_small_llama_with_as_many_parameters(text_corpus: Path) -> None:
     config = load_run_config(Path("llama_10m"), [f"data.corpus={text_corpus}", "layout.num_groups=1"]).config
     prepare_index(config)
-    assert run_group(count_parameters, config) == [10_490_112]
+    [(number, _)] = run_group(parameters_of, config)
+    assert number == 10_490_112

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, ParameterRule, RunConfig
 from spare_megatron.mcore.checkpoint import boxes
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import stacked_checkpoint_groups as checkpoints
@@ -55,9 +55,14 @@ def test_state_partitions_load_as_replicated_state_and_the_other_way_round(
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in whole)
     assert common == expected
     there = config_of(text_corpus, loaded, **model)
+    if model:  # other rates than those it was saved with count for both
+        rules = (ParameterRule(pattern="embedding.*", learning_rate_factor=0.3), ParameterRule(pattern="*.mlp.*.bias"))
+        there = replace(there, optimizer=replace(there.optimizer, learning_rate=2e-3, rules=rules))
     answers = run_group(checkpoints.load_and_train_both_ways, there, tmp_path, BEFORE, AFTER)
     for of_rank in answers:
         assert all(answer == of_rank[0] for answer in of_rank)
+        *_, rate = of_rank[0][0][0]
+        assert rate == there.optimizer.learning_rate  # the warm-up ends where the loaded state does
     if case.startswith("groups"):
         np.testing.assert_allclose(answers[0][0][0], curve, rtol=2e-6)
 

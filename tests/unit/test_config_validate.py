@@ -85,6 +85,26 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
             "optimizer.warmup_steps=5 must be below optimizer.decay_steps=5",
         ),
+        (
+            ["optimizer.rules=[{pattern='*.bias', weight_decay_factor=0}, {pattern='*.experts.*'}]"],
+            "optimizer.rules[1].pattern='*.experts.*' matches no parameter of this model; names are like embedding.",
+        ),
+        (["optimizer.rules=[{pattern='output_layer.*'}]"], "pattern='output_layer.*' matches no parameter"),
+        (
+            ["optimizer.rules=[{pattern='*norm*'}, {pattern='*.input_layernorm.*'}]"],
+            "optimizer.rules[1].pattern='*.input_layernorm.*' matches only parameters of earlier rules",
+        ),
+        (
+            ["optimizer.rules=[{pattern='*', learning_rate_factor=-1}]"],
+            "optimizer.rules[0].learning_rate_factor=-1.0 must be at least 0 and finite",
+        ),
+        (["megatron.optimizer=muon"], "megatron.optimizer cannot be set: Adam is the only optimizer; in megatron-core"),
+        (["optimizer.decay_style=wsd"], "optimizer.decay_style=wsd needs optimizer.wsd_decay_steps"),
+        (["optimizer.wsd_decay_steps=5"], "optimizer.wsd_decay_steps=5 has no effect on optimizer.decay_style=cosine"),
+        (
+            ["optimizer.decay_style=wsd", "optimizer.wsd_decay_steps=15", "optimizer.warmup_steps=6"],
+            "optimizer.warmup_steps=6 and optimizer.wsd_decay_steps=15 together exceed train.steps=20",
+        ),
         (["metrics.peak_tflops=0"], "metrics.peak_tflops=0.0 must be above 0"),
         (["optimizer.redundancy=0"], "optimizer.redundancy=0 must be at least 1"),
         (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.entries import Commit, Restart, entry_fields
@@ -195,6 +195,11 @@ def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is the state of single ranks") as error:
         resolve_load(other, tmp_path / "new", pytest.fail)
     assert "layout.pipeline_parallel = 2, and it was saved with 1" in str(error.value)
+    rules = (ParameterRule(pattern="*.bias", learning_rate_factor=0.5),)
+    grouped = load_config(path)
+    grouped = replace(grouped, optimizer=replace(grouped.optimizer, rules=rules))
+    with pytest.raises(ValueError, match=r"optimizer\.rules = \[.*\*\.bias.*\], and it was saved with \[\]"):
+        resolve_load(grouped, tmp_path / "new", pytest.fail)
     fewer = load_config(path)
     fewer = replace(
         fewer,

@@ -97,6 +97,8 @@ def manifest_of(
     """The manifest of these files; `head` counts the log entries folded, `writers` wrote state partitions, if any."""
     layout, spare = config.layout, config.spare
     optimizer: dict[str, Any] = {"sharding": config.optimizer.sharding}
+    if rules := rules_of(config):
+        optimizer["rules"] = rules
     if action.hosts:
         groups = sorted({member.group for member in writers})
         optimizer |= {"num_slices": len(action.hosts), "redundancy": config.optimizer.redundancy, "writers": groups}
@@ -120,6 +122,11 @@ def manifest_of(
         files=dict(sorted(files.items())),
         optimizer=optimizer,
     )
+
+
+def rules_of(config: RunConfig) -> list[dict[str, Any]]:
+    """`optimizer.rules` as a manifest has them."""
+    return [asdict(rule) for rule in config.optimizer.rules]
 
 
 # ----------------------------------------------------------------------------------------------------------- names

@@ -97,7 +97,9 @@ def describe(path: Path, saved: SavedRank) -> None:
 def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     """Why a run's ranks cannot load this emergency checkpoint, as text; empty if they can."""
     sharding = manifest.optimizer["sharding"]
-    pairs = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
+    pairs: dict[str, tuple[Any, Any]] = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
+    if sharding == "replicated":  # the state lies in the order of Megatron's parameter groups
+        pairs["optimizer.rules"] = (manifest.optimizer.get("rules", []), folders.rules_of(config))
     ours = asdict(config.layout)
     needed = [name for name in ours if name != "num_groups" or sharding == "stacked"]  # one partition per group
     pairs |= {f"layout.{name}": (manifest.layout[name], ours[name]) for name in needed}

@@ -53,22 +53,11 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
-from tests.unit.journal_in_memory import summarize
+from tests.unit.journal_in_memory import run_record, summarize
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
-RUN = RunRecord(
-    name="shown",
-    num_groups=3,
-    ranks_per_group=1,
-    redundancy=2,
-    microbatches_per_shard=2,
-    num_steps=20,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(3, name="shown", redundancy=2, microbatches_per_shard=2, num_steps=20)
 
 
 def simulated(seed: int, redundancy: int, repair_s: float | None) -> list[Line]:

@@ -147,7 +147,7 @@ def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object
 
 
 class EndOfWork:
-    """Wakes a waiting thread when a work's kernels have ended. NCCL calls nobody back, so a thread waits for an event.
+    """Wakes a waiting thread when a work's kernels have ended. NCCL has no callbacks, so a thread waits for an event.
 
     Costs a short thread and an event per wait, on a stream of its own, which no other work is issued to.
     """

@@ -17,36 +17,34 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Facts that a node reports about itself.
-
-    Attributes:
-        versions: Package -> version; empty if absent.
-        torch_failure: Why torch cannot be loaded, or use the GPUs; empty if it can.
-        open_files: Limit on open files of a process; `open_files_most` is the value to which it can be raised.
-        locked_memory_bytes: Limit on locked memory of a process; None if unlimited.
-        has_infiniband: InfiniBand adapters, which need locked memory, are present.
-        store_failures: etcd endpoint -> why it does not answer here.
-        store_refusal: Why etcd does not report its size; empty if it does, or is unreachable.
-        store_space: Size of etcd's database; None if not reported.
-        sees_folder: The file that the driver wrote to the checkpoint folder is visible.
-        corpus_bytes: Sizes of the two files of each corpus; None for one that cannot be read.
-    """
+    """Facts that a node reports about itself."""
 
     host: str
     versions: Mapping[str, str]
+    """Package -> version; empty if absent."""
     torch_failure: str
+    """Why torch cannot be loaded, or use the GPUs; empty if it can."""
     gpus: tuple[Gpu, ...]
     gpu_driver: str
     open_files: int
+    """Limit on open files of a process."""
     open_files_most: int
+    """Value to which that limit can be raised."""
     locked_memory_bytes: int | None
+    """Limit on locked memory of a process; None if unlimited."""
     has_infiniband: bool
+    """InfiniBand adapters, which need locked memory, are present."""
     busy_ports: tuple[int, ...]
     store_failures: Mapping[str, str]
+    """etcd endpoint -> why it does not answer here."""
     store_refusal: str
+    """Why etcd does not report its size; empty if it does, or is unreachable."""
     store_space: StoreSpace | None
+    """Size of etcd's database; None if not reported."""
     corpus_bytes: tuple[int | None, ...]
+    """Sizes of the two files of each corpus; None for one that cannot be read."""
     sees_folder: bool
+    """The file that the driver wrote to the checkpoint folder is visible."""
     folder_free_bytes: int
 
 

@@ -481,6 +481,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """Traces of torch's profiler, in `profile` in the run directory: a file for each step and rank."""
+
+    steps: tuple[int, ...] = ()
+    """Steps to trace; empty traces none."""
+    groups: tuple[int, ...] = (0,)
+    """Groups whose ranks are traced."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks inside those groups that are traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The whole configuration of a run."""
 
@@ -499,6 +511,7 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, in Megatron's own spelling."""

@@ -98,6 +98,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *rate_problems(config),
         *checkpoint_problems(config),
         *metrics_problems(config.metrics),
+        *_profile(config),
         *snapshot_problems(config),
         *_isolation(config, machine),
         *_device(config, machine),
@@ -148,6 +149,21 @@ def _outside_range(config: RunConfig) -> Iterator[str]:
     factor = config.train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
         yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to disable the check; change it"
+
+
+def _profile(config: RunConfig) -> Iterator[str]:
+    profile = config.profile
+    limits = (
+        ("steps", profile.steps, "train.steps", config.train.steps),
+        ("groups", profile.groups, "layout.num_groups", config.layout.num_groups),
+        ("ranks", profile.ranks, "the number of ranks of a group", config.parallel.ranks_per_group),
+    )
+    for name, values, limit_text, limit in limits:
+        if profile.steps and not values:
+            yield f"profile.{name} is empty, so profile.steps traces nothing; name at least one, or empty profile.steps"
+        for value in values if profile.steps else ():
+            if not 0 <= value < limit:
+                yield f"profile.{name} has {value}, outside 0 to {limit - 1}; {limit_text} is {limit}; change it"
 
 
 def _infinite(config: RunConfig) -> Iterator[str]:

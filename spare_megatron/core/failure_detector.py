@@ -51,6 +51,8 @@ class Operation(StrEnum):
     """Hashing the parameters, or packing the whole state: local, and longer for larger models."""
     SAVE = "save"
     """Waiting for a checkpoint: for its copy of the state, or for storage."""
+    PROFILE = "profile"
+    """Starting torch's profiler, or writing its trace: it holds the interpreter's lock, so no heartbeat is sent."""
     END = "end"
     """Leaving the process, which no longer sends heartbeats and may have much memory to free."""
 
@@ -72,8 +74,11 @@ _PATIENT = frozenset(
 _POLLING = frozenset({Operation.JOIN})
 """Operations that make progress all the time, whatever they wait for."""
 
-_ALONE = frozenset({Operation.COMPUTE, Operation.STORAGE, Operation.CHECK})
+_ALONE = frozenset({Operation.COMPUTE, Operation.STORAGE, Operation.CHECK, Operation.PROFILE})
 """Operations that need no other rank, tensor parallelism apart."""
+
+HOLDING_UP = frozenset({Operation.STORAGE, Operation.PROFILE})
+"""Operations during which the other ranks of the group, which may wait for this one, are not found lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +107,8 @@ class Pulse:
 class FailureDetector:
     """Watches one rank.
 
-    `first_limit_s` limits an operation's first run, unless it polls, and every storage operation, because storage that
-    pauses for all groups must not end them.
+    `first_limit_s` limits an operation's first run, unless it polls; every storage operation, because storage that
+    pauses for all groups must not end them; and the silence of a rank that writes a profile.
     """
 
     def __init__(self, interval_s: float, first_limit_s: float, load_limit_s: float) -> None:
@@ -118,18 +123,21 @@ class FailureDetector:
         """Why the rank is considered lost, for people; empty while it is not.
 
         `group_starved_s`: total time without a processor of all ranks of its group, from any origin. `is_held_up`:
-        another rank of its group is at storage or waits for other groups, and this one may wait for it.
+        another rank of its group is in an operation of `HOLDING_UP` or waits for other groups, and this one may wait
+        for it.
         """
         if self._polled_at_s is not None and now_s - self._polled_at_s > self._interval_s:
             # The watcher itself was suspended. What it missed is no evidence.
             self._beats, self._progress = _Counter(), _Counter()
-        if is_held_up and pulse.operation is not Operation.STORAGE:
+        if is_held_up and pulse.operation not in HOLDING_UP:
             self._progress = _Counter()  # start anew: it continues a little later than the rank that it waits for
         self._polled_at_s = now_s
         silent_s = self._beats.unchanged_s(pulse.beats, now_s, pulse.starved_s)
         stuck_s = self._progress.unchanged_s(pulse.progress + pulse.waits, now_s, group_starved_s)
         if pulse.operation is Operation.END:
             return f"not ended for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
+        if pulse.operation is Operation.PROFILE:
+            return f"no heartbeat for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
         # A rank without heartbeats makes no progress either, and that may show first.
         if silent_s >= (0.5 if is_stuck else _LIMIT_INTERVALS) * self._interval_s:

@@ -264,7 +264,7 @@ def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
         "reduce": (Operation.REDUCE,),
         "vote": (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY),
         "optimizer": (Operation.UPDATE,),
-        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK, Operation.STORAGE),
+        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK, Operation.STORAGE, Operation.PROFILE),
     }
     return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
 

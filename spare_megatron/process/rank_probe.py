@@ -7,6 +7,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.process.heartbeats import HeartbeatWriter
+from spare_megatron.process.span_ring import Ranges
 from spare_megatron.stacking.plans import Microbatch
 
 
@@ -51,6 +52,10 @@ class RankProbe:
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
         """Records a stage of the group's recovery from a loss, in seconds of the monotonic clock."""
         self._beacon.spans.recovered(stage, began_s, ended_s)
+
+    def show_spans(self, ranges: Ranges | None) -> None:
+        """Reports the spans of the main thread to `ranges` too, from now on; None ends that. Between two spans."""
+        self._beacon.spans.ranges = ranges
 
     def compute_s(self) -> float:
         """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""

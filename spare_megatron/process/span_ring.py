@@ -7,7 +7,7 @@ import ctypes
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from spare_megatron.core.failure_detector import OPERATIONS, Operation
 from spare_megatron.journal.spans import RECOVERY_NAMES, RecoveryStage, Span
@@ -97,14 +97,30 @@ def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
     return found[overwritten:], end
 
 
+class Ranges(Protocol):
+    """Receives the spans of a rank's main thread as they begin and end, the one that began last first."""
+
+    def push(self, name: str, /) -> None:
+        """A span begins."""
+
+    def pop(self) -> None:
+        """The span that began last ends."""
+
+
+def name_of_pass(kind: str, microbatch: Microbatch) -> str:
+    return f"{kind} of shard {microbatch.shard}, microbatch {microbatch.index}"
+
+
 class SpanRecorder:
     """The rank's end of the ring, for its main thread. Spans may nest; recovery stages overlap with others. Megatron's
-    schedule only shows a backward pass's start: its span ends when the main thread turns to something else.
+    schedule only shows a backward pass's start: its span ends when the main thread turns to something else. `ranges`
+    gets all spans but recovery stages; set it between two spans.
     """
 
     def __init__(self, ring: Ring, passes: PassTimes) -> None:
         self._ring = ring
         self.passes = passes
+        self.ranges: Ranges | None = None
         self._slots = memoryview(ring.slots).cast("B")
         self._backward: tuple[Microbatch, float] | None = None
         self.step = -1
@@ -113,25 +129,35 @@ class SpanRecorder:
     def during(self, operation: Operation, *, in_backward: bool = False) -> Iterator[None]:
         interrupted = self._backward
         began_s = self._turn()
+        if self.ranges is not None:
+            self.ranges.push(operation)
         try:
             yield
         finally:
             self._add(_OPERATION_CODES[operation], began_s, self._turn(), None)
+            if self.ranges is not None:
+                self.ranges.pop()
             if in_backward and interrupted is not None:
                 self.backward(interrupted[0])
 
     @contextlib.contextmanager
     def forward(self, microbatch: Microbatch) -> Iterator[None]:
         began_s = self._turn()
+        if self.ranges is not None:
+            self.ranges.push(name_of_pass(FORWARD, microbatch))
         self.passes.start_pass()
         try:
             yield
         finally:
             self.passes.end_pass()
             self._add(_CODES[FORWARD], began_s, self._turn(), microbatch)
+            if self.ranges is not None:
+                self.ranges.pop()
 
     def backward(self, microbatch: Microbatch) -> None:
         self._backward = (microbatch, self._turn())
+        if self.ranges is not None:
+            self.ranges.push(name_of_pass(BACKWARD, microbatch))
         self.passes.start_pass()
 
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
@@ -146,6 +172,8 @@ class SpanRecorder:
             self._backward = None
             self.passes.end_pass()
             self._add(_CODES[BACKWARD], began_s, now_s, microbatch)
+            if self.ranges is not None:
+                self.ranges.pop()
         return now_s
 
     def _add(self, code: int, began_s: float, ended_s: float, microbatch: Microbatch | None) -> None:

@@ -31,6 +31,7 @@ from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.stacked_state import StackedState
 from spare_megatron.rank.state_restorer import StateRestorer
 from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.train import Executors
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
@@ -146,6 +147,7 @@ class Assembly:
             saves=saves,
             digests=digests,
             reports=reports,
+            profile=self._build_profile(),
             probe=probe,
             progress=progress,
         )
@@ -157,6 +159,10 @@ class Assembly:
             saves=saves,
             stacked=None if repairs is None else self._build_stacked(repairs, saves),
         )
+
+    def _build_profile(self) -> StepProfile | None:
+        spec = self._spec
+        return StepProfile(spec, self._probe) if wants_profile(self._config.profile, spec.group, spec.rank) else None
 
     def _build_restorer(self) -> StateRestorer:
         timeout_s = self._config.reduce.timeout_s

@@ -11,6 +11,7 @@ from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.reduction import Reduction
+from spare_megatron.rank.step_profile import StepProfile
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.state.transfer.state_digests import StateDigests
@@ -18,7 +19,10 @@ from spare_megatron.state.transfer.state_source import StateSource
 
 
 class StepExecutor:
-    """Carries out ComputeStep, ComputePatch and UpdateModel; other groups may read `source`. It decides nothing."""
+    """Carries out ComputeStep, ComputePatch and UpdateModel; other groups may read `source`. It decides nothing.
+
+    `profile` traces steps; None if none of this rank's is to be traced.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class StepExecutor:
         saves: GroupSaves,
         digests: StateDigests,
         reports: RankReports,
+        profile: StepProfile | None,
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
@@ -40,6 +45,7 @@ class StepExecutor:
         self._saves = saves
         self._digests = digests
         self._reports = reports
+        self._profile = profile
         self._probe = probe
         self._progress = progress
 
@@ -55,6 +61,8 @@ class StepExecutor:
         if before is not None and plan.digest in before.plans:
             return
         self._probe.begin_step(plan.step)
+        if self._profile is not None and before is None:
+            self._profile.begin_step(plan.step)
         self._progress.step = StepUnderWay(
             step=plan.step,
             started_s=time.monotonic() if before is None else before.started_s,
@@ -121,6 +129,8 @@ class StepExecutor:
 
         Collective over: all ranks of the group.
         """
+        if self._profile is not None:
+            self._profile.end_step()
         self._reports.clock.on_stop()
         self._reports.write_recoveries()
         if not self._progress.lacks_params:

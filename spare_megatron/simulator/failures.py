@@ -54,28 +54,25 @@ class Cause:
 class FailureSpec:
     """A failure process. All clocks start at 0: with a shape below 1 the first losses come faster than in the long run.
 
-    Attributes:
-        kind: "system": losses of random groups, at a rate in proportion to the groups that take part. "group": each
-            group has a clock, which starts anew when it comes back. "node": each node of a group has one; the first
-            that runs out loses the group, and only that node is replaced. The others' clocks stop while the group is
-            down: a node ages by the work it does. "domain": each domain (rack) has a clock and loses all its groups
-            together; it always runs, since power fails with or without work. "trace": `trace`.
-        mean_s: Mean seconds between losses: of the system while all groups take part, of one group, node, or domain.
-            Not used by a trace.
-        shape: Weibull shape of these times; 1 is exponential, below 1 bursts.
-        groups_per_domain: Groups of consecutive ids that form one domain, for kind "domain".
-        mix: Causes of the losses, each drawn independently of all else. A trace names its own.
-
-    Raises:
-        ValueError: Values are out of their range or do not belong to the kind, or the trace is empty.
+    Raises ValueError if values are out of their range or do not belong to the kind, or if the trace is empty.
     """
 
     kind: FailureKind = "system"
+    """system: losses of random groups, at a rate in proportion to the groups that take part. group: each group has a
+    clock, which starts anew when it comes back. node: each node of a group has one; the first that runs out loses the
+    group, and only that node is replaced. The others' clocks stop while the group is down: a node ages by the work it
+    does. domain: each domain (rack) has a clock and loses all its groups together; it always runs, since power fails
+    with or without work. trace: the losses of `trace`."""
     mean_s: float = inf
+    """Mean seconds between losses: of the system while all groups take part, of one group, node, or domain. Not used
+    by a trace."""
     shape: float = 1.0
+    """Weibull shape of these times; 1 is exponential, below 1 bursts."""
     nodes_per_group: int = 1
     groups_per_domain: int = 1
+    """Groups of consecutive ids that form one domain, for the kind domain."""
     mix: tuple[Cause, ...] = ()
+    """Causes of the losses, each drawn independently of all else. A trace names its own."""
     trace: tuple[Loss, ...] = ()
 
     def __post_init__(self) -> None:

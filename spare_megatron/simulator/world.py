@@ -84,33 +84,30 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The figures of a simulated run.
-
-    Attributes:
-        end_s: Virtual time at the last commit.
-        failure_free_s: T_0: the same steps with the same jitter, one shard per group, without failures or saves.
-        state_wipe_outs: Restarts for state partitions without a host.
-        losses: Groups lost, counting each loss.
-        save_cadence_s: Planned seconds between saves.
-        mean_down: Mean number of groups down, over the time outside restarts.
-        terms: Seconds by cause, which add up to `end_s`. Rework is all time between the last save and a wipe-out, for
-            any cause; the other terms count only what was kept.
-        decision_s: Real seconds spent in the controller; 0 without a clock.
-    """
+    """The figures of a simulated run."""
 
     end_s: float
+    """Virtual time at the last commit."""
     failure_free_s: float
+    """T_0: the same steps with the same jitter, one shard per group, without failures or saves."""
     num_steps: int
     restarts: int
     state_wipe_outs: int
+    """Restarts for state partitions without a host."""
     losses: int
+    """Groups lost, counting each loss."""
     losses_by_cause: dict[str, int]
     saves: int
     save_cadence_s: float
+    """Planned seconds between saves."""
     mean_down: float
+    """Mean number of groups down, over the time outside restarts."""
     max_down: int
     terms: dict[str, float]
+    """Seconds by cause, which add up to `end_s`. Rework is all time between the last save and a wipe-out, for any
+    cause; the other terms count only what was kept."""
     decision_s: float
+    """Real seconds spent in the controller; 0 without a clock."""
 
     @property
     def time_to_train_ratio(self) -> float:

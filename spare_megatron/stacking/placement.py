@@ -22,16 +22,8 @@ PlacementKind = Literal["golomb", "consecutive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The hosts of every shard. There are as many shards as groups.
-
-    Every shard has `redundancy` hosts, every group hosts `redundancy` shards and is the home of exactly one; anything
-    else raises ValueError.
-
-    Attributes:
-        hosts: `hosts[shard]`: its home group first, then in the order of the offsets.
-        host_array: The same as a read-only array of shape (num_groups, redundancy).
-        pair_array: Read-only, same shape. Row `group` holds the flat indices of the group in `host_array`, that is
-            shard * redundancy + position among the shard's hosts; home shard first.
+    """The hosts of every shard: `redundancy` of as many groups as shards. Every group hosts `redundancy` shards and is
+    the home of exactly one; anything else raises ValueError.
 
     >>> ring = Placement(hosts=((0, 2), (1, 0), (2, 1)))
     >>> ring.stack(0), ring.redundancy, ring.max_shared_hosts
@@ -39,8 +31,12 @@ class Placement:
     """
 
     hosts: tuple[tuple[GroupId, ...], ...]
+    """`hosts[shard]`: its home group first, then in the order of the offsets."""
     host_array: IntArray = field(init=False, repr=False, compare=False)
+    """The same as a read-only array of shape (num_groups, redundancy)."""
     pair_array: IntArray = field(init=False, repr=False, compare=False)
+    """Read-only, same shape. Row `group` holds the flat indices of the group in `host_array`, that is
+    shard * redundancy + position among the shard's hosts; home shard first."""
 
     def __post_init__(self) -> None:
         if len({len(row) for row in self.hosts}) != 1 or not self.hosts[0]:

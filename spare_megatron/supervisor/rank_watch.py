@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
-from spare_megatron.core.failure_detector import FailureDetector, Operation, Pulse, first_to_stop
+from spare_megatron.core.failure_detector import HOLDING_UP, FailureDetector, Pulse, first_to_stop
 from spare_megatron.process.reports import RankKey
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
@@ -59,7 +59,7 @@ class RankWatch:
         holding = {
             key
             for key, pulse in pulses.items()
-            if pulse.operation is Operation.STORAGE or pulse.waits != self._waits.get(key, pulse.waits)
+            if pulse.operation in HOLDING_UP or pulse.waits != self._waits.get(key, pulse.waits)
         }
         self._waits = {key: pulse.waits for key, pulse in pulses.items()}
         causes = {key: cause for key, pulse in pulses.items() if (cause := self._judge(key, pulse, holding, now_s))}

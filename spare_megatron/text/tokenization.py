@@ -123,7 +123,7 @@ class _Worker:
 
 @contextmanager
 def _started(source: TokenizerSource) -> Iterator[_Worker]:
-    """A worker that ends with the block, and also if this process is killed: nobody else holds its connection."""
+    """A worker that ends with the block, and also if this process is killed: no other has its connection."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, source), daemon=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, ProfileConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
@@ -18,6 +18,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint import checkpoint_reader
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
+from tests.integration.profiles import assert_traced, traces_of
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(180)
@@ -48,12 +49,16 @@ def same_bits(config: RunConfig, whole: Run, run: Run) -> bool:
 def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_without_faults(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Shard 1 is hosted by groups 1 and 0 alone; the group that is left hands over to its next incarnation."""
+    """Shard 1 is hosted by groups 1 and 0 alone; the group that is left hands over to its next incarnation.
+
+    Two steps are profiled, of which the second one is wiped out; a trace that is written changes no bit.
+    """
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.BACKWARD, 3, 1)]
     common = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
     whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
     config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1)
+    config = replace(config, profile=ProfileConfig(steps=(1, 3), groups=(0, 2), ranks=(1,)))
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 1)
     assert run.summary.steps_lost == 3
@@ -63,6 +68,12 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
     assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}
     assert {event.is_final for event in run.events if isinstance(event, RunStopped)} == {False}
     assert same_bits(config, whole, run)
+    traces = traces_of(run.run_dir)
+    ended = {(step, group, 1, incarnation) for step in (1, 3) for group in (0, 2) for incarnation in (0, 1)}
+    assert set(traces) == ended - {(3, 0, 1, 0)}, "group 0 was lost in step 3"
+    for key in set(traces) - {(3, 2, 1, 0)}:
+        assert_traced(run, key, traces[key])
+    assert not (whole.run_dir / "profile").exists()
 
 
 def damaging_rank(spec: RankSpec, reports: Connection) -> None:

@@ -5,6 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spare_megatron.core.entries import Commit, Finish
 from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
@@ -117,7 +118,11 @@ def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
 @given(scene=scenes(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=100)
 def test_no_scene_leads_to_a_violation(scene: Scene, seed: int) -> None:
-    World(scene, Random(seed), CORRECT).run()
+    world = World(scene, Random(seed), CORRECT)
+    world.run()
+    committed = {entry.step for entry in world.invariants.entries if isinstance(entry, Commit)}
+    is_finished = any(isinstance(entry, Finish) for entry in world.invariants.entries)
+    assert committed == set(range(scene.num_steps if is_finished else len(committed)))
 
 
 def test_the_same_seed_gives_the_same_history() -> None:

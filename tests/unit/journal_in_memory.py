@@ -1,4 +1,4 @@
-"""A journal in memory as one part: what a `JournalIndex` of its files must prove, too."""
+"""A journal in memory as one part: what a `JournalIndex` of its files must prove, too; and the first record of one."""
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from typing import Any
 from spare_megatron.journal.check import Verdict, check
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.journal_view import Placed, Stretch, is_rare
-from spare_megatron.journal.records import EntryRecord, Record
+from spare_megatron.journal.records import EntryRecord, Record, RunRecord
 from spare_megatron.journal.summary import Summary, sum_up
 
 
@@ -17,6 +17,22 @@ def check_journal(journal: Journal) -> Verdict:
 
 def summarize(journal: Journal) -> Summary:
     return sum_up(JournalInMemory(journal))
+
+
+def run_record(num_groups: int, **terms: Any) -> RunRecord:
+    """The record of a small run in which every group hosts every shard, unless `terms` say otherwise."""
+    common: dict[str, Any] = {
+        "name": "test",
+        "ranks_per_group": 1,
+        "redundancy": num_groups,
+        "microbatches_per_shard": 1,
+        "num_steps": 9,
+        "placement": "golomb",
+        "granularity": "microbatch",
+        "reduce_mode": "fast",
+        "faults": [],
+    }
+    return RunRecord(num_groups=num_groups, **{**common, **terms})
 
 
 class JournalInMemory:

@@ -64,6 +64,8 @@ def test_a_run_of_several_machines_is_refused_if_none_reaches_this_one() -> None
 @pytest.mark.parametrize("endpoints", [["http://127.0.0.1:1"], ["https://localhost:1"], ["http://[::1]:1"], []])
 def test_nodes_that_are_rehearsed_on_one_machine_have_loopback_addresses_on_purpose(endpoints: list[str]) -> None:
     refuse_loopback(LOOPBACK, hosts_of(endpoints))
+    with pytest.raises(ValueError, match="n1 stands for"):
+        refuse_loopback(LOOPBACK, hosts_of([*endpoints, "http://n1:1"]))
 
 
 def test_a_node_with_a_member_of_etcd_of_its_own_is_known_by_the_address_that_others_reach(

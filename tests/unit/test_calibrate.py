@@ -15,7 +15,6 @@ from spare_megatron.journal.records import (
     LossRecord,
     Record,
     RecoveryRecord,
-    RunRecord,
     UpdateRecord,
 )
 from spare_megatron.simulator.calibrate import calibrate, fit_rebuild
@@ -24,21 +23,11 @@ from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
+from tests.unit.journal_in_memory import run_record
 
 STEP_S = 10.0
 FIRST = WARM_UP_STEPS
-RUN = RunRecord(
-    name="hand-made",
-    num_groups=2,
-    ranks_per_group=1,
-    redundancy=2,
-    microbatches_per_shard=4,
-    num_steps=30,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(2, name="hand-made", microbatches_per_shard=4, num_steps=30)
 
 
 def part_of_step(group: int, step: int, compute_s: float, num_microbatches: int = 4) -> list[tuple[float, Record]]:

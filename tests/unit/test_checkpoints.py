@@ -248,6 +248,7 @@ def test_what_another_has_saved_of_the_same_step_is_not_refused(tmp_path: Path, 
     path = save(tmp_path, 10)
     refuse(tmp_path, replace(WRONG, **other))
     verify(path)
+    assert (refusal_of(path), visible_steps(tmp_path)) == ("", [10])
 
 
 def test_what_is_refused_before_it_is_visible_never_becomes_so(tmp_path: Path) -> None:

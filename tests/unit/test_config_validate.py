@@ -105,6 +105,16 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["optimizer.decay_style=wsd", "optimizer.wsd_decay_steps=15", "optimizer.warmup_steps=6"],
             "optimizer.warmup_steps=6 and optimizer.wsd_decay_steps=15 together exceed train.steps=20",
         ),
+            ["profile.steps=[3, 20]"],
+            "profile.steps has 20, outside 0 to 19; train.steps is 20; change it",
+        ),
+        (["profile.steps=[-1]"], "profile.steps has -1, outside 0 to 19"),
+        (["profile.steps=[1]", "profile.groups=[4]"], "profile.groups has 4, outside 0 to 3; layout.num_groups is 4"),
+        (
+            ["profile.steps=[1]", "profile.ranks=[1]"],
+            "profile.ranks has 1, outside 0 to 0; the number of ranks of a group is 1",
+        ),
+        (["profile.steps=[1]", "profile.ranks=[]"], "profile.ranks is empty, so profile.steps traces nothing; name"),
         (["metrics.peak_tflops=0"], "metrics.peak_tflops=0.0 must be above 0"),
         (["optimizer.redundancy=0"], "optimizer.redundancy=0 must be at least 1"),
         (

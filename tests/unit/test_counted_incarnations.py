@@ -4,22 +4,11 @@ from typing import Any
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import EntryRecord, RunRecord
+from spare_megatron.journal.records import EntryRecord
 from spare_megatron.journal.run_state import RunState
-from tests.unit.journal_in_memory import summarize
+from tests.unit.journal_in_memory import run_record, summarize
 
-RUN = RunRecord(
-    name="incarnations",
-    num_groups=3,
-    ranks_per_group=1,
-    redundancy=3,
-    microbatches_per_shard=1,
-    num_steps=9,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(3, name="incarnations")
 
 
 def fence(group: int, **incarnation: int) -> dict[str, Any]:

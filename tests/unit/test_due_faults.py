@@ -6,20 +6,9 @@ import pytest
 
 from spare_megatron.journal.check import is_due
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.records import RunRecord
+from tests.unit.journal_in_memory import run_record
 
-RUN = RunRecord(
-    name="test",
-    num_groups=3,
-    ranks_per_group=1,
-    redundancy=3,
-    microbatches_per_shard=1,
-    num_steps=9,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(3)
 
 
 def commit(step: int, attempt: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.entries import Commit, Restart, entry_fields
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EntryRecord, RunRecord
+from spare_megatron.journal.records import EntryRecord
 from spare_megatron.process.lock import locked
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, manifest_of
@@ -26,23 +26,13 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import (
 )
 from spare_megatron.state.checkpoint.loading import resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, verify
+from tests.unit.journal_in_memory import run_record
 from tests.unit.test_checkpoint_cli import invoke
 from tests.unit.test_checkpoints import CONFIG, STACKED, flip_a_bit, load_config, save
 
 STEP, NUM_RANKS = 7, 2
 COMMITS = [Commit(step=step, attempt=step) for step in range(STEP)]
-RUN = RunRecord(
-    name="test",
-    num_groups=4,
-    ranks_per_group=NUM_RANKS,
-    redundancy=4,
-    microbatches_per_shard=1,
-    num_steps=9,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(4, ranks_per_group=NUM_RANKS)
 
 
 def write_journal(run_dir: Path, entries: Sequence[Commit | Restart]) -> Path:

@@ -18,24 +18,13 @@ from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.journal import files
 from spare_megatron.journal.files import AppendingFile, BytesLost, JournalWriter, read_journal
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, EntryRecord, RunRecord, StorageRecord, UpdateRecord, VoteRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, StorageRecord, UpdateRecord, VoteRecord
 from spare_megatron.journal.summary import conclude
 from spare_megatron.process.reports import RecordsHeld, RecordsLost
+from tests.unit.journal_in_memory import run_record
 
 NUM_STEPS = 150
-RUN = RunRecord(
-    format=FORMAT,
-    name="full",
-    num_groups=1,
-    ranks_per_group=1,
-    redundancy=1,
-    microbatches_per_shard=1,
-    num_steps=NUM_STEPS,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(1, format=FORMAT, name="full", num_steps=NUM_STEPS)
 FULL = "[Errno 28] No space left on device"
 
 

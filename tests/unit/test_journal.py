@@ -30,20 +30,9 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from tests.unit.journal_in_memory import check_journal, summarize
+from tests.unit.journal_in_memory import check_journal, run_record, summarize
 
-RUN = RunRecord(
-    name="test",
-    num_groups=5,
-    ranks_per_group=1,
-    redundancy=5,
-    microbatches_per_shard=1,
-    num_steps=99,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(5, num_steps=99)
 VOTE = VoteRecord(group=1, step=2, attempt=3, is_complete=True, work_digest="")
 
 

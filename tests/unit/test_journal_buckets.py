@@ -15,25 +15,13 @@ from spare_megatron.journal.records import (
     LossRecord,
     ParamsRecord,
     Record,
-    RunRecord,
     UpdateRecord,
     VoteRecord,
     digest_of_work,
 )
-from tests.unit.journal_in_memory import check_journal
+from tests.unit.journal_in_memory import check_journal, run_record
 
-RUN = RunRecord(
-    name="by hand",
-    num_groups=3,
-    ranks_per_group=2,
-    redundancy=3,
-    microbatches_per_shard=1,
-    num_steps=1,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(3, name="by hand", ranks_per_group=2, num_steps=1)
 FENCE = {"entry": "fence", "group": 2, "reason": "", "error": "", "discard": False}
 RETRY = {"entry": "retry", "step": 0, "attempt": 0, "kept": [2, 1], "recompute": False}
 COMMIT = {"entry": "commit", "step": 0, "attempt": 1}

@@ -22,20 +22,9 @@ from spare_megatron.journal.records import (
     VoteRecord,
     digest_of_terms,
 )
+from tests.unit.journal_in_memory import run_record
 
-RUN = RunRecord(
-    format=FORMAT,
-    name="kept",
-    num_groups=2,
-    ranks_per_group=1,
-    redundancy=2,
-    microbatches_per_shard=1,
-    num_steps=0,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(2, format=FORMAT, name="kept", num_steps=0)
 CADENCE = {
     "group": 0,
     "step": 3,

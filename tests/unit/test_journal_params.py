@@ -11,23 +11,10 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.journal_view import steps_of
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record, RunRecord
-from tests.unit.journal_in_memory import JournalInMemory
+from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record
+from tests.unit.journal_in_memory import JournalInMemory, run_record
 
-RUN = RunRecord(
-    name="by hand",
-    num_groups=4,
-    ranks_per_group=1,
-    redundancy=3,
-    microbatches_per_shard=1,
-    num_steps=2,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-    params_check_every_steps=1,
-    slice_redundancy=3,
-)
+RUN = run_record(4, name="by hand", redundancy=3, num_steps=2, params_check_every_steps=1, slice_redundancy=3)
 COMMITS = [{"entry": "commit", "step": 0, "attempt": 0}, {"entry": "commit", "step": 1, "attempt": 2}]
 FENCE = {"entry": "fence", "group": 0, "discard": True}
 ANEW = {"entry": "retry", "step": 1, "attempt": 1, "recompute": True, "gather": True}

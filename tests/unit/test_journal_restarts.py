@@ -9,21 +9,10 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import steps_of
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import ParamsRecord, RunRecord
-from tests.unit.journal_in_memory import JournalInMemory
+from spare_megatron.journal.records import ParamsRecord
+from tests.unit.journal_in_memory import JournalInMemory, run_record
 
-RUN = RunRecord(
-    name="test",
-    num_groups=2,
-    ranks_per_group=1,
-    redundancy=1,
-    microbatches_per_shard=1,
-    num_steps=9,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(2, redundancy=1)
 
 
 def commit(step: int, attempt: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_a_rank_that_works_is_not_lost() -> None:
     assert found_at_s(beats=True, progresses=True) is None
 
 
-@pytest.mark.parametrize("operation", [operation for operation in Operation if operation is not Operation.END])
+@pytest.mark.parametrize("operation", sorted({*Operation} - {Operation.END, Operation.PROFILE}))
 def test_a_stopped_rank_is_found_within_two_intervals(operation: Operation) -> None:
     found = found_at_s(operation, beats=False, progresses=False)
     assert found is not None
@@ -97,6 +97,13 @@ def test_a_rank_that_leaves_has_the_time_of_a_first_operation_to_end() -> None:
     assert found_at_s(Operation.END, beats=False, progresses=False, until_s=FIRST_LIMIT_S) is None
     found = found_at_s(Operation.END, beats=False, progresses=False, until_s=FIRST_LIMIT_S + 1)
     assert found == (FIRST_LIMIT_S, "not ended for 60.0 s")
+
+
+def test_a_rank_that_writes_a_profile_may_be_silent_for_as_long_as_others_of_its_group_would_wait() -> None:
+    """torch keeps the interpreter's lock as long as it converts and writes what it has recorded."""
+    assert found_at_s(Operation.PROFILE, beats=False, progresses=False, until_s=FIRST_LIMIT_S) is None
+    found = found_at_s(Operation.PROFILE, beats=False, progresses=False, until_s=FIRST_LIMIT_S + 1)
+    assert found == (FIRST_LIMIT_S, "no heartbeat for 60.0 s")
 
 
 def test_threads_that_wake_up_to_find_nothing_to_do_hide_no_rank_that_hangs() -> None:

@@ -4,21 +4,11 @@ import pytest
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, Record, RunRecord, UpdateRecord
+from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, Record, UpdateRecord
 from spare_megatron.simulator.measured import JoinTime, LossTime, MeasuredStep, in_order, read_joins, read_losses
+from tests.unit.journal_in_memory import run_record
 
-RUN = RunRecord(
-    name="hand-made",
-    num_groups=2,
-    ranks_per_group=1,
-    redundancy=2,
-    microbatches_per_shard=4,
-    num_steps=30,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(2, name="hand-made", microbatches_per_shard=4, num_steps=30)
 STEP_S = 10.0
 
 

@@ -77,7 +77,9 @@ def test_the_end_of_a_rank_that_starved_makes_no_other_late() -> None:
     assert found_at_s(starved=1.0, ends_at_s=5.0) == 6.25  # its share of the time up to its last look stays forgiven
 
 
-def at_storage(until_s: float, *, goes_on_s: float) -> tuple[float, int] | None:
+def at_storage(
+    until_s: float, *, goes_on_s: float, held_up_by: Operation = Operation.STORAGE
+) -> tuple[float, int] | None:
     """When which rank is found, if rank 0 is at storage up to some time, and rank 1 waits for it and some time more."""
     ranks = FakeRanks()
     ranks.pulses = {(GROUP, rank): shown(0, progress=0) for rank in (0, 1)}
@@ -86,7 +88,7 @@ def at_storage(until_s: float, *, goes_on_s: float) -> tuple[float, int] | None:
     for number in range(400):
         now_s = number * LOOK_S
         is_there = now_s < until_s
-        operation = Operation.STORAGE if is_there else Operation.COMPUTE
+        operation = held_up_by if is_there else Operation.COMPUTE
         leader = shown(number, progress=0 if is_there else number)
         ranks.pulses[GROUP, 0] = replace(leader, operation=operation, progress_at_s=0.0 if is_there else now_s)
         peer = shown(number, progress=0 if now_s < goes_on_s else number)
@@ -99,6 +101,7 @@ def at_storage(until_s: float, *, goes_on_s: float) -> tuple[float, int] | None:
 
 def test_a_rank_that_waits_for_a_peer_at_storage_or_resumes_soon_after_it_is_not_found() -> None:
     assert at_storage(30.0, goes_on_s=31.0) is None
+    assert at_storage(30.0, goes_on_s=31.0, held_up_by=Operation.PROFILE) is None
 
 
 def test_a_rank_that_hangs_after_its_peer_has_left_storage_is_found() -> None:

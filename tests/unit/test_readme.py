@@ -48,7 +48,9 @@ def as_text(default: Any) -> str:
         return "none"
     if isinstance(default, bool):
         return str(default).lower()
-    return str(default) if default not in ("", ()) else "empty"
+    if default in ("", ()):
+        return "empty"
+    return str(list(default) if isinstance(default, tuple) else default)
 
 
 def helps() -> dict[str, str]:

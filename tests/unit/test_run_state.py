@@ -1,10 +1,8 @@
 """How a run stands: fed line by line, it comes to what the summary of the whole journal says."""
 
 import io
-import json
 import random
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spare_megatron.cli import progress as progress_module
-from spare_megatron.cli import status
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
@@ -24,7 +21,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import StoreSpace, shortage
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.follow import Follower, read_run_state
+from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.goodput import find_goodput
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import (
@@ -56,22 +53,11 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
-from tests.unit.journal_in_memory import summarize
+from tests.unit.journal_in_memory import run_record, summarize
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
-RUN = RunRecord(
-    name="shown",
-    num_groups=3,
-    ranks_per_group=1,
-    redundancy=2,
-    microbatches_per_shard=2,
-    num_steps=20,
-    placement="golomb",
-    granularity="microbatch",
-    reduce_mode="fast",
-    faults=[],
-)
+RUN = run_record(3, name="shown", redundancy=2, microbatches_per_shard=2, num_steps=20)
 
 
 def simulated(seed: int, redundancy: int, repair_s: float | None) -> list[Line]:
@@ -530,59 +516,6 @@ def test_that_etcd_fills_up_is_shown_once_though_it_is_measured_again_and_again(
             progress.on_event(StoreMeasured(space=space, shortage=shortage(space, 0)))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("warning: etcd holds 9 B of the 10 B") == 2
-
-
-def test_status_describes_a_run_directory_without_slurm(tmp_path: Path) -> None:
-    run_dir = write(tmp_path / "run", simulated(2, 2, 300.0))
-    result = CliRunner().invoke(app, ["status", str(run_dir)])
-    assert result.exit_code == 0, result.output
-    assert "step 60/60" in result.output
-    answer = json.loads(CliRunner().invoke(app, ["status", str(run_dir), "--json"]).stdout)
-    assert answer["outcome"] == "finished"
-    assert answer["steps_committed"] == 60
-    assert len(answer["groups"]) == 7
-    assert answer["restarts"] > 0
-    assert answer["wall_s"] == pytest.approx(answer["goodput"] * answer["wall_s"] + sum(answer["lost_s"].values()))
-
-
-def test_watching_without_a_terminal_shows_what_is_new_until_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = simulated(5, 3, 300.0)
-    run_dir = write(tmp_path / "run", lines[:200])
-    is_whole = False
-
-    def grow(seconds: float) -> None:
-        nonlocal is_whole
-        assert not is_whole, "a run that has ended is not waited for"
-        is_whole = True
-        with (run_dir / "journal" / "test.jsonl").open("a") as file:
-            file.write("".join(encode_line(item) + "\n" for item in lines[200:]))
-
-    # Of that module alone: threads of other tests sleep, too.
-    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=grow, time=time.time, monotonic=time.monotonic))
-    result = CliRunner().invoke(app, ["status", str(run_dir), "--watch"])
-    assert result.exit_code == 0, result.output
-    shown_lines = result.output.splitlines()
-    assert is_whole
-    assert re.fullmatch(STAMP + r"step 60/60  groups 7/7  load 3  \d.*", shown_lines[-2])
-    assert re.fullmatch(STAMP + "the run ended: finished: all steps are committed", shown_lines[-1])
-    assert all(re.match(STAMP, text) for text in shown_lines)
-    num_losses = sum(isinstance(item.record, LossRecord) for item in lines)
-    assert sum(" lost: rank" in text for text in shown_lines) == num_losses > 0
-
-
-@pytest.mark.parametrize("arguments", [["--watch"], ["--watch", "--json"], []])
-def test_what_is_neither_a_run_nor_a_job_is_named(tmp_path: Path, arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, ["status", str(tmp_path), *arguments])
-    assert result.exit_code == 2
-    assert (str(tmp_path) in result.output) != (len(arguments) == 2)
-
-
-def test_a_journal_without_any_run_record_shows_nothing(tmp_path: Path) -> None:
-    run_dir = write(tmp_path / "run", [commit(101.0, 0, 0)])
-    assert read_run_state(run_dir).groups() == []
-    assert "no run yet" in CliRunner().invoke(app, ["status", str(run_dir)]).output
 
 
 def test_a_loss_in_a_trace_is_known_by_its_group() -> None:

@@ -66,6 +66,40 @@ def test_a_backward_pass_ends_when_the_rank_turns_to_something_else(recorder: tu
     ]
 
 
+class Brackets:
+    """Ranges as nested brackets."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def push(self, name: str, /) -> None:
+        self.text += f"{name}("
+
+    def pop(self) -> None:
+        self.text += ")"
+
+
+def test_ranges_are_nested_as_the_spans_are(recorder: tuple[Ring, SpanRecorder]) -> None:
+    _, spans = recorder
+    ranges = Brackets()
+    with spans.during(Operation.VOTE):
+        pass
+    spans.ranges = ranges
+    with spans.forward(microbatch(3, 1)):
+        with spans.during(Operation.STORAGE):
+            pass
+    spans.backward(microbatch(3, 1))
+    with spans.during(Operation.REDUCE, in_backward=True):
+        pass
+    with pytest.raises(ValueError, match="lost"), spans.during(Operation.UPDATE):
+        raise ValueError("lost")
+    spans.ranges = None
+    with spans.during(Operation.VOTE):
+        pass
+    forward, backward = (f"{kind} of shard 3, microbatch 1" for kind in ("forward", "backward"))
+    assert ranges.text == f"{forward}(storage()){backward}()reduce(){backward}()update()"
+
+
 def test_a_backward_pass_goes_on_after_a_wait_in_it_that_does_not_count_as_computing(
     recorder: tuple[Ring, SpanRecorder],
 ) -> None:

@@ -1,0 +1,80 @@
+"""Traces of single steps by torch's profiler, in `RUN_DIR/profile`, with the spans of the rank as ranges in them."""
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from spare_megatron.config.schema import ProfileConfig
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.journal.output import whole_file
+from spare_megatron.process.processes import say
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.specs import RankSpec
+
+FOLDER = "profile"
+
+_SETTING = "profile.steps"
+
+
+def wants_profile(profile: ProfileConfig, group: int, rank: int) -> bool:
+    """Whether any step of this rank is to be traced."""
+    return bool(profile.steps) and group in profile.groups and rank in profile.ranks
+
+
+class StepProfile:
+    """Traces the steps of `profile.steps` on one rank, each from its first pass until the next step begins or the rank
+    stops. The ranges are also NVTX ranges if the rank has a GPU. A lost rank leaves no trace of its last step; one that
+    a restart repeats is in a second file, of the next incarnation. Errors of storage cost the trace alone.
+    """
+
+    def __init__(self, spec: RankSpec, probe: RankProbe) -> None:
+        self._spec = spec
+        self._probe = probe
+        self._has_gpu = spec.device != "cpu"
+        self._step = -1
+        self._profile: profile | None = None
+        self._open: list[record_function] = []
+
+    def begin_step(self, step: int) -> None:
+        """Ends the step before, and traces this one if it is chosen. Between two spans of the rank."""
+        self.end_step()
+        if step not in self._spec.config.profile.steps:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]
+        self._step, self._profile = step, profile(activities=activities)
+        with self._probe.during(Operation.PROFILE):
+            self._profile.start()
+        self._probe.show_spans(self)
+        self.push(f"ProfilerStep#{step}")  # as torch's tools expect it
+
+    def end_step(self) -> None:
+        """Writes the trace of the step that is traced, if one is."""
+        traced, self._profile = self._profile, None
+        if traced is None:
+            return
+        self._probe.show_spans(None)
+        self.pop()
+        with self._probe.during(Operation.PROFILE):
+            traced.stop()
+            self._write(traced)
+
+    def push(self, name: str, /) -> None:
+        opened = record_function(name)
+        opened.__enter__()
+        self._open.append(opened)
+        if self._has_gpu:
+            torch.cuda.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        if self._has_gpu:
+            torch.cuda.nvtx.range_pop()
+        self._open.pop().__exit__(None, None, None)
+
+    def _write(self, traced: profile) -> None:
+        folder = self._spec.run_dir / FOLDER
+        file = folder / f"step-{self._step:08d}-{self._spec.name}.json"
+        try:
+            folder.mkdir(exist_ok=True)
+            with whole_file(_SETTING, file) as aside:
+                traced.export_chrome_trace(str(aside))
+        except OSError as error:
+            say(f"step {self._step} has no profile: {error}")

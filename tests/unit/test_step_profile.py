@@ -1,0 +1,78 @@
+"""A rank's traces beside a full run: NVTX ranges of a GPU that is not there, and storage that takes nothing."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spare_megatron.config.schema import ProfileConfig
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.process.span_ring import Ranges
+from spare_megatron.rank.step_profile import StepProfile, wants_profile
+
+
+class FakeProbe:
+    """Notes what is pending when, and has the ranges."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.ranges: Ranges | None = None
+
+    @contextmanager
+    def during(self, operation: Operation) -> Iterator[None]:
+        assert self.ranges is None, "it would be in the trace that it writes"
+        self.operations.append(operation)
+        yield
+
+    def show_spans(self, ranges: Ranges | None) -> None:
+        self.ranges = ranges
+
+
+def profile_in(run_dir: Path, device: str, *steps: int) -> tuple[StepProfile, FakeProbe]:
+    spec: Any = SimpleNamespace(
+        config=SimpleNamespace(profile=ProfileConfig(steps=steps)), run_dir=run_dir, device=device, name="group-0"
+    )
+    probe = FakeProbe()
+    return StepProfile(spec, probe), probe  # type: ignore[arg-type]
+
+
+def test_ranges_of_a_rank_on_a_gpu_are_those_of_nvtx_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", shown.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: shown.append("."))
+    profile, probe = profile_in(tmp_path, "cuda:0", 3)
+    profile.begin_step(2)
+    assert (probe.ranges, probe.operations) == (None, [])
+    with warnings.catch_warnings(action="ignore"):  # torch's: there is no GPU
+        profile.begin_step(3)
+        assert probe.ranges is profile
+        profile.push("reduce")
+        profile.pop()
+        profile.begin_step(4)
+    assert shown == ["ProfilerStep#3", "reduce", ".", "."]
+    assert probe.operations == [Operation.PROFILE] * 2, "to start, and to write"
+    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["step-00000003-group-0.json"]
+
+
+def test_storage_that_takes_no_trace_costs_the_trace_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "profile").touch()
+    profile, probe = profile_in(tmp_path, "cpu", 3)
+    profile.begin_step(3)
+    profile.end_step()
+    profile.end_step()
+    assert probe.ranges is None
+    assert "step 3 has no profile: " in capsys.readouterr().out
+
+
+def test_only_ranks_that_are_named_are_traced() -> None:
+    profile = ProfileConfig(steps=(1,), groups=(0, 2), ranks=(1,))
+    assert [(group, rank) for group in range(3) for rank in range(2) if wants_profile(profile, group, rank)] == [
+        (0, 1),
+        (2, 1),
+    ]
+    assert not wants_profile(ProfileConfig(), 0, 0)

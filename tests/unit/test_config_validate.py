@@ -105,6 +105,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["optimizer.decay_style=wsd", "optimizer.wsd_decay_steps=15", "optimizer.warmup_steps=6"],
             "optimizer.warmup_steps=6 and optimizer.wsd_decay_steps=15 together exceed train.steps=20",
         ),
+        (
             ["profile.steps=[3, 20]"],
             "profile.steps has 20, outside 0 to 19; train.steps is 20; change it",
         ),

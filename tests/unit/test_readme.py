@@ -152,3 +152,37 @@ def test_messages_that_the_runbook_explains_are_those_of_the_program() -> None:
     phrases = [piece for piece in pieces if len(piece.split()) >= 3]
     assert len(phrases) > 20
     assert [piece for piece in phrases if piece not in written] == []
+
+
+def features() -> dict[str, list[str]]:
+    """Feature -> cells of its row beside other trainers: ours, three of others, and the tests."""
+    text = (ROOT / "docs/compared.md").read_text().partition("## Features beside other trainers")[2]
+    rows = re.findall(r"^\| ([^|*-][^|]*) \| (.*) \|$", text, re.MULTILINE)
+    return {feature: [cell.strip() for cell in cells.split("|")] for feature, cells in rows}
+
+
+def names_of_tests(file: Path) -> set[str]:
+    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_each_feature_that_we_have_names_a_test_that_is_there() -> None:
+    assert len(features()) > 40
+    for feature, (ours, *_, shown) in features().items():
+        named = re.findall(r"`([^`]+)::(test_[a-z0-9_]+)`", shown)
+        assert shown == ", ".join(f"`{file}::{test}`" for file, test in named), feature
+        assert bool(named) == ours.startswith("Yes"), f"{feature}: {ours}, shown by {shown or 'nothing'}"
+        for file, test in named:
+            assert test in names_of_tests(ROOT / "tests" / file), f"{feature}: {file}::{test}"
+
+
+def test_what_others_have_is_linked_or_was_not_found() -> None:
+    text = (ROOT / "docs/compared.md").read_text()
+    targets = dict(re.findall(r"^\[([a-z0-9-]+)\]: (https://\S+)$", text, re.MULTILINE))
+    begins = {"m": "NVIDIA/Megatron-LM", "n": "NVIDIA-NeMo/Megatron-Bridge", "t": "pytorch/torchtitan"}
+    for feature, (_, *others, _) in features().items():
+        for begin, cell in zip(begins, others, strict=True):
+            links = re.findall(r"\[[^]]+\]\[([a-z0-9-]+)\]", cell)
+            assert cell == "not found" or re.fullmatch(r"(\[[^]]+\]\[[a-z0-9-]+\](, )?)+", cell), f"{feature}: {cell}"
+            for name in links:
+                assert re.fullmatch(rf"https://github.com/{begins[begin]}/blob/[0-9a-f]{{40}}/.+", targets[name]), name
+    assert {name for name in targets if f"][{name}]" not in text} == set()

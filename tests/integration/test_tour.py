@@ -1,0 +1,81 @@
+"""`launch/tour`: from JSON lines to a model that transformers loads, with few steps."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 360.0
+STEPS = 16
+
+
+def launched(tmp_path: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    """The launcher as it is, in the environment of the tests."""
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    for name in ("tour", "tour.py"):
+        shutil.copy(ROOT / "launch" / name, launch)
+    environment = f'root="$(realpath "$(dirname "${{BASH_SOURCE[0]}}")/..")"; venv={sys.prefix}; cd "$root"\n'
+    (launch / "environment.sh").write_text(environment)
+    command = [str(word) for word in ("launch/tour", *options)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as tour:
+        try:
+            output, _ = tour.communicate(timeout=LIMIT_S)
+        finally:
+            if tour.poll() is None:
+                os.killpg(tour.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, tour.returncode, output)
+
+
+def test_text_becomes_a_model_that_transformers_loads_though_two_groups_are_lost(tmp_path: Path) -> None:
+    tour = launched(tmp_path, "--json", "figures.json", "--folder", "made", "--steps", STEPS)
+    assert tour.returncode == 0, tour.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures.keys() == {"eval_loss", "transformers_loss", "groups_lost", "verdict", "wall_s"}
+    assert figures["eval_loss"] == pytest.approx(figures["transformers_loss"], abs=1e-4, rel=0)
+    assert 3 < figures["eval_loss"] < 8.5, "below that of a model that knows nothing, ln 8192 = 9.01"
+    assert (figures["groups_lost"], figures["verdict"]) == (2, "valid")
+    assert json.loads((tmp_path / "made/longer/summary.json").read_text())["steps_committed"] == STEPS // 2
+    commands = [line.partition("$ ")[2] for line in tour.stdout.splitlines() if line.startswith("[tour] $ spare ")]
+    assert [command.split()[1] for command in commands] == [
+        *("tokenizer", "preprocess", "preprocess", "train", "train", "check", "check", "checkpoint"),
+    ]
+    # As typed: what a shell makes of a printed command is what ran.
+    shutil.rmtree(tmp_path / "made/weights")
+    again = subprocess.run(
+        ["bash", "-c", commands[-1]],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"},
+        timeout=60,
+        check=True,
+    )
+    assert again.returncode == 0
+    assert (tmp_path / "made/weights/tokenizer.json").exists()
+    shutil.rmtree(tmp_path / "made")  # some hundred MB
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--steps", 5), "--steps 5 is below 12"),
+        (("--folder", "full"), "--folder full is not empty; choose another"),
+        (("--folder", "full/file"), "full/file cannot be written: File exists"),
+        (("--json", "nowhere/figures.json"), "nowhere/figures.json cannot be written: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_at_once(tmp_path: Path, options: tuple[object, ...], reason: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    refused = launched(tmp_path, *options)
+    assert refused.returncode == 2
+    assert reason in refused.stdout

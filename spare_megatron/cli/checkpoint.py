@@ -125,8 +125,9 @@ def export_weights(
     refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16 parameters.
     """
     with explained_errors("checkpoint export"):
-        from spare_megatron.state.checkpoint.hf_folder import ExportOptions, export_hf
+        from spare_megatron.state.checkpoint.hf_folder import export_hf
         from spare_megatron.state.checkpoint.loading import checkpoint_of_run
+        from spare_megatron.state.checkpoint.weights_folder import ExportOptions
 
         checkpoint, config = checkpoint_of_run(path)
         export_hf(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer))

@@ -52,10 +52,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """`dtype` is that of the parameters if None; `tokenizer` a folder with its files, a file, or that of an import."""
+    """`dtype` is that of the parameters if None; `tokenizer` a folder with its files, a file, or that of an import.
+
+    `per_layer` says for Megatron's format that layers have names of their own (its `non_homogeneous_layers`).
+    """
 
     dtype: Dtype | None = None
     tokenizer: Path | None = None
+    per_layer: bool = False
 
 
 class Export:

@@ -21,7 +21,13 @@ app = typer.Typer(
 )
 
 _PATH = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints, or the directory of a run.")]
-_FORMAT = Annotated[Literal["hf"], typer.Option("--format", help="hf: Hugging Face's safetensors and config.json.")]
+_FORMAT = Annotated[
+    Literal["hf", "megatron"],
+    typer.Option(
+        "--format",
+        help="hf: Hugging Face's safetensors and config.json; megatron: Megatron-LM's iter_* folders of torch_dist.",
+    ),
+]
 _OUT = Annotated[Path, typer.Option("--out", help="The folder to write, which must not exist.")]
 _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or array.")]
 
@@ -118,24 +124,42 @@ def export_weights(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer file, or folder with tokenizer files, to copy beside the weights.")
     ] = None,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="megatron: name the tensors of each layer, instead of stacking them.")
+    ] = False,
 ) -> None:
     """Export the weights of a run's newest valid checkpoint.
 
-    Its layout does not matter. Llama, Qwen2 and Qwen3 models can be exported; settings that have no equal there are
-    refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16 parameters.
+    Its layout does not matter. hf: Llama, Qwen2 and Qwen3 models; megatron: what pretrain_gpt.py has arguments for.
+    Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16
+    parameters.
     """
     with explained_errors("checkpoint export"):
-        from spare_megatron.state.checkpoint.hf_folder import ExportOptions, export_hf
         from spare_megatron.state.checkpoint.loading import checkpoint_of_run
 
+        if per_layer and to != "megatron":
+            raise ValueError("--per-layer goes with --format megatron; Hugging Face's names always have the layer")
+        if to == "hf":
+            from spare_megatron.state.checkpoint.hf_folder import export_hf as export
+        else:
+            from spare_megatron.state.checkpoint.megatron_folder import export_megatron as export
+        from spare_megatron.state.checkpoint.weights_folder import ExportOptions
+
         checkpoint, config = checkpoint_of_run(path)
-        export_hf(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer))
+        export(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer, per_layer=per_layer))
     typer.echo(f"{out}: the weights of {checkpoint.path}")
+    if to == "megatron":
+        from spare_megatron.config.megatron_args import args_of, flags_of
+
+        flags = " ".join(["--use-checkpoint-args", "--finetune", *map(shlex.quote, flags_of(args_of(config)))])
+        typer.echo(f"pretrain_gpt.py takes them with: --load {shlex.quote(str(out))} {flags}")
 
 
 @app.command("import")
 def import_weights(
-    path: Annotated[Path, typer.Argument(help="A folder in the format.")], from_: _FORMAT, out: _OUT
+    path: Annotated[Path, typer.Argument(help="A folder in the format; of megatron the one of all iterations or one.")],
+    from_: _FORMAT,
+    out: _OUT,
 ) -> None:
     """Import weights, which runs start from with load_weights.
 
@@ -143,9 +167,12 @@ def import_weights(
     `tokenizer`. Runs name the folder in checkpoint.load_weights.
     """
     with explained_errors("checkpoint import"):
-        from spare_megatron.state.checkpoint.hf_folder import import_hf
+        if from_ == "hf":
+            from spare_megatron.state.checkpoint.hf_folder import import_hf as import_folder
+        else:
+            from spare_megatron.state.checkpoint.megatron_folder import import_megatron as import_folder
 
-        checkpoint = import_hf(path, out)
+        checkpoint = import_folder(path, out)
     typer.echo(f"{checkpoint.path}: the weights of {path}")
 
 

@@ -59,6 +59,18 @@ def as_written(config: RunConfig, field: str) -> str:
     return f"model.{SETTING_OF[field]}={getattr(config.model, SETTING_OF[field])}"
 
 
+def computed_activation(config: RunConfig) -> str:
+    """The value of `model.activation` that is computed, or Megatron's words for it if there is none.
+
+    Megatron's fusion of gelu with the bias before it is the tanh form.
+    """
+    fields = model_fields(config)
+    given = fields["activation_func"], fields["gated_linear_unit"]
+    if given == ("gelu", False) and config.megatron.get("bias_activation_fusion") and fields["add_bias_linear"]:
+        return "gelu_tanh"
+    return next((setting for setting, found in _ACTIVATIONS.items() if found == given), str(given))
+
+
 def contradictions(config: RunConfig, given: Collection[str]) -> Iterator[tuple[str, str]]:
     """The dotted key of each given `[model]` setting that a `[megatron]` field contradicts, and the reason."""
     ours = _fields_of(config.model)

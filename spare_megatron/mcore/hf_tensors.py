@@ -7,27 +7,35 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.hf_config import Architecture
+from spare_megatron.config.model_tensors import ModelTensor, model_tensors
+from spare_megatron.config.schema import RunConfig
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shape by name."""
+_MODULES: Mapping[str, Sequence[str]] = {
+    "embedding.word_embeddings": ["model.embed_tokens"],
+    "decoder.layers.self_attention.linear_qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "decoder.layers.self_attention.linear_proj": ["self_attn.o_proj"],
+    "decoder.layers.self_attention.linear_qkv.layer_norm": ["input_layernorm"],
+    "decoder.layers.self_attention.q_layernorm": ["self_attn.q_norm"],
+    "decoder.layers.self_attention.k_layernorm": ["self_attn.k_norm"],
+    "decoder.layers.mlp.linear_fc1": ["mlp.gate_proj", "mlp.up_proj"],
+    "decoder.layers.mlp.linear_fc1.layer_norm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.linear_fc2": ["mlp.down_proj"],
+    "decoder.final_layernorm": ["model.norm"],
+    "output_layer": ["lm_head"],
+}
+"""Megatron's modules, and those that have their rows in Hugging Face's; of layers without the layer's prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
-    """A tensor of Megatron's, of one layer if `layer` is set, and those that Hugging Face divides its rows into.
+    """A tensor of Megatron's, and the names and shapes of those that Hugging Face divides its rows into.
 
     Megatron orders rows of queries, keys and values by query group, and joins the gate and the other input of the
     feed-forward layers.
     """
 
-    key: str
-    parts: Shapes
-    layer: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first, *_ = self.parts.values()
-        return (sum(rows for rows, *_ in self.parts.values()), *first[1:])
+    tensor: ModelTensor
+    parts: Mapping[str, tuple[int, ...]]
 
     def split(self, values: Tensor, model: Architecture) -> dict[str, Tensor]:
         if len(self.parts) < 3:
@@ -40,39 +48,17 @@ class TensorPair:
         if len(parts) < 3:
             return torch.cat(list(parts))
         rows = [part.view(model.num_query_groups, -1, model.head_dim, *part.shape[1:]) for part in parts]
-        return torch.cat(rows, dim=1).view(self.shape)
+        return torch.cat(rows, dim=1).view(self.tensor.shape)
 
 
-def tensor_pairs(model: Architecture) -> Iterator[TensorPair]:
-    """All tensors of the model, in the order of its layers; the vocabulary without rows that pad it."""
-    table = (model.vocab_size, model.hidden_size)
-    yield TensorPair(key="embedding.word_embeddings.weight", parts={"model.embed_tokens.weight": table})
-    for layer in range(model.num_layers):
-        for key, parts in _layer_tensors(model):
-            full = {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
-            yield TensorPair(key=f"decoder.layers.{key}", parts=full, layer=layer)
-    yield TensorPair(key="decoder.final_layernorm.weight", parts={"model.norm.weight": (model.hidden_size,)})
-    if not model.is_tied:
-        yield TensorPair(key="output_layer.weight", parts={"lm_head.weight": table})
-
-
-def _layer_tensors(model: Architecture) -> Iterator[tuple[str, Shapes]]:
-    """Tensors of a layer in the checkpoint's names, which do not depend on the layer implementation."""
-    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_dim
-    heads, keys = model.num_heads * head, model.num_query_groups * head
-    qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-    linear = (
-        ("self_attention.linear_qkv", qkv, hidden, model.has_qkv_bias),
-        ("self_attention.linear_proj", {"self_attn.o_proj": hidden}, heads, model.has_bias),
-        ("mlp.linear_fc1", {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}, hidden, model.has_bias),
-        ("mlp.linear_fc2", {"mlp.down_proj": hidden}, ffn, model.has_bias),
-    )
-    for key, outputs, num_inputs, has_bias in linear:
-        yield f"{key}.weight", {f"{name}.weight": (rows, num_inputs) for name, rows in outputs.items()}
-        if has_bias:
-            yield f"{key}.bias", {f"{name}.bias": (rows,) for name, rows in outputs.items()}
-    yield "self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": (hidden,)}
-    yield "mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (hidden,)}
-    if model.has_qk_norm:
-        yield "self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (head,)}
-        yield "self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (head,)}
+def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]:
+    """All tensors of the model, which is that of the settings, in the order of its layers."""
+    for tensor in model_tensors(config):
+        kind = "bias" if tensor.key.endswith("bias") else "weight"
+        names = _MODULES[tensor.key.removesuffix(kind)[:-1]]
+        prefix = "" if tensor.layer is None else f"model.layers.{tensor.layer}."
+        num_rows, *others = tensor.shape
+        keys = model.num_query_groups * model.head_dim
+        rows = (num_rows - 2 * keys, keys, keys) if len(names) == 3 else [num_rows // len(names)] * len(names)
+        parts = {f"{prefix}{name}.{kind}": (part, *others) for name, part in zip(names, rows, strict=True)}
+        yield TensorPair(tensor=tensor, parts=parts)

@@ -4,11 +4,14 @@ Neither needs more memory than a few tensors of one layer. A checkpoint names te
 the layers are stacked along a first dimension.
 """
 
+import io
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -37,7 +41,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from spare_megatron.mcore.checkpoint import FORMAT, MAIN, HashingFiles, Written, model_state
+from spare_megatron.config.model_tensors import ModelTensor
+from spare_megatron.mcore.checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
+from spare_megatron.mcore.inert_pickle import read_metadata
 from spare_megatron.mcore.model import Chunk
 
 
@@ -47,9 +53,14 @@ class StoredWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = torch_checkpoint.FileSystemReader(folder)
-        metadata = self._reader.read_metadata()
+        metadata = read_metadata(folder / METADATA_FNAME)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._tensors = metadata.state_dict_metadata
+        entries = metadata.state_dict_metadata.items()
+        self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+    def names(self) -> frozenset[str]:
+        """Keys of all tensors, those of an optimizer too."""
+        return frozenset(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._tensor(key).size)
@@ -57,6 +68,16 @@ class StoredWeights:
     def dtype(self, key: str) -> torch.dtype:
         """Type of the stored parameter; its fp32 copy, if stored, is found by `read`."""
         return self._tensor(key).properties.dtype
+
+    def read_tensor(self, tensor: ModelTensor, dtype: torch.dtype) -> Tensor:
+        """A tensor of the whole model, as this checkpoint's writers name them."""
+        values = torch.empty(tensor.shape, dtype=dtype)
+        origin = [0 for _ in tensor.shape]
+        if tensor.layer is None:
+            self.read(tensor.key, origin, values)
+        else:
+            self.read(tensor.key, [tensor.layer, *origin], values[None])
+        return values
 
     def read(self, key: str, offsets: Sequence[int], into: Tensor) -> None:
         """Fills `into` with the box of its size at `offsets`; an fp32 one from the optimizer's fp32 copy if stored."""
@@ -70,10 +91,9 @@ class StoredWeights:
         self._reader.read_data(LoadPlan(items), _BoxPlanner(into))
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
-        tensor = self._tensors.get(key)
-        if not isinstance(tensor, TensorStorageMetadata):
+        if key not in self._tensors:
             raise ValueError(f"{self._folder} has no tensor {key}")
-        return tensor
+        return self._tensors[key]
 
 
 class _BoxPlanner(DefaultLoadPlanner):
@@ -133,32 +153,69 @@ class WeightsPart:
     read: Callable[[], Tensor]
 
 
-def write_weights(folder: Path, parts: Collection[WeightsPart]) -> Written:
-    """Writes a checkpoint of these weights alone into an empty folder, one part after another."""
+def stacked_part(tensor: ModelTensor, num_layers: int, dtype: torch.dtype, read: Callable[[], Tensor]) -> WeightsPart:
+    """The part that a tensor has in a checkpoint, whose tensors of layers are stacked."""
+    origin = tuple(0 for _ in tensor.shape)
+    if tensor.layer is None:
+        return WeightsPart(
+            key=tensor.key, shape=tensor.shape, offsets=origin, sizes=tensor.shape, dtype=dtype, read=read
+        )
+    return WeightsPart(
+        key=tensor.key,
+        shape=(num_layers, *tensor.shape),
+        offsets=(tensor.layer, *origin),
+        sizes=(1, *tensor.shape),
+        dtype=dtype,
+        read=lambda: read()[None],
+    )
+
+
+def write_weights(
+    folder: Path,
+    parts: Collection[WeightsPart],
+    objects: Mapping[str, object] = MappingProxyType({}),
+    common: Mapping[str, object] = MappingProxyType({}),
+) -> Written:
+    """Writes a checkpoint of these weights into an empty folder, one part after another.
+
+    `objects` are Megatron's sharded objects by unique key, `common` what is stored beside all tensors. Raises what
+    reading a part raises, and OSError.
+    """
     files = HashingFiles(lambda: None)
     writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)
     writer.fs = files
-    torch_checkpoint.save({}, storage_writer=writer, planner=_PartsPlanner(parts), no_dist=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that this is a single process
+            torch_checkpoint.save({}, storage_writer=writer, planner=_PartsPlanner(parts, objects), no_dist=True)
+    except CheckpointException as error:  # hides the cause: a part that cannot be read, a full disk, an interrupt
+        [(cause, _)] = error.failures.values()
+        raise files.error or cause from None
     with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
-        torch.save({}, file)
+        torch.save(dict(common), file)
     with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
         file.write(json.dumps(asdict(FORMAT)).encode())
     return files.written
 
 
 class _PartsPlanner(DefaultSavePlanner):
-    """Plans boxes whose values are read when their turn comes."""
+    """Plans boxes whose values are read when their turn comes, and objects."""
 
-    def __init__(self, parts: Iterable[WeightsPart]) -> None:
+    def __init__(self, parts: Iterable[WeightsPart], objects: Mapping[str, object]) -> None:
         super().__init__(flatten_state_dict=False)
         self._parts = {MetadataIndex(part.key, part.offsets): part for part in parts}
+        self._objects = {MetadataIndex(key): value for key, value in objects.items()}
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(index, part) for index, part in self._parts.items()])
+        objects = [WriteItem(index=index, type=WriteItemType.BYTE_IO) for index in self._objects]
+        self.plan = SavePlan([*objects, *(_write_item(index, part) for index, part in self._parts.items())])
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._parts[write_item.index].read()
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return self._parts[write_item.index].read()
+        data = io.BytesIO()
+        torch.save([self._objects[write_item.index]], data)  # a list of the objects that are stored under a key
+        return data
 
 
 def _write_item(index: MetadataIndex, part: WeightsPart) -> WriteItem:

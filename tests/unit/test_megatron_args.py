@@ -1,0 +1,94 @@
+"""Settings and the arguments of Megatron-LM: what has an equal on the other side, and what is refused by name."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.building import build_run_config
+from spare_megatron.config.megatron_args import args_of, flags_of, settings_in
+from spare_megatron.config.schema import ModelConfig, RunConfig
+from spare_megatron.config.terms import weights_terms_of
+
+
+def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig:
+    return RunConfig(model=replace(ModelConfig(), **model), megatron=megatron or {})
+
+
+LLAMA = {
+    "num_query_groups": 2,
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "linear_bias": False,
+    "tie_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (config_of(), ["--no-bias-gelu-fusion"]),
+        (config_of(activation="gelu_tanh", norm_eps=1e-6), ["--norm-epsilon=1e-06"]),
+        (config_of(activation="squared_relu", linear_bias=False, vocab_size=50257), []),
+        (config_of(**LLAMA, rope_base=5e5, rope_scaling_factor=8.0), ["--use-rope-scaling"]),
+        (config_of(**LLAMA, qkv_bias=True, sliding_window=9), ["--window-size=(8,0)"]),
+        (config_of({"kv_channels": 32}, **LLAMA, qk_norm=True), ["--qk-layernorm"]),
+        (config_of({"rotary_interleaved": True, "no_rope_freq": [0, 1, 0, 1]}, **LLAMA), ["--no-rope-freq=[0,1,0,1]"]),
+        (config_of({"layernorm_zero_centered_gamma": True}, **LLAMA), ["--apply-layernorm-1p"]),
+    ],
+)
+def test_settings_come_back_from_the_arguments_that_they_become(config: RunConfig, flags: list[str]) -> None:
+    args = args_of(config)
+    assert flags_of(args) == flags
+    tables = settings_in(args, config.model.vocab_size, "bf16")
+    flat = {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+    back, mistakes = build_run_config(flat)
+    assert (list(mistakes), back.model.precision, back.model.seq_length) == ([], "bf16", config.model.seq_length)
+    assert weights_terms_of(back) == weights_terms_of(config)
+
+
+def test_gelu_that_megatron_fuses_with_a_bias_is_the_tanh_form() -> None:
+    args = args_of(config_of({"bias_activation_fusion": True}))
+    assert args["bias_gelu_fusion"]
+    assert settings_in(args, 256, "fp32")["model"]["activation"] == "gelu_tanh"
+    del args["bias_gelu_fusion"]  # on in Megatron-LM unless it is switched off
+    assert settings_in(args, 256, "fp32")["model"]["activation"] == "gelu_tanh"
+    assert settings_in({**args, "add_bias_linear": False}, 256, "fp32")["model"]["activation"] == "gelu"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of(activation="geglu"), "model.activation=geglu"),
+        (config_of(activation="gelu_tanh", linear_bias=False), "model.activation=gelu_tanh"),
+        (config_of(**LLAMA, rope_scaling_factor=32.0), "model.rope_scaling_factor=32.0"),
+        (config_of({"softmax_scale": 0.5}), "megatron.softmax_scale=0.5"),
+        (config_of({"softmax_type": "learnable"}), "megatron.softmax_type=learnable"),
+        (config_of({"attention_output_gate": True}), "megatron.attention_output_gate=True"),
+    ],
+)
+def test_what_pretrain_gpt_has_no_argument_for_is_refused_with_the_setting(config: RunConfig, reason: str) -> None:
+    with pytest.raises(ValueError, match="has no model like this one") as error:
+        args_of(config)
+    assert f"\n  - {reason}: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_experts": 8, "qk_l2_norm": True}, "have no equal here:\n  - num_experts=8\n  - qk_l2_norm=True"),
+        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+        (
+            {"position_embedding_type": "mrope", "use_rotary_position_embeddings": False},
+            "position_embedding_type=mrope",
+        ),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor=32.0 is ambiguous"),
+        ({"window_size": (-1, 0)}, r"window_size=\(-1, 0\) has no equal"),
+        ({"normalization": "L2Norm"}, "normalization=L2Norm has no equal"),
+        ({"hidden_size": None}, "hidden_size=None must be a whole number"),
+    ],
+)
+def test_arguments_without_an_equal_are_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        settings_in({**args_of(config_of(**LLAMA)), **changes}, 256, "fp32")

@@ -1,0 +1,189 @@
+"""Folders of Megatron-LM as torch writes them: names that are read, and what is refused with the key and the reason."""
+
+import argparse
+import enum
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+
+from spare_megatron.config.megatron_args import args_of
+from spare_megatron.config.model_tensors import model_tensors
+from spare_megatron.config.schema import ModelConfig, RunConfig
+from spare_megatron.mcore.weights import StoredWeights
+from spare_megatron.state.checkpoint.megatron_folder import import_megatron
+
+CONFIG = RunConfig(model=ModelConfig(num_layers=2, hidden_size=16, vocab_size=20, activation="swiglu", qk_norm=True))
+
+ARGS = {**args_of(CONFIG), "params_dtype": torch.float32}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def layers_apart() -> Tensors:
+    """Random tensors of the model, of each layer under names of its own."""
+    random = torch.Generator().manual_seed(3)
+    found = {}
+    for tensor in model_tensors(CONFIG):
+        key = tensor.key if tensor.layer is None else tensor.key.replace("layers", f"layers.{tensor.layer}", 1)
+        found[key] = torch.randn(tensor.shape, generator=random)
+    return found
+
+
+def write(folder: Path, tensors: Tensors, common: dict[str, Any] | None = None) -> Path:
+    iteration = folder / "iter_0000012"
+    iteration.mkdir(parents=True)
+    torch_checkpoint.save(dict(tensors), checkpoint_id=iteration, no_dist=True)
+    torch.save({"args": argparse.Namespace(**ARGS)} if common is None else common, iteration / "common.pt")
+    (iteration / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
+    return folder
+
+
+def imported(folder: Path) -> Tensors:
+    """All tensors of what an import wrote, by the names that they have with their layers apart."""
+    stored = StoredWeights(folder / "checkpoints" / "step-00000000")
+    keys = zip(layers_apart(), model_tensors(CONFIG), strict=True)
+    return {key: stored.read_tensor(tensor, torch.float32) for key, tensor in keys}
+
+
+def local_names(tensors: Tensors) -> Tensors:
+    def renamed(key: str) -> str:
+        key = key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        return key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+    return {renamed(key): value for key, value in tensors.items()}
+
+
+def gates_apart(tensors: Tensors) -> Tensors:
+    found: Tensors = {}
+    for key, value in tensors.items():
+        is_gated = "linear_fc1.weight" in key or "linear_fc1.bias" in key
+        halves = dict(zip((f"{key}_w", f"{key}_v"), value.chunk(2), strict=True))
+        found |= {name: half.clone() for name, half in halves.items()} if is_gated else {key: value}
+    return found
+
+
+def with_an_optimizer(tensors: Tensors) -> Tensors:
+    moment = torch.zeros(3)
+    names = ("optimizer.state.exp_avg.output_layer.weight", "chained_0.optimizer.distributed.param", "optimizer.x")
+    return {**tensors, **dict.fromkeys(names, moment)}
+
+
+@pytest.mark.parametrize("change", [dict, local_names, gates_apart, with_an_optimizer])
+def test_all_names_that_megatron_gives_tensors_are_read(tmp_path: Path, change: Callable[[Tensors], Tensors]) -> None:
+    tensors = layers_apart()
+    folder = write(tmp_path / "saved", change(tensors))
+    for path, name in ((folder, "newest"), (folder / "iter_0000012", "one")):
+        import_megatron(path, tmp_path / name)
+        found = imported(tmp_path / name)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+    folder.joinpath("iter_0000012").rename(folder / "release")
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    import_megatron(folder, tmp_path / "release")
+
+
+def test_bf16_stays_and_other_types_become_fp32(tmp_path: Path) -> None:
+    tensors = {key: value.bfloat16() for key, value in layers_apart().items()}
+    import_megatron(write(tmp_path / "bf16", tensors), tmp_path / "a")
+    halves = {key: value.half() for key, value in layers_apart().items()}
+    import_megatron(write(tmp_path / "fp16", halves), tmp_path / "b")
+    assert 'precision = "bf16"' in (tmp_path / "a" / "config.toml").read_text()
+    assert 'precision = "fp32"' in (tmp_path / "b" / "config.toml").read_text()
+    found = imported(tmp_path / "b")
+    assert all(torch.equal(found[key], halves[key].float()) for key in halves)
+    with pytest.raises(ValueError, match="only fp32, bf16 and fp16 can be imported"):
+        import_megatron(write(tmp_path / "int8", {**tensors, "x": torch.zeros(2, dtype=torch.int8)}), tmp_path / "c")
+
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({QKV: None}, f"has no tensor decoder.layers.self_attention.linear_qkv.weight nor {QKV}, which the model of"),
+        ({"embedding.word_embeddings.weight": None}, "has no tensor embedding.word_embeddings.weight"),
+        (
+            {"decoder.layers.2.mlp.linear_fc2.bias": torch.zeros(16)},
+            "has a tensor decoder.layers.2.mlp.linear_fc2.bias",
+        ),
+        ({"mtp.layers.0.eh_proj.weight": torch.zeros(2)}, "mtp.layers.0.eh_proj.weight, which has no place in the"),
+        ({QKV: torch.zeros(47, 16)}, f"{QKV} is of (47, 16), and (48, 16) by its common.pt"),
+    ],
+)
+def test_missing_foreign_and_wrongly_shaped_tensors_are_refused_by_name(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], reason: str
+) -> None:
+    tensors = {key: value for key, value in {**layers_apart(), **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        import_megatron(write(tmp_path / "saved", tensors), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_folder_that_is_none_of_torch_dist_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", layers_apart())
+    iteration = folder / "iter_0000012"
+
+    def refusal(path: Path) -> str:
+        with pytest.raises(ValueError, match=str(path.name)) as error:
+            import_megatron(path, tmp_path / "out")
+        return str(error.value)
+
+    assert "is no directory; name Megatron-LM's --save" in refusal(tmp_path / "absent")
+    assert "has no metadata.json and .metadata" in refusal(tmp_path)
+    torch.save({"iteration": 12}, iteration / "common.pt")
+    assert "common.pt has no args" in refusal(folder)
+    (iteration / "common.pt").write_bytes(b"no archive")
+    assert "common.pt cannot be read" in refusal(folder)
+    torch.save({"args": argparse.Namespace(**ARGS)}, iteration / "common.pt")
+    data = iteration / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read" in refusal(folder)
+    data.write_bytes(whole)
+    (iteration / ".metadata").write_bytes(b"\x80\x04.")
+    assert ".metadata cannot be read" in refusal(folder)
+    (folder / "latest_checkpointed_iteration.txt").write_text("13")
+    assert "names iteration '13', of which there is no folder" in refusal(folder)
+    shutil.rmtree(iteration)
+    (folder / "iter_0000013" / "mp_rank_00").mkdir(parents=True)
+    assert "--auto-detect-ckpt-format --ckpt-convert-format torch_dist" in refusal(folder)
+
+
+class Color(enum.Enum):
+    """Stands for an enum of a package that is not installed."""
+
+    RED = 1
+
+
+class Harmful:
+    """Runs a command when a usual unpickler meets it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+def test_no_code_of_a_folder_runs_and_unknown_classes_do_no_harm(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    args = argparse.Namespace(**ARGS, color=Color.RED, harmful=Harmful(touched))
+    common = {"args": args, "rng": torch.zeros(3), "harmful": [Harmful(touched)], Color.RED: {1}}
+    folder = write(tmp_path / "saved", layers_apart(), common)
+    import_megatron(folder, tmp_path / "out")
+    assert imported(tmp_path / "out").keys() == layers_apart().keys()
+    metadata = folder / "iter_0000012" / ".metadata"
+    read = torch_checkpoint.FileSystemReader(metadata.parent).read_metadata()
+    read.planner_data = Harmful(touched)
+    torch_checkpoint.filesystem.pickle.dump(read, metadata.open("wb"))
+    import_megatron(folder, tmp_path / "again")
+    assert not touched.exists()

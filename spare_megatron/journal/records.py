@@ -79,6 +79,10 @@ class RunRecord:
     """Corpus of the loaded checkpoint, if known to be another one."""
     weights: str = ""
     """Identity of the weights alone that the training began with; empty if there were none."""
+    eval_every_steps: int = 0
+    """Steps between evaluations; 0 if there are none, as in earlier versions."""
+    eval_microbatches_per_shard: int = 0
+    """Microbatches of a shard in an evaluation, over all validation sets."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 
@@ -133,6 +137,20 @@ class VoteRecord:
     incarnation: int = 0
     num_complete: list[int] = field(default_factory=list)
     """For each rank, the number of leading buckets whose sums it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """What a group found in an evaluation after `step` committed steps; written before its vote, which carries it."""
+
+    group: int
+    step: int
+    attempt: int
+    microbatches: dict[str, list[int]]
+    """Shard -> indices, counted over all validation sets."""
+    sums: list[list[Any]]
+    """Name, loss in 2^-32 nats (null if not finite) and tokens of each validation set."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +392,7 @@ Record = (
     | RankRecord
     | ContributionRecord
     | VoteRecord
+    | EvaluationRecord
     | EntryRecord
     | UpdateRecord
     | ParamsRecord
@@ -423,7 +442,7 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": ""}
+_LATER_TERMS = {"order": 1, "weights": "", "eval_every_steps": 0, "eval_microbatches_per_shard": 0}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

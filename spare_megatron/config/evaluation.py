@@ -1,0 +1,50 @@
+"""What an evaluation reads by the configuration: its validation sets, and their division into microbatches."""
+
+from collections.abc import Iterator
+
+from spare_megatron.config.corpus import split_shares
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import global_batch
+
+HELD_OUT = "validation"
+"""The validation set that `data.split` holds out."""
+
+
+def set_names(config: RunConfig) -> tuple[str, ...]:
+    """The validation sets of an evaluation, in its order."""
+    return (HELD_OUT,)
+
+
+def sequences_per_set(config: RunConfig) -> int:
+    """The most sequences that an evaluation reads of each validation set."""
+    return config.eval.sequences or global_batch(config)
+
+
+def microbatches_per_shard(config: RunConfig) -> int:
+    """Microbatches of a shard in an evaluation, those of all sets together; 0 if the run has none."""
+    if not config.eval.every_steps:
+        return 0
+    per_index = config.layout.num_groups * config.train.micro_batch_size
+    return len(set_names(config)) * (sequences_per_set(config) // per_index)
+
+
+def evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Every reason why the run cannot evaluate."""
+    settings = config.eval
+    if not settings.every_steps:
+        return
+    per_index = config.layout.num_groups * config.train.micro_batch_size
+    if settings.sequences is not None and settings.sequences % per_index:
+        yield (
+            f"eval.sequences={settings.sequences} is no multiple of layout.num_groups x train.micro_batch_size="
+            f"{per_index}; set it to {-(-settings.sequences // per_index) * per_index}"
+        )
+    try:
+        holds_out = bool(split_shares(config.data.split)[1])
+    except ValueError:
+        return  # reported with the corpus
+    if not holds_out:
+        yield (
+            f"eval.every_steps={settings.every_steps} needs text that is held out, and data.split="
+            f"{config.data.split or 'empty'} holds none out; set it as in 99,1"
+        )

@@ -2,17 +2,9 @@
 
 from collections.abc import Iterator
 
-from spare_megatron.config.corpus import split_shares
+from spare_megatron.config.corpus import validation_names
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import global_batch
-
-HELD_OUT = "validation"
-"""The validation set that `data.split` holds out."""
-
-
-def set_names(config: RunConfig) -> tuple[str, ...]:
-    """The validation sets of an evaluation, in its order."""
-    return (HELD_OUT,)
 
 
 def sequences_per_set(config: RunConfig) -> int:
@@ -25,7 +17,7 @@ def microbatches_per_shard(config: RunConfig) -> int:
     if not config.eval.every_steps:
         return 0
     per_index = config.layout.num_groups * config.train.micro_batch_size
-    return len(set_names(config)) * (sequences_per_set(config) // per_index)
+    return len(validation_names(config.data)) * (sequences_per_set(config) // per_index)
 
 
 def evaluation_problems(config: RunConfig) -> Iterator[str]:
@@ -40,11 +32,11 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
             f"{per_index}; set it to {-(-settings.sequences // per_index) * per_index}"
         )
     try:
-        holds_out = bool(split_shares(config.data.split)[1])
+        has_sets = bool(validation_names(config.data))
     except ValueError:
         return  # reported with the corpus
-    if not holds_out:
+    if not has_sets:
         yield (
-            f"eval.every_steps={settings.every_steps} needs text that is held out, and data.split="
-            f"{config.data.split or 'empty'} holds none out; set it as in 99,1"
+            f"eval.every_steps={settings.every_steps} needs a validation set, and data.split="
+            f"{config.data.split or 'empty'} holds no text out; set it as in 99,1, or name a corpus in data.validation"
         )

@@ -71,7 +71,19 @@ def terms_of(config: RunConfig) -> Terms:
         _CORPUS: config.data.identity,
         _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
+        **masks_of(config),
     }
+
+
+_UNMASKED: Terms = {"data.eod_mask_loss": False, "data.end_of_document": None}
+"""Terms that are left out where they have these values."""
+
+
+def masks_of(config: RunConfig) -> Terms:
+    """What the ends of documents mean for samples, by key; empty if nothing."""
+    data = config.data
+    masks = {"data.eod_mask_loss": data.eod_mask_loss, "data.end_of_document": data.end_of_document}
+    return {key: value for key, value in masks.items() if data.marks_documents and value != _UNMASKED[key]}
 
 
 def weights_terms_of(config: RunConfig) -> Terms:
@@ -115,8 +127,9 @@ def _function_of(config: RunConfig) -> str:
 
 def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
-    ours = terms_of(config)
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", **theirs}  # checkpoints of earlier versions lack these terms
+    ours = {**_UNMASKED, **terms_of(config)}
+    # Checkpoints of earlier versions lack some of these terms.
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", **_UNMASKED, **theirs}
     apart = (_CORPUS, _ORDER)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:

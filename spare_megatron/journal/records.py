@@ -79,6 +79,10 @@ class RunRecord:
     """Corpus of the loaded checkpoint, if known to be another one."""
     weights: str = ""
     """Identity of the weights alone that the training began with; empty if there were none."""
+    validation: str = ""
+    """Name and corpus of each validation set of its own; empty in earlier versions."""
+    masks: str = ""
+    """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     eval_every_steps: int = 0
     """Steps between evaluations; 0 if there are none, as in earlier versions."""
     eval_microbatches_per_shard: int = 0
@@ -442,7 +446,14 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": "", "eval_every_steps": 0, "eval_microbatches_per_shard": 0}
+_LATER_TERMS = {
+    "order": 1,
+    "weights": "",
+    "validation": "",
+    "masks": "",
+    "eval_every_steps": 0,
+    "eval_microbatches_per_shard": 0,
+}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

@@ -10,12 +10,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
-from spare_megatron.config.evaluation import sequences_per_set, set_names
+from spare_megatron.config.evaluation import sequences_per_set
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.evaluation import FRACTION_BITS, SetSum, added
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.mcore.data import ValidationWindows
+from spare_megatron.mcore.data import ValidationWindows, validation_sets
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe
@@ -33,7 +33,7 @@ class EvaluationData:
 
     def __init__(self, config: RunConfig, sets: Mapping[str, ValidationWindows]) -> None:
         self._sets = sets
-        self._names = set_names(config)
+        self._names = tuple(sets)
         self._num_shards = config.layout.num_groups
         self._size = config.train.micro_batch_size
         self._per_set = sequences_per_set(config) // (self._num_shards * self._size)  # indices of each shard
@@ -41,20 +41,22 @@ class EvaluationData:
     def set_of(self, microbatch: Microbatch) -> str:
         return self._names[microbatch.index // self._per_set]
 
+    def is_empty(self, microbatch: Microbatch) -> bool:
+        """Whether the set has none of the microbatch's windows."""
+        return self._windows_of(microbatch).start >= len(self._sets[self.set_of(microbatch)])
+
+    def _windows_of(self, microbatch: Microbatch) -> range:
+        first = ((microbatch.index % self._per_set) * self._num_shards + microbatch.shard) * self._size
+        return range(first, first + self._size)
+
     def microbatch(self, microbatch: Microbatch) -> _Batch:
         """`tokens`, `labels`, `position_ids` and `loss_mask`, each [micro_batch_size, seq_length]."""
-        windows = self._sets[self.set_of(microbatch)]
-        first = ((microbatch.index % self._per_set) * self._num_shards + microbatch.shard) * self._size
-        numbers = range(first, first + self._size)
-        tokens = torch.stack([windows[min(number, len(windows) - 1)] for number in numbers])
+        windows, numbers = self._sets[self.set_of(microbatch)], self._windows_of(microbatch)
+        samples = [windows.sample(min(number, len(windows) - 1)) for number in numbers]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         is_there = torch.tensor([[number < len(windows)] for number in numbers])
-        inputs = tokens[:, :-1]
-        return {
-            "tokens": inputs.contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "position_ids": torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
-            "loss_mask": is_there.expand_as(inputs).float().contiguous(),
-        }
+        counting = batch.get("loss_mask", torch.ones_like(batch["tokens"], dtype=torch.float32))
+        return {**batch, "loss_mask": counting * is_there}
 
 
 class Evaluator:
@@ -79,7 +81,7 @@ class Evaluator:
         self._pipeline = pipeline
         self._device = device
         self._probe = probe
-        self._data = EvaluationData(config, {name: ValidationWindows(config) for name in set_names(config)})
+        self._data = EvaluationData(config, validation_sets(config))
         self._no_tokens = torch.tensor(0, dtype=torch.int)  # the schedule adds it up, but nothing uses the total
         self.sums: tuple[SetSum, ...] = ()
         """Over everything computed since `reset`; empty except on the last pipeline stage."""
@@ -87,11 +89,13 @@ class Evaluator:
     def reset(self) -> None:
         self.sums = ()
 
-    def compute(self, work: Sequence[Microbatch]) -> list[Microbatch]:
-        """Adds the losses of some microbatches to `sums`; returns those computed, in order.
+    def compute(self, work: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """Adds the losses of some microbatches to `sums`; returns them.
 
-        Collective over: all ranks of the group, with the same work in order.
+        Collective over: all ranks of the group, with the same work in order. Raises RuntimeError if the schedule runs
+        other work.
         """
+        present = [item for item in work if not self._data.is_empty(item)]
         losses: list[Tensor] = []
         counted: list[tuple[str, int]] = []  # the set of each, and its tokens
         seen: list[Microbatch] = []
@@ -114,17 +118,19 @@ class Evaluator:
             chunk.module.eval()
         try:
             with torch.no_grad():
-                self._pipeline.run(work, forward, is_forward_only=True)
+                self._pipeline.run(present, forward, is_forward_only=True)
         finally:
             for chunk, was_training in zip(self._chunks, is_training, strict=True):
                 chunk.module.train(was_training)
+        if sorted(seen) != sorted(present):
+            raise RuntimeError(f"an evaluation ran {seen} where {present} was asked for")
         if losses:
             sums = [
                 SetSum(name, in_fixed_point(loss), num)
                 for loss, (name, num) in zip(self._told(losses), counted, strict=True)
             ]
             self.sums = added([self.sums, sums])
-        return seen
+        return work
 
     def _forward(self, chunk: Chunk, item: Item, on_losses: Callable[..., Any]) -> tuple[Tensor, LossFunction]:
         batch: _Batch = {}

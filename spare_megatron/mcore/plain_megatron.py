@@ -22,6 +22,7 @@ from spare_megatron.mcore import cpu
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.mcore.pipeline import summed_loss
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -124,7 +125,8 @@ def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module
     output = module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        loss = losses.float().sum()
-        return loss, torch.tensor(losses.numel(), dtype=torch.int), {"loss": loss.detach()}
+        loss, counted = summed_loss(losses, batch.get("loss_mask"))
+        num_tokens = torch.tensor(losses.numel(), dtype=torch.int) if counted is None else counted.int()
+        return loss, num_tokens, {"loss": loss.detach()}
 
     return output, loss_function

@@ -15,6 +15,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
@@ -33,7 +34,7 @@ from spare_megatron.mcore.parameters import (
     parameters_sha256,
 )
 from spare_megatron.mcore.partitions import StatePartitions
-from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, summed_loss
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.ready_buckets import OnReady, ReadyBuckets
@@ -61,7 +62,7 @@ class IncompleteSum(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """Outcome of an update, with the step's mean cross entropy per token (nats) and gradient norm before clipping."""
+    """Outcome of an update, with the step's mean loss per token that counts and gradient norm before clipping."""
 
     num_microbatches: int
     loss: float
@@ -120,8 +121,6 @@ class GroupTrainer:
                 probe=self._probe,
             )
         self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
-        tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
-        self._num_tokens = self._num_microbatches * tokens_per_microbatch
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
@@ -176,16 +175,16 @@ class GroupTrainer:
 
     # ----------------------------------------------------------------------------------------------- committing
 
-    def loss_sum(self) -> float | None:
-        """Cross entropy of the step over all groups, summed over tokens; None except on the last pipeline stage."""
-        return self.gradients.totals().loss_sum if self.chunks[-1].is_last else None
+    def loss_sum(self) -> LossSum | None:
+        """Loss of the step over all groups; None except on the last pipeline stage."""
+        return self.gradients.totals().loss if self.chunks[-1].is_last else None
 
-    def update(self, loss_sum: float, squares: float | None = None) -> UpdateResult:
+    def update(self, loss: LossSum, squares: float | None = None) -> UpdateResult:
         """Applies the sums over all groups to the parameters; with stacked state, to the state partitions hosted here.
 
-        `loss_sum` is that of the last stage; `squares` as in `StackedOptimizer.step`. Collective over: all ranks of the
-        group. Raises IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a
-        step.
+        `loss` is that of the last stage, whose number of tokens divides the sums; `squares` as in
+        `StackedOptimizer.step`. Collective over: all ranks of the group. Raises IncompleteSum, with nothing changed, if
+        a bucket does not count exactly the microbatches of a step.
         """
         counted = self.gradients.totals().num_microbatches
         for bucket, num_counted in enumerate(counted):
@@ -194,15 +193,15 @@ class GroupTrainer:
                     f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
                     f"the step has {self._num_microbatches}"
                 )
-        self.gradients.finish(1.0 / self._num_tokens)
+        self.gradients.finish(1.0 / loss.divisor)
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
-            grad_norm, learning_rate = self.stacked.step(squares / self._num_tokens**2)
+            grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
             num_microbatches=min(counted),
-            loss=loss_sum / self._num_tokens,
+            loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
@@ -289,12 +288,12 @@ class GroupTrainer:
         )
 
         def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            loss = losses.float().sum()
+            total, num_tokens = summed_loss(losses, batch.get("loss_mask"))
             if item.is_padding:
-                loss = loss * 0.0
+                total = total * 0.0
             else:
-                self.gradients.add_loss(self._over_context(loss.detach()))
-            return loss, self._schedule_tokens, {}
+                self.gradients.add_loss(*map(self._over_context, (total.detach(), num_tokens)))
+            return total, self._schedule_tokens, {}
 
         return output, loss_function
 
@@ -308,11 +307,11 @@ class GroupTrainer:
             batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
         return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
 
-    def _over_context(self, loss: Tensor) -> Tensor:
-        """The loss over the whole sequence; each context-parallel rank computes its part."""
-        if self.process_groups.cp.size() == 1:
-            return loss
-        whole = loss.clone()
+    def _over_context(self, part: Tensor | None) -> Tensor | None:
+        """A sum over the whole sequence; each context-parallel rank computes its part."""
+        if part is None or self.process_groups.cp.size() == 1:
+            return part
+        whole = part.clone()
         torch.distributed.all_reduce(whole, group=self.process_groups.cp)
         return whole
 

@@ -21,7 +21,6 @@ from spare_megatron.config.schema import (
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.gradients import NUM_EXTRAS
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
 
@@ -77,7 +76,7 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     assert relative_distance(gradients, expected) < 1e-6
     for totals, _ in ranks:
         assert set(totals.num_microbatches) == {len(WORK)}
-    last_stage_losses = [totals.loss_sum for totals, _ in ranks if totals.loss_sum]
+    last_stage_losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
     assert len(last_stage_losses) == config.layout.tensor_parallel
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
 
@@ -157,7 +156,7 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
         np.testing.assert_array_equal(kept[:end], 3 * first[:end])
         np.testing.assert_array_equal(kept[end:], whole[end:])
         assert num_kept == 0 or np.any(first[:end])
-        assert np.any(first[end:-NUM_EXTRAS] != whole[end:-NUM_EXTRAS])
+        assert np.any(first[end:-3] != whole[end:-3])
 
 
 def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_config: MakeConfig) -> None:
@@ -169,8 +168,8 @@ def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_
     assert 2**-12 < distance < 2**-8
     assert len(totals.num_microbatches) > 2
     assert set(totals.num_microbatches) == {3 * (593 + len(group.all_work(config)))}
-    assert totals.loss_sum == pytest.approx(3 * loss, rel=1e-6)
-    assert totals.loss_sum > 1.0
+    assert totals.loss.total == pytest.approx(3 * loss, rel=1e-6)
+    assert totals.loss.total > 1.0
 
 
 @pytest.mark.parametrize(

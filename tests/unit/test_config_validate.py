@@ -269,6 +269,28 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
     assert problems(configured("train.steps=1000000000000", "model.seq_length=128"), machine) == []
 
 
+def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:
+    machine = dataclasses.replace(CPU, corpus=corpus_with())
+    text = only_problem("data.eod_mask_loss=true", machine=machine)
+    assert "no note of `spare preprocess` names one for all of data.corpus=c; write it anew, or set" in text
+    assert problems(configured("data.eod_mask_loss=true", "data.end_of_document=255"), machine) == []
+    assert "data.end_of_document=256 is not below model.vocab_size=256" in only_problem(
+        "data.eod_mask_loss=true", "data.end_of_document=256", machine=machine
+    )
+    noted = dataclasses.replace(CPU, corpus=corpus_with(end_of_document=0))
+    assert problems(configured("data.eod_mask_loss=true"), noted) == []
+    assert "by its note data.corpus=c ends documents with token 0; clear the setting" in only_problem(
+        "data.eod_mask_loss=true", "data.end_of_document=1", machine=noted
+    )
+
+
+def test_more_groups_or_tokens_than_fp32_counts_are_refused_where_tokens_are_counted() -> None:
+    counted = ("data.eod_mask_loss=true", "data.end_of_document=0", "train.micro_batch_size=4294967296")
+    text = only_problem(*counted, machine=dataclasses.replace(CPU, corpus=corpus_with()))
+    assert "reduce.mode=fast in up to 4096 groups and 68719476736 tokens of a step, not in 4 groups and" in text
+    assert problems(configured(*counted, "reduce.mode=reproducible"), CPU) == []
+
+
 def test_ranks_that_the_kernel_would_kill_for_memory_are_a_problem_on_cpus_only() -> None:
     large = ("model.hidden_size=4096", "model.num_layers=32")  # 6.4 billion parameters of 16 bytes, 4 times
     machine = dataclasses.replace(CPU, memory_bytes=2**38)

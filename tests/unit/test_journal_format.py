@@ -132,7 +132,14 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
     """They have no order of samples, which was the first one, no weights and no evaluations."""
     terms = {name: place for place, name in enumerate(TERMS)}
     earlier = hashlib.sha256(json.dumps([*range(len(TERMS))], separators=(",", ":")).encode()).hexdigest()
-    later = {"order": 1, "weights": "", "eval_every_steps": 0, "eval_microbatches_per_shard": 0}
+    later = {
+        "order": 1,
+        "weights": "",
+        "validation": "",
+        "masks": "",
+        "eval_every_steps": 0,
+        "eval_microbatches_per_shard": 0,
+    }
     assert digest_of_terms({**terms, **later}) == earlier
     assert digest_of_terms({**terms, **later, "order": 2}) != earlier
     assert digest_of_terms({**terms, **later, "eval_every_steps": 5}) != earlier

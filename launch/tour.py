@@ -11,6 +11,7 @@ import sysconfig
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.journal.files import read_journal
@@ -19,8 +20,8 @@ from spare_megatron.journal.records import FaultRecord
 
 STEPS, LEAST_STEPS = 60, 12
 VOCAB_SIZE = 8192
-NUM_WINDOWS = 64
-"""Held-out sequences in the means of both losses."""
+NUM_WINDOWS = 48
+"""Held-out sequences in the means of both losses: all of the prose, and some code."""
 MOST_DIFFERENCE = 1e-4
 
 
@@ -78,8 +79,33 @@ def tour(folder: Path, steps: int) -> dict[str, float | int | str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     write_json_lines(folder / "code.jsonl", (file.read_text("utf-8") for file in sorted(library.glob("*.py"))))
     write_json_lines(folder / "prose.jsonl", manual())
-
     say("2 of 6: a tokenizer of one's own, and the tokens of both corpora")
+    tokenize(folder)
+    say(f"3 of 6: a Llama of 10M parameters trains on a blend of both in 4 groups; two are killed; {steps} steps")
+    first = folder / "first"
+    kills = [(steps // 3, 3, "backward"), (2 * steps // 3, 1, "in_reduce")]
+    train(folder, first, steps, kills)
+    say(f"4 of 6: the training is extended by half, to {steps + steps // 2} steps")
+    longer = folder / "longer"
+    more = {"checkpoint.load": first, "train.steps": steps + steps // 2, "faults.trace": "[]"}
+    spare("train", first / "config.toml", "--run-dir", longer, *settings(more))
+    say("5 of 6: what the journals of both runs prove")
+    verdicts = [json.loads(spare("check", run, "--json", is_read=True))["verdict"] for run in (first, longer)]
+    struck = [(record.step, record.group, record.phase) for record in read_journal(first).of(FaultRecord)]
+    if sorted(struck) != sorted(kills):
+        raise Failed(f"the faults that struck are {struck}, and {kills} were to")
+    say("6 of 6: the weights go to Hugging Face's format, and transformers computes the loss of the text held out")
+    export = ("--format", "hf", "--tokenizer", folder / "tokenizer", "--out", folder / "weights")
+    spare("checkpoint", "export", longer, *export)
+    return {
+        "eval_loss": our_loss(longer),
+        "transformers_loss": transformers_loss(longer, folder / "weights"),
+        "groups_lost": sum(summary_of(run)["groups_lost"] for run in (first, longer)),
+        "verdict": next((verdict for verdict in verdicts if verdict != "valid"), "valid"),
+    }
+
+
+def tokenize(folder: Path) -> None:
     text = [word for name in ("code", "prose") for word in ("--input", folder / f"{name}.jsonl")]
     reading = ("--json-key", "text", "--workers", 2)
     spare("tokenizer", "train", *text, *reading, "--vocab-size", VOCAB_SIZE, "--output", folder / "tokenizer")
@@ -87,42 +113,23 @@ def tour(folder: Path, steps: int) -> dict[str, float | int | str]:
         tokens = ("--tokenizer", f"hf:{folder / 'tokenizer'}", "--output-prefix", folder / name)
         spare("preprocess", "--input", folder / f"{name}.jsonl", *reading, *tokens)
 
-    say(f"3 of 6: a Llama of 10M parameters trains on a blend of both in 4 groups; two are killed; {steps} steps")
-    blend = [f'{{corpus="{folder / name}",weight={weight}}}' for name, weight in (("code", 0.7), ("prose", 0.3))]
-    kills = [(steps // 3, 3, "backward"), (2 * steps // 3, 1, "in_reduce")]
+
+def train(folder: Path, run_dir: Path, steps: int, kills: Iterable[tuple[int, int, str]]) -> None:
+    """The run of so many steps, with a rank killed in each of these steps and groups, at a moment."""
+    blend = [f'{{corpus="{folder / name}",weight={weight}}}' for name, weight in (("prose", 0.3), ("code", 0.7))]
     faults = [f'{{step={step},group={group},phase="{phase}"}}' for step, group, phase in kills]
-    first, longer = folder / "first", folder / "longer"
-    train_first = {
+    values = {
         "data.corpus": "",
         "data.blend": f"[{','.join(blend)}]",
         "data.split": "90,10",
+        "eval.every_steps": steps // 2,
+        "eval.sequences": NUM_WINDOWS,
         "train.steps": steps,
         "optimizer.decay_steps": steps + steps // 2,
         "checkpoint.interval_steps": steps,
         "faults.trace": f"[{','.join(faults)}]",
     }
-    spare("train", "llama_10m_cpu", "--run-dir", first, *settings(train_first))
-
-    say(f"4 of 6: the training is extended by half, to {steps + steps // 2} steps")
-    train_longer = {"checkpoint.load": first, "train.steps": steps + steps // 2, "faults.trace": "[]"}
-    spare("train", first / "config.toml", "--run-dir", longer, *settings(train_longer))
-
-    say("5 of 6: what the journals of both runs prove")
-    verdicts = [json.loads(spare("check", run, "--json", is_read=True))["verdict"] for run in (first, longer)]
-    struck = [(record.step, record.group, record.phase) for record in read_journal(first).of(FaultRecord)]
-    if sorted(struck) != sorted(kills):
-        raise Failed(f"the faults that struck are {struck}, and {kills} were to")
-
-    say("6 of 6: the weights go to Hugging Face's format, and transformers computes the loss on text held out")
-    export = ("--format", "hf", "--tokenizer", folder / "tokenizer", "--out", folder / "weights")
-    spare("checkpoint", "export", longer, *export)
-    theirs = transformers_loss(longer, folder / "weights")  # before ours, for which torch is patched
-    return {
-        "eval_loss": our_loss(longer),
-        "transformers_loss": theirs,
-        "groups_lost": sum(json.loads((run / "summary.json").read_text())["groups_lost"] for run in (first, longer)),
-        "verdict": next((verdict for verdict in verdicts if verdict != "valid"), "valid"),
-    }
+    spare("train", "llama_10m_cpu", "--run-dir", run_dir, *settings(values))
 
 
 def judge(figures: dict[str, float | int | str]) -> None:
@@ -157,13 +164,13 @@ def write_json_lines(path: Path, texts: Iterable[str]) -> None:
 # --------------------------------------------------------------------------------------------------------- losses
 
 
-def our_loss(run_dir: Path) -> float:
-    """Mean cross entropy per token of the run's newest checkpoint over the windows held out, by this package."""
-    from spare_megatron.mcore.held_out_loss import held_out_loss
-    from spare_megatron.state.checkpoint.loading import checkpoint_of_run
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
 
-    checkpoint, config = checkpoint_of_run(run_dir)
-    return held_out_loss(config, checkpoint.path, NUM_WINDOWS)
+
+def our_loss(run_dir: Path) -> float:
+    """Mean cross entropy per token that the run found in its last evaluation."""
+    return float(summary_of(run_dir)["eval"]["validation"]["loss"])
 
 
 def transformers_loss(run_dir: Path, weights: Path) -> float:

@@ -100,7 +100,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """Facts of all corpora, or why one cannot be used; neither if a file of the only corpus trained on is missing.
+    """Facts of all corpora, or why one cannot be used; neither if there is none or a file of the only one is missing.
 
     `on_read` announces long reads.
     """
@@ -122,6 +122,8 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
             )
         except ValueError as error:
             return None, f"{name}: {error}"
+    if not data.corpora:
+        return None, ""
     trained_on = [replace(facts, split=split) for facts in found[: len(data.corpora)]]
     whole, failure = _blended(data, trained_on) if data.blend else (trained_on[0], "")
     return whole and replace(whole, validation=tuple(found[len(data.corpora) :])), failure

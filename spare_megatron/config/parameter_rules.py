@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.program import judge_program
 from spare_megatron.config.schema import ParameterRule, RunConfig
 
 
@@ -39,10 +40,12 @@ def rule_of(name: str, rules: Sequence[ParameterRule]) -> ParameterRule | None:
 
 
 def rule_problems(config: RunConfig) -> Iterator[str]:
-    """Factors outside their limits, and rules that no parameter of the model has."""
+    """Factors outside their limits, and rules that no parameter of the settings' model has."""
     if not config.optimizer.rules:
         return
-    names = list(parameter_names(config))
+    # Only the model of a program knows the names of its parameters.
+    is_ours = "model_provider" not in judge_program(config.program)[0]
+    names = list(parameter_names(config)) if is_ours else []
     taken: set[str] = set()
     for number, rule in enumerate(config.optimizer.rules):
         key = f"optimizer.rules[{number}]"
@@ -50,6 +53,8 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             factor = getattr(rule, field)
             if factor is not None and not 0.0 <= factor < math.inf:
                 yield f"{key}.{field}={factor} must be at least 0 and finite; change it"
+        if not names:
+            continue
         matched = {name for name in names if fnmatchcase(name, rule.pattern)}
         if not matched:
             yield (

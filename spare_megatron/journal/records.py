@@ -81,6 +81,8 @@ class RunRecord:
     """Identity of the weights alone that the training began with; empty if there were none."""
     validation: str = ""
     """Name and corpus of each validation set of its own; empty in earlier versions."""
+    program: str = ""
+    """SHA-256 of the file of the user's program; empty without one."""
     masks: str = ""
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     eval_every_steps: int = 0
@@ -182,6 +184,8 @@ class UpdateRecord:
     step_s: float
     compute_s: list[float] = field(default_factory=list)
     """For each rank, seconds of the forward and backward passes of the group's contribution; empty if unknown."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Means of the further terms of a program's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,6 +455,7 @@ _LATER_TERMS = {
     "weights": "",
     "validation": "",
     "masks": "",
+    "program": "",
     "eval_every_steps": 0,
     "eval_microbatches_per_shard": 0,
 }

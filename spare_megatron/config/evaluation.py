@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.corpus import validation_names
+from spare_megatron.config.program import judge_program
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import global_batch
 

@@ -29,6 +29,7 @@ _POLL_S = 0.05
 NUM_STEPS = 1_000_000
 """More than are committed by the time at which the test has the run end."""
 SPARE = (sys.executable, "-m", "spare_megatron.cli.main")
+POD = Path(__file__).parents[2] / "launch/pod"
 SCONTROL = """#!/bin/sh
 case "$*" in
     *"show job"*) echo "JobId=7 JobState=RUNNING NodeList=n[1-3] ExitCode=0:0" ;;
@@ -91,27 +92,42 @@ def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_r
     assert (bin_dir / "cancelled").read_text().split() == ["7", "7"]
 
 
-def test_nodes_started_by_hand_go_on_without_the_driver(
+def test_pods_that_replace_lost_ones_bring_a_node_back_and_conclude_a_run_without_its_driver(
     text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
 ) -> None:
-    """The driver's machine is lost with the driver and its own supervisor."""
+    """Pods of a Job of Kubernetes as processes of this machine: `spare supervise` by hand, and no driver at the end."""
     run_dir = tmp_path / "run"
     preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand")
-    with (
-        started(tmp_path, "train", "--config", str(preset), "--run-dir", str(run_dir)) as driver,
-        started(tmp_path / "other", "supervise", str(run_dir), "--node", "1") as other,
-    ):
-        wait_until(lambda: committed(run_dir) > 0, driver, other)
-        below = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        driver.wait(TIMEOUT_S)
-        before = committed(run_dir, 1)
-        wait_until(lambda: committed(run_dir, 1) > before + 3, other)
-        other.send_signal(signal.SIGUSR1)
-        assert other.wait(TIMEOUT_S) == 0, output_of(tmp_path / "other")
-        assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
+
+    def pod(index: int, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return started(tmp_path / name, preset, run_dir, command=(POD,), JOB_COMPLETION_INDEX=str(index), PATH=path)
+
+    with pod(0, "driver") as driver, pod(1, "lost") as lost:
+        wait_until(lambda: committed(run_dir) > 0, driver, lost)
+        end_machine(lost)
+        before_return = committed(run_dir, 1)
+        with pod(1, "node") as node:
+            wait_until(lambda: committed(run_dir, 1) > before_return, driver, node)
+            end_machine(driver)
+            before = committed(run_dir, 1)
+            with pod(0, "replacement") as replacement:
+                wait_until(lambda: committed(run_dir, 1) > before + 3, node, replacement)
+                node.send_signal(signal.SIGUSR1)
+                assert node.wait(TIMEOUT_S) == 0, output_of(tmp_path / "node")
+                assert replacement.wait(TIMEOUT_S) == 11, "steps are left"
+    assert "the run has ended: finished valid" in output_of(tmp_path / "replacement")
     verdict = check_journal(read_journal(run_dir))
     assert verdict.verdict == "valid", verdict.reasons
+
+
+def end_machine(pod: subprocess.Popen[bytes]) -> None:
+    """Kills a pod and the command in it; what it has started ends by itself."""
+    below = psutil.Process(pod.pid).children(recursive=True)
+    for process in (*psutil.Process(pod.pid).children(), pod):
+        process.kill()
+    pod.wait(TIMEOUT_S)
+    assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
 
 
 def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -> Path:
@@ -137,12 +153,14 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -
 
 
 @contextlib.contextmanager
-def started(folder: Path, *words: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A `spare` command, whose output goes to a file. It and all below it are ended with the block."""
+def started(
+    folder: Path, *words: str | Path, command: Sequence[str | Path] = SPARE, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A `spare` command, or another, whose output goes to a file. It and all below it are ended with the block."""
     folder.mkdir(exist_ok=True)
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [*SPARE, *words], stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            [*command, *words], stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
         )
     try:
         yield process
@@ -180,9 +198,9 @@ def output_of(folder: Path) -> str:
 
 
 def committed(run_dir: Path, group: int = 0) -> int:
-    """Updates that the group has journaled."""
-    file = run_dir / f"journal/group-{group:04d}-rank-0.jsonl"
-    return file.read_text().count('"record":"update"') if file.exists() else 0
+    """Updates that the incarnations of the group have journaled."""
+    files = (run_dir / "journal").glob(f"group-{group:04d}-rank-0*.jsonl")
+    return sum(file.read_text().count('"record":"update"') for file in files)
 
 
 def wait_until(is_so: Callable[[], bool], *needed: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,235 @@
+"""The recipes for platforms: images, a Job of Kubernetes, and what its pods run, with a stand-in for `spare`."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer.main
+import yaml
+
+from spare_megatron.cli.main import app
+from spare_megatron.cli.train import EXIT_CODES, STEPS_LEFT
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate import Machine, problems, warnings
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+DOCKERFILE, POD = LAUNCH / "Dockerfile", LAUNCH / "pod"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+KUBERNETES = "1.33"
+"""The oldest version that the recipe is for."""
+INVALID_CONFIGURATION = 2
+TIMEOUT_S = 30.0
+SPARE = """#!/bin/sh
+echo "$@" >>calls
+[ -z "$HANGS" ] || { trap 'echo ended >>calls; exit 0' USR1; touch ready; while :; do sleep 0.02; done; }
+exit $CODE
+"""
+
+Object = dict[str, Any]
+
+
+def linted(path: Path) -> subprocess.CompletedProcess[str]:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    return subprocess.run([hadolint, path], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def objects() -> dict[str, Object]:
+    """Everything in the manifests, by kind."""
+    files = sorted((LAUNCH / "kubernetes").glob("*.yaml"))
+    return {found["kind"]: found for file in files for found in yaml.safe_load_all(file.read_text())}
+
+
+def container() -> Object:
+    (only,) = objects()["Job"]["spec"]["template"]["spec"]["containers"]
+    return dict(only)
+
+
+def preset(tmp_path: Path) -> RunConfig:
+    """That of the ConfigMap."""
+    (tmp_path / "run.toml").write_text(objects()["ConfigMap"]["data"]["run.toml"])
+    return load_run_config(tmp_path / "run.toml").config
+
+
+def test_the_images_have_no_findings_of_hadolint(tmp_path: Path) -> None:
+    assert (linted(DOCKERFILE).stdout, linted(DOCKERFILE).returncode) == ("", 0)
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE.read_text().replace("USER 1000", "USER root"))
+    assert "DL3002" in linted(tmp_path / "Dockerfile").stdout, "it looks"
+
+
+def test_the_images_have_what_the_launchers_install() -> None:
+    text = DOCKERFILE.read_text()
+    (torch,) = re.findall(r'^torch_version="(.*)"$', (LAUNCH / "environment.sh").read_text(), re.MULTILINE)
+    assert re.findall(r"torch==(\S+)", text) == [f"{torch}+cpu", torch]
+    assert re.findall(r"FROM (.*) AS (.*)", text)[1:] == [("base", "cpu"), ("base", "gpu")]
+    assert re.findall(r"FROM python:([0-9.]+)-slim", text) == ["3.11"]
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    assert all(set(names.split(",")) <= extras for names in re.findall(r'"\.\[(.*)\]"', text))
+
+
+def test_the_images_get_every_file_that_the_package_is_built_from() -> None:
+    copied = " ".join(re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE)).split()
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    build = PROJECT["tool"]["hatch"]
+    needed = {
+        "pyproject.toml",
+        build["version"]["path"],
+        *build["build"]["targets"]["wheel"]["packages"],
+        *PROJECT["project"]["license-files"],
+    }
+    assert {name.partition("/")[0] for name in needed} <= set(copied)
+
+
+@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "Job"])
+def test_manifests_have_the_schema_of_kubernetes(kind: str) -> None:
+    found = objects()[kind]
+    kubernetes_validate.validate(found, KUBERNETES, strict=True)
+    other = {**found, "metadata": {**found["metadata"], "named": "x"}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(other, KUBERNETES, strict=True)
+
+
+def test_the_job_has_a_pod_for_each_node_of_its_preset_and_a_gpu_for_each_rank(tmp_path: Path) -> None:
+    config, spec = preset(tmp_path), objects()["Job"]["spec"]
+    machine = Machine(num_gpus=config.parallel.num_ranks, num_cores=256, has_corpus=True)
+    assert (problems(config, machine), warnings(config, machine)) == ([], [])
+    assert config.cluster.launcher == "hand"
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == config.cluster.num_nodes
+    assert container()["resources"]["limits"]["nvidia.com/gpu"] == config.parallel.ranks_per_node
+    template = spec["template"]
+    service = objects()["Service"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert (service["spec"]["clusterIP"], service["metadata"]["name"]) == ("None", template["spec"]["subdomain"])
+
+
+def test_files_of_the_preset_are_where_the_job_mounts_them(tmp_path: Path) -> None:
+    config, found = preset(tmp_path), container()
+    mounts = {mount["mountPath"]: mount for mount in found["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in objects()["Job"]["spec"]["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in mounts.values()} == set(volumes)
+    _, preset_path, run_dir, *_ = found["args"]
+    assert mounts[preset_path]["subPath"] in objects()["ConfigMap"]["data"]
+    assert volumes["preset"]["configMap"]["name"] == objects()["ConfigMap"]["metadata"]["name"]
+    for path in (run_dir, config.data.corpus, config.checkpoint.folder):
+        assert path.startswith("/shared/") and volumes[mounts["/shared"]["name"]]["persistentVolumeClaim"]  # noqa: PT018
+    folder, _, name = config.control.ca_file.rpartition("/")
+    assert name in [item["path"] for item in volumes[mounts[folder]["name"]]["secret"]["items"]]
+
+
+def test_variables_of_the_job_are_those_that_are_read() -> None:
+    source = "".join(file.read_text() for file in (ROOT / "spare_megatron").rglob("*.py"))
+    names = [variable["name"] for variable in container()["env"]]
+    assert [name for name in names if name.startswith("SPARE_") and f'"{name}"' not in source] == []
+    used = set(re.findall(r"\$\((\w+)\)", " ".join(container()["args"])))
+    assert used <= set(names)
+    assert set(re.findall(r"\$\{?([A-Z_]+)", POD.read_text())) == {"JOB_COMPLETION_INDEX"}
+
+
+def test_pods_call_commands_and_options_that_there_are() -> None:
+    commands: Any = typer.main.get_command(app)
+    calls = re.findall(r"^ *run spare (\w+) (.*)$", POD.read_text(), re.MULTILINE)
+    assert [name for name, _ in calls] == ["supervise", "train"]
+    calls += [("train", " ".join(container()["args"][3:]))]
+    for name, words in calls:
+        options = {option for parameter in commands.commands[name].params for option in parameter.opts}
+        given = re.findall(r"--[\w-]+", words)
+        assert given, (name, words)
+        assert set(given) <= options
+    assert container()["args"][0] in re.findall(r"COPY launch/pod /usr/local/bin/(.*)", DOCKERFILE.read_text())
+
+
+def test_the_job_fails_by_the_codes_of_a_run_that_is_over() -> None:
+    rules = {rule["action"]: rule for rule in objects()["Job"]["spec"]["podFailurePolicy"]["rules"]}
+    codes = {EXIT_CODES[outcome] for outcome in ("failed", "wipe_out", "halted")} | {INVALID_CONFIGURATION, STEPS_LEFT}
+    assert rules["FailJob"]["onExitCodes"]["values"] == sorted(10 + code for code in codes)
+    assert rules["FailIndex"]["onExitCodes"]["values"] == [INVALID_CONFIGURATION]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules.values() if "onExitCodes" in rule} == {"spare"}
+
+
+# ------------------------------------------------------------------------------------------------- what a pod runs
+
+
+def pod(folder: Path, index: int, code: int = 0, *, hangs: bool = False) -> subprocess.Popen[str]:
+    """A pod whose `spare` ends with `code`, or only on SIGUSR1."""
+    (folder / "spare").write_text(SPARE)
+    (folder / "spare").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "JOB_COMPLETION_INDEX": str(index),
+        "CODE": str(code),
+        "HANGS": "yes" if hangs else "",
+    }
+    command = [POD, "run.toml", "run", "--resume"]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE)
+
+
+def calls_in(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), *((code, 10 + code) for code in range(1, 6)), (137, 137)])
+def test_the_first_pod_drives_the_run_and_tells_an_end_from_a_loss(tmp_path: Path, code: int, expected: int) -> None:
+    assert pod(tmp_path, 0, code).wait(TIMEOUT_S) == expected
+    assert calls_in(tmp_path) == ["train --config run.toml --run-dir run --resume"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 137])
+def test_every_other_pod_supervises_its_node(tmp_path: Path, code: int) -> None:
+    assert pod(tmp_path, 3, code).wait(TIMEOUT_S) == code
+    assert calls_in(tmp_path) == ["supervise run --node 3 --wait-s 1800"]
+
+
+def test_a_pod_that_replaces_a_lost_driver_waits_for_the_end_and_says_how_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run/journal").mkdir(parents=True)
+    (tmp_path / "run/config.toml").touch()
+    replacement = pod(tmp_path, 0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replacement.wait(0.3)
+    summary = {"outcome": "finished", "verdict": "valid", "steps_left": 0}
+    (tmp_path / "run/summary.json").write_text(json.dumps(summary))
+    assert replacement.wait(TIMEOUT_S) == 0
+    for other in ({"outcome": "wipe_out"}, {"verdict": "unknown"}, {"steps_left": 3}):
+        (tmp_path / "run/summary.json").write_text(json.dumps({**summary, **other}))
+        assert pod(tmp_path, 0).wait(TIMEOUT_S) == 11
+    assert pod(tmp_path, 2, code=1).wait(TIMEOUT_S) == 0, "the run is over, and needs no node"
+    assert calls_in(tmp_path) == []
+
+
+def test_a_run_that_all_have_left_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run/journal").mkdir(parents=True)
+    (tmp_path / "run/config.toml").touch()
+    long_ago_s = time.time() - 3600.0
+    os.utime(tmp_path / "run/journal", (long_ago_s, long_ago_s))
+    replacement = pod(tmp_path, 0)
+    _, text = replacement.communicate(timeout=TIMEOUT_S)
+    assert (replacement.returncode, text) == (11, "spare-pod: no node has written to run/journal for 15 minutes\n")
+
+
+def test_a_pod_passes_the_request_to_end_on(tmp_path: Path) -> None:
+    process = pod(tmp_path, 1, hangs=True)
+    end_s = time.monotonic() + TIMEOUT_S
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(TIMEOUT_S) == 0
+    assert calls_in(tmp_path)[1:] == ["ended"]
+
+
+def test_a_pod_of_another_kind_of_job_is_refused(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "JOB_COMPLETION_INDEX"}
+    done = subprocess.run([POD, "a", "b"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "JOB_COMPLETION_INDEX: is set by Kubernetes" in done.stderr

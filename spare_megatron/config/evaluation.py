@@ -26,10 +26,10 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
     settings = config.eval
     if not settings.every_steps:
         return
-    if "forward_step" in judge_program(config.program)[0]:
+    if "datasets_provider" in judge_program(config.program)[0]:
         yield (
-            f"eval.every_steps={settings.every_steps} evaluates with the forward step of the settings' GPT, and "
-            f"program.file={config.program.file} defines one of its own; set it to 0"
+            f"eval.every_steps={settings.every_steps} evaluates on the validation sets of [data], and "
+            f"program.file={config.program.file} brings a dataset of its own, which has none; set it to 0"
         )
     per_index = config.layout.num_groups * config.train.micro_batch_size
     if settings.sequences is not None and settings.sequences % per_index:

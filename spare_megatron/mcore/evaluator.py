@@ -1,9 +1,7 @@
 """The forward passes of an evaluation on one rank: exact sums of the losses over the validation sets."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,9 +13,11 @@ from spare_megatron.core.evaluation import FRACTION_BITS, SetSum, added
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.data import ValidationWindows, on_device, validation_sets
+from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe
+from spare_megatron.mcore.program import LOSS, Program, StepContext, Terms
 from spare_megatron.stacking.plans import Microbatch
 
 _Batch = dict[str, Tensor]
@@ -42,7 +42,14 @@ class EvaluationData:
 
     def is_empty(self, microbatch: Microbatch) -> bool:
         """Whether the set has none of the microbatch's windows."""
-        return self._windows_of(microbatch).start >= len(self._sets[self.set_of(microbatch)])
+        return self.first_window(microbatch) >= len(self._sets[self.set_of(microbatch)])
+
+    def first_window(self, microbatch: Microbatch) -> int:
+        return self._windows_of(microbatch).start
+
+    def is_whole(self, microbatch: Microbatch) -> bool:
+        """Whether the set has all of the microbatch's windows."""
+        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch)])
 
     def _windows_of(self, microbatch: Microbatch) -> range:
         first = ((microbatch.index % self._per_set) * self._num_shards + microbatch.shard) * self._size
@@ -71,6 +78,8 @@ class Evaluator:
         chunks: Sequence[Chunk],
         groups: ProcessGroupCollection,
         pipeline: Pipeline,
+        program: Program,
+        terms: LossTerms,
         device: torch.device,
         probe: Probe,
     ) -> None:
@@ -79,15 +88,21 @@ class Evaluator:
         self._chunks = chunks
         self._groups = groups
         self._pipeline = pipeline
+        self._program = program
+        self._terms = terms
         self._device = device
         self._probe = probe
         self._data = EvaluationData(config, validation_sets(config))
         self._no_tokens = torch.tensor(0, dtype=torch.int)  # the schedule adds it up, but nothing uses the total
+        self._step = 0
+        self._seen: list[Microbatch] = []
+        self._losses: list[tuple[str, Tensor, Tensor]] = []  # set, sum and count of each microbatch
         self.sums: tuple[SetSum, ...] = ()
         """Over everything computed since `reset`; empty except on the last pipeline stage."""
 
-    def reset(self) -> None:
-        self.sums = ()
+    def reset(self, step: int) -> None:
+        """Starts an evaluation after this many committed steps."""
+        self._step, self.sums = step, ()
 
     def compute(self, work: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Adds the losses of some microbatches to `sums`; returns them.
@@ -96,62 +111,60 @@ class Evaluator:
         other work.
         """
         present = [item for item in work if not self._data.is_empty(item)]
-        losses: list[Tensor] = []
-        counted: list[tuple[str, int]] = []  # the set of each, and its tokens
-        seen: list[Microbatch] = []
-
-        def on_losses(item: Item, num_tokens: int, mask: Tensor, per_token: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss = (per_token.double() * mask).sum()
-            if not item.is_padding:
-                losses.append(loss)
-                counted.append((self._data.set_of(item.microbatch), num_tokens))
-            return loss.float(), self._no_tokens, {}
-
-        def forward(chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
-            self._probe(FaultPoint.EVALUATION)
-            if chunk is self._chunks[0] and not item.is_padding:
-                seen.append(item.microbatch)
-            return self._forward(chunk, item, on_losses)
-
+        self._seen.clear()
+        self._losses.clear()
         is_training = [chunk.module.training for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.module.eval()
         try:
             with torch.no_grad():
-                self._pipeline.run(present, forward, is_forward_only=True)
+                self._pipeline.run(present, self._forward, is_forward_only=True)
         finally:
             for chunk, was_training in zip(self._chunks, is_training, strict=True):
                 chunk.module.train(was_training)
-        if sorted(seen) != sorted(present):
-            raise RuntimeError(f"an evaluation ran {seen} where {present} was asked for")
-        if losses:
-            sums = [
-                SetSum(name, in_fixed_point(loss), num)
-                for loss, (name, num) in zip(self._told(losses), counted, strict=True)
-            ]
-            self.sums = added([self.sums, sums])
+        if sorted(self._seen) != sorted(present):
+            raise RuntimeError(f"an evaluation ran {self._seen} where {present} was asked for")
+        sums = [SetSum(name, in_fixed_point(float(loss)), int(num)) for name, loss, num in self._losses]
+        self.sums = added([self.sums, sums])
         return work
 
-    def _forward(self, chunk: Chunk, item: Item, on_losses: Callable[..., Any]) -> tuple[Tensor, LossFunction]:
-        batch: _Batch = {}
-        num_tokens = 0
-        if chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask:
-            with self._probe.during(Operation.STORAGE):
-                batch = self._data.microbatch(item.microbatch)
-            num_tokens = int(batch["loss_mask"].sum())  # of the whole sequence, also with context parallelism
-            batch = on_device(batch, self._config, self._device, self._groups.cp)
-        labels = batch["labels"] if chunk.is_last else None
-        output = chunk.module(
-            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels
+    def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
+        self._probe(FaultPoint.EVALUATION)
+        if chunk is self._chunks[0] and not item.is_padding:
+            self._seen.append(item.microbatch)
+        context = StepContext(
+            config=self._config,
+            groups=self._groups,
+            device=self._device,
+            step=self._step,
+            first_sequence=self._data.first_window(item.microbatch),
+            pre_process=chunk.is_first,
+            post_process=chunk.is_last,
         )
-        return output, partial(on_losses, item, num_tokens, batch.get("loss_mask"))
+        output, terms = self._program.forward_step(self._batch(chunk, item.microbatch), chunk.module, context)
+        if chunk.is_last:
+            output = self._add(item, terms)
+        return output, lambda loss: (loss, self._no_tokens, {})
 
-    def _told(self, losses: Sequence[Tensor]) -> list[float]:
-        """The losses over whole sequences; each context-parallel rank computes its part."""
-        whole = torch.stack(list(losses))
-        if self._groups.cp.size() > 1:
-            torch.distributed.all_reduce(whole, group=self._groups.cp)
-        return [float(loss) for loss in whole.tolist()]
+    def _batch(self, chunk: Chunk, microbatch: Microbatch) -> _Batch:
+        if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
+            return {}
+        with self._probe.during(Operation.STORAGE):
+            batch = self._data.microbatch(microbatch)
+        return on_device(batch, self._config, self._device, self._groups.cp)
+
+    def _add(self, item: Item, terms: Terms) -> Tensor:
+        """Keeps the loss of a microbatch, which it returns."""
+        total, count = terms[LOSS]
+        if count is None and not self._data.is_whole(item.microbatch):
+            raise ValueError(
+                "forward_step returned the count None for a microbatch of an evaluation in which not all tokens count; "
+                "return the sum over the tokens at which batch['loss_mask'] is 1, and their number"
+            )
+        if not item.is_padding:
+            loss = self._terms.whole_sum(terms), self._terms.whole_count(terms)
+            self._losses.append((self._data.set_of(item.microbatch), *loss))
+        return total
 
 
 def in_fixed_point(loss: float) -> int | None:

@@ -32,7 +32,8 @@ class LossTerms:
     ) -> None:
         self._declared = declared
         self._groups, self._device = groups, device
-        self._num_tokens = config.train.micro_batch_size * config.model.seq_length
+        # Of this rank: each context-parallel rank counts its part of the sequence.
+        self._num_tokens = config.train.micro_batch_size * config.model.seq_length // groups.cp.size()
         self._counts = counts_tokens(config)
         self._ratios: dict[str, Fraction] = {}
 
@@ -51,13 +52,19 @@ class LossTerms:
 
     def add_to(self, gradients: GradientSums, terms: Terms) -> None:
         """Adds the microbatch's sums and counts to those of the step."""
-        total, count = terms[LOSS]
-        counted = self._over_context(self._tensor(LOSS, self._number(count))) if self._counts else None
-        gradients.add_loss(self._over_context(total.detach()), counted)
+        gradients.add_loss(self.whole_sum(terms), self.whole_count(terms) if self._counts else None)
         for index, name in enumerate(self._declared):
             total, count = terms[name]
             whole = self._over_context(self._tensor(name, self._number(count)))
             gradients.add_term(index, self._over_context(total.detach()), whole)
+
+    def whole_sum(self, terms: Terms) -> Tensor:
+        """The loss of a microbatch, over the whole sequence."""
+        return self._over_context(terms[LOSS][0].detach())
+
+    def whole_count(self, terms: Terms) -> Tensor:
+        """What the loss of a microbatch is over: an int64 for the whole sequence."""
+        return self._over_context(self._tensor(LOSS, self._number(terms[LOSS][1])))
 
     def check_totals(self, loss: LossSum, terms: Sequence[LossSum]) -> None:
         """ValueError: another group has counts in another ratio, so that the gradient is not that of the means."""

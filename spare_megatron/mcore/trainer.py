@@ -124,6 +124,8 @@ class GroupTrainer:
                 chunks=self.chunks,
                 groups=groups,
                 pipeline=self._pipeline,
+                program=self._program,
+                terms=self._terms,
                 device=device,
                 probe=self._probe,
             )

@@ -74,7 +74,7 @@ class StepExecutor:
         if self._progress.lacks_params:
             return
         if plan.is_evaluation:
-            self._trainer.evaluator.reset()
+            self._trainer.evaluator.reset(plan.step)
         else:
             self._trainer.begin_step(plan.step)
         self._compute(plan, action.into)

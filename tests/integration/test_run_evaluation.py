@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import EvalConfig, FaultConfig, LayoutConfig, RunConfig, ValidationCorpus
+from spare_megatron.config.schema import (
+    EvalConfig,
+    FaultConfig,
+    LayoutConfig,
+    ProgramConfig,
+    RunConfig,
+    ValidationCorpus,
+)
 from spare_megatron.config.validate import problems
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.files import Journal
@@ -182,3 +189,36 @@ def test_losses_in_an_evaluation_cost_patches_and_leave_its_bits(
     assert losses_of(run.journal) == losses_of(evaluated.journal)
     assert run.summary.params_sha256 == evaluated.summary.params_sha256
     assert retries_of(run.journal)[2] >= 1
+
+
+PROGRAM = """
+from spare_megatron import gpt_forward_step
+
+def forward_step(batch, model, context):
+    output, terms = gpt_forward_step(batch, model, context)
+    if model.training:
+        return output, terms
+    total, count = terms["loss"]
+    return output, {"loss": (0.0 * total + (3.0 + context.step) * count, count)}
+"""
+
+
+def test_an_evaluation_calls_the_forward_step_of_a_program(text_corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    config = config_of(text_corpus)
+    config = replace(
+        config,
+        layout=LayoutConfig(num_groups=1),
+        spare=replace(config.spare, redundancy=1),
+        train=replace(config.train, micro_batch_size=2, steps=2),
+        eval=EvalConfig(every_steps=2, sequences=6),
+        program=ProgramConfig(file=str(tmp_path / "program.py")),
+    )
+    assert problems(config, look_at_machine(config)) == []
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    [(_, sums)] = evaluations_of(run.journal)
+    assert losses_in(sums) == {"validation": 5.0, "short": 5.0}
+    assert {name: num for name, _, num in sums} == {"validation": 6 * 32, "short": 5 * 32}, "the last one is not whole"
+    (tmp_path / "program.py").write_text(PROGRAM + "def datasets_provider(config): ...\n")
+    assert any("brings a dataset of its own" in problem for problem in problems(config, look_at_machine(config)))

@@ -29,6 +29,9 @@ class _LoneRank:
     def rank(self) -> int:
         return 0
 
+    def size(self) -> int:
+        return 1
+
 
 class Links:
     """One process's.

@@ -130,8 +130,8 @@ def export_weights(
 ) -> None:
     """Export the weights of a run's newest valid checkpoint.
 
-    Its layout does not matter. hf: Llama, Qwen2 and Qwen3 models; megatron: what pretrain_gpt.py has arguments for.
-    Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16
+    Its layout does not matter. hf: Llama, Qwen2, Qwen3 and GPT-2 models; megatron: what pretrain_gpt.py has arguments
+    for. Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16
     parameters.
     """
     with explained_errors("checkpoint export"):

@@ -1,12 +1,14 @@
-"""Llama and Qwen models: a run's settings to and from Hugging Face's config.json. Loads without torch.
+"""Llama, Qwen and GPT-2 models: a run's settings to and from Hugging Face's config.json. Loads without torch.
 
-Both directions go through `Architecture`, and raise ValueError for what the other side does not have.
+Both directions go through `Architecture` or, for GPT-2, `Gpt2`, and raise ValueError for what the other side does not
+have.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spare_megatron.config.hf_gpt2 import GPT2, Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings, whole_number
 from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
@@ -59,11 +61,16 @@ class Architecture:
         return "qwen2" if self.has_qkv_bias and not self.has_bias else "llama"
 
 
+Model = Architecture | Gpt2
+
+
 # ------------------------------------------------------------------------------------------------------- settings
 
 
-def architecture_of(config: RunConfig) -> Architecture:
+def architecture_of(config: RunConfig) -> Model:
     """The architecture that the settings describe. Raises ValueError if it is of no family, with every reason."""
+    if config.model.position_embedding == "learned_absolute":
+        return gpt2_of(config)
     model, fields = config.model, model_fields(config)
     window = fields["window_size"]
     found = Architecture(
@@ -96,8 +103,6 @@ _EXPORTED = ("kv_channels", *(field for field in SETTING_OF if field not in _IN_
 
 
 def _not_of_any_family(config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
-    if config.model.position_embedding != "rope":
-        yield f"model.position_embedding={config.model.position_embedding}: they have rope alone"
     wrong = [field for field, value in _IN_EVERY_FAMILY.items() if fields[field] != value]
     for text in dict.fromkeys(as_written(config, field) for field in wrong):
         yield f"{text}: they have rmsnorm and swiglu alone"
@@ -115,8 +120,10 @@ def _not_of(found: Architecture, config: RunConfig) -> Iterator[str]:
         yield f"{as_written(config, 'window_size')}: of them only Qwen has windows, and this is a Llama"
 
 
-def settings_of(found: Architecture, precision: str) -> dict[str, dict[str, Any]]:
+def settings_of(found: Model, precision: str) -> dict[str, dict[str, Any]]:
     """The tables of a run's TOML file that describe the model, as little as they need to hold."""
+    if isinstance(found, Gpt2):
+        return gpt2_settings(found, precision)
     model: dict[str, Any] = {
         "num_layers": found.num_layers,
         "hidden_size": found.hidden_size,
@@ -146,8 +153,10 @@ def settings_of(found: Architecture, precision: str) -> dict[str, dict[str, Any]
 # ---------------------------------------------------------------------------------------------------- config.json
 
 
-def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
+def config_json(found: Model, dtype: str) -> dict[str, Any]:
     """The content of config.json. Token ids of the tokenizer are in the tokenizer's files alone."""
+    if isinstance(found, Gpt2):
+        return gpt2_json(found, dtype)
     rope = {} if found.rope_scaling_factor == 1.0 else {**_LLAMA3_ROPE, "factor": found.rope_scaling_factor}
     content: dict[str, Any] = {
         "architectures": [FAMILIES[found.family]],
@@ -180,27 +189,30 @@ def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
     return {**content, **windows, **({"attention_bias": False} if found.family == "qwen3" else {})}
 
 
-def architecture_in(content: Mapping[str, Any]) -> Architecture:
+def architecture_in(content: Mapping[str, Any]) -> Model:
     """The architecture that a config.json describes. Raises ValueError for one that has no equal here, naming why."""
     family = content.get("model_type")
+    if family == GPT2:
+        return gpt2_in(content)
     if family not in FAMILIES:
-        raise ValueError(f"config.json: model_type={family} is none of {', '.join(FAMILIES)}, which can be imported")
+        names = ", ".join([*FAMILIES, GPT2])
+        raise ValueError(f"config.json: model_type={family} is none of {names}, which can be imported")
     _require(content, "hidden_act", "silu")
     has_bias = family == "llama" and bool(content.get("attention_bias", False))
     _require({"mlp_bias": False, **content}, "mlp_bias", has_bias)
     if family == "qwen3":
         _require(content, "attention_bias", False)
-    num_heads, hidden_size = _number(content, "num_attention_heads"), _number(content, "hidden_size")
+    num_heads, hidden_size = whole_number(content, "num_attention_heads"), whole_number(content, "hidden_size")
     rope_base, rope_scaling_factor = _rope(content)
     return Architecture(
-        num_layers=_number(content, "num_hidden_layers"),
+        num_layers=whole_number(content, "num_hidden_layers"),
         hidden_size=hidden_size,
-        ffn_hidden_size=_number(content, "intermediate_size"),
+        ffn_hidden_size=whole_number(content, "intermediate_size"),
         num_heads=num_heads,
         num_query_groups=content.get("num_key_value_heads") or num_heads,
         head_dim=content.get("head_dim") or hidden_size // num_heads,
-        seq_length=_number(content, "max_position_embeddings"),
-        vocab_size=_number(content, "vocab_size"),
+        seq_length=whole_number(content, "max_position_embeddings"),
+        vocab_size=whole_number(content, "vocab_size"),
         is_tied=bool(content.get("tie_word_embeddings", False)),
         norm_eps=float(content.get("rms_norm_eps", 1e-6)),
         has_bias=has_bias,
@@ -236,14 +248,7 @@ def _window(content: Mapping[str, Any]) -> int:
             "config.json: use_sliding_window=true for some layers only; here all layers have model.sliding_window "
             "or none"
         )
-    return _number(content, "sliding_window")
-
-
-def _number(content: Mapping[str, Any], name: str) -> int:
-    value = content.get(name)
-    if type(value) is not int:
-        raise ValueError(f"config.json: {name}={value} must be a whole number")
-    return value
+    return whole_number(content, "sliding_window")
 
 
 def _require(content: Mapping[str, Any], name: str, value: object) -> None:

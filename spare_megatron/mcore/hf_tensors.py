@@ -1,4 +1,4 @@
-"""Which tensors of Hugging Face's Llama and Qwen models make up which tensor of Megatron's."""
+"""Which tensors of Hugging Face's models make up which tensor of Megatron's."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spare_megatron.config.hf_config import Architecture
+from spare_megatron.config.hf_config import Model
+from spare_megatron.config.hf_gpt2 import Gpt2
 from spare_megatron.config.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
 
@@ -23,42 +24,84 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "decoder.final_layernorm": ["model.norm"],
     "output_layer": ["lm_head"],
 }
-"""Megatron's modules, and those that have their rows in Hugging Face's; of layers without the layer's prefix."""
+"""Megatron's modules, and those that have their rows in Llama and Qwen; of layers without the layer's prefix."""
+
+_MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
+    "embedding.word_embeddings": ["transformer.wte"],
+    "embedding.position_embeddings": ["transformer.wpe"],
+    "decoder.layers.self_attention.linear_qkv": ["attn.c_attn"],
+    "decoder.layers.self_attention.linear_proj": ["attn.c_proj"],
+    "decoder.layers.self_attention.linear_qkv.layer_norm": ["ln_1"],
+    "decoder.layers.mlp.linear_fc1": ["mlp.c_fc"],
+    "decoder.layers.mlp.linear_fc1.layer_norm": ["ln_2"],
+    "decoder.layers.mlp.linear_fc2": ["mlp.c_proj"],
+    "decoder.final_layernorm": ["transformer.ln_f"],
+    "output_layer": ["lm_head"],
+}
+"""The same of GPT-2, whose linear layers are transposed, and have queries, keys and values in one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
     """A tensor of Megatron's, and the names and shapes of those that Hugging Face divides its rows into.
 
-    Megatron orders rows of queries, keys and values by query group, and joins the gate and the other input of the
-    feed-forward layers.
+    Megatron orders rows of queries, keys and values (3 `num_blocks`) by query group, and joins the gate and the other
+    input of the feed-forward layers (2). Hugging Face's may have all blocks in one part.
     """
 
     tensor: ModelTensor
     parts: Mapping[str, tuple[int, ...]]
+    num_blocks: int
+    is_transposed: bool
 
-    def split(self, values: Tensor, model: Architecture) -> dict[str, Tensor]:
-        if len(self.parts) < 3:
-            return dict(zip(self.parts, values.chunk(len(self.parts)), strict=True))
-        rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
-        of_parts = (rows[:, :-2], rows[:, -2], rows[:, -1])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self.parts.items(), of_parts, strict=True)}
+    def split(self, values: Tensor, model: Model) -> dict[str, Tensor]:
+        blocks = self._blocks_of(values, model)
+        if len(self.parts) < len(blocks):
+            blocks = [torch.cat(blocks)]
+        if self.is_transposed:
+            blocks = [block.T for block in blocks]
+        return {name: block.contiguous() for name, block in zip(self.parts, blocks, strict=True)}
 
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
-        if len(parts) < 3:
-            return torch.cat(list(parts))
-        rows = [part.view(model.num_query_groups, -1, model.head_dim, *part.shape[1:]) for part in parts]
+    def join(self, parts: Sequence[Tensor], model: Model) -> Tensor:
+        blocks = [part.T for part in parts] if self.is_transposed else list(parts)
+        if self.num_blocks < 3:
+            return torch.cat(blocks)
+        if len(blocks) == 1:
+            blocks = list(blocks[0].split(_rows(self.tensor.shape[0], model)))
+        rows = [block.reshape(model.num_query_groups, -1, model.head_dim, *block.shape[1:]) for block in blocks]
         return torch.cat(rows, dim=1).view(self.tensor.shape)
 
+    def _blocks_of(self, values: Tensor, model: Model) -> list[Tensor]:
+        if self.num_blocks < 3:
+            return list(values.chunk(self.num_blocks))
+        rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
+        return [part.reshape(-1, *values.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]
 
-def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]:
+
+def _rows(num_rows: int, model: Model) -> list[int]:
+    """Of queries, keys and values."""
+    keys = model.num_query_groups * model.head_dim
+    return [num_rows - 2 * keys, keys, keys]
+
+
+def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
     """All tensors of the model, which is that of the settings, in the order of its layers."""
+    is_gpt2 = isinstance(model, Gpt2)
+    modules, layers = (_MODULES_OF_GPT2, "transformer.h") if is_gpt2 else (_MODULES, "model.layers")
     for tensor in model_tensors(config):
         kind = "bias" if tensor.key.endswith("bias") else "weight"
-        names = _MODULES[tensor.key.removesuffix(kind)[:-1]]
-        prefix = "" if tensor.layer is None else f"model.layers.{tensor.layer}."
+        module = tensor.key.removesuffix(kind)[:-1]
+        names = [name if tensor.layer is None else f"{layers}.{tensor.layer}.{name}" for name in modules[module]]
         num_rows, *others = tensor.shape
-        keys = model.num_query_groups * model.head_dim
-        rows = (num_rows - 2 * keys, keys, keys) if len(names) == 3 else [num_rows // len(names)] * len(names)
-        parts = {f"{prefix}{name}.{kind}": (part, *others) for name, part in zip(names, rows, strict=True)}
-        yield TensorPair(tensor=tensor, parts=parts)
+        num_blocks = 3 if module.endswith("linear_qkv") else len(names)
+        rows = _rows(num_rows, model) if len(names) == 3 else [num_rows // len(names)] * len(names)
+        is_transposed = is_gpt2 and tensor.layer is not None and bool(others)
+        yield TensorPair(
+            tensor=tensor,
+            parts={
+                f"{name}.{kind}": (*others, part) if is_transposed else (part, *others)
+                for name, part in zip(names, rows, strict=True)
+            },
+            num_blocks=num_blocks,
+            is_transposed=is_transposed,
+        )

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.config.schema import RunConfig
 
@@ -96,7 +97,10 @@ def outputs(_config: RunConfig, folders: Sequence[Path], tokens: np.ndarray, cha
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
         asked = {"model": model.sharded_state_dict(metadata={**metadata, "dp_cp_group": data})}
-        model.load_state_dict(dist_checkpointing.load(asked, str(iteration))["model"])
+        try:
+            model.load_state_dict(dist_checkpointing.load(asked, str(iteration))["model"])
+        except CheckpointException as error:  # no Exception: it would end this rank without an answer
+            raise AssertionError(str(error)) from error
         ids = torch.from_numpy(tokens)
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]

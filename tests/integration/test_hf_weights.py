@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
@@ -47,6 +47,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied_with_biases": {"tie_embeddings": True, "linear_bias": True},
     "qwen2": {"qkv_bias": True, "num_query_groups": None},
     "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},
+    "gpt2": {
+        "num_query_groups": None,
+        "position_embedding": "learned_absolute",
+        "normalization": "layernorm",
+        "activation": "gelu_tanh",
+        "linear_bias": True,
+        "tie_embeddings": True,
+    },
 }
 
 LAYOUTS = {
@@ -54,6 +62,7 @@ LAYOUTS = {
     "llama_tied_with_biases": LayoutConfig(num_groups=2, pipeline_parallel=2, virtual_pipeline=2),
     "qwen2": LayoutConfig(num_groups=2, tensor_parallel=2),
     "qwen3": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
+    "gpt2": LayoutConfig(num_groups=2, tensor_parallel=2),
 }
 
 
@@ -193,6 +202,22 @@ def test_an_import_refuses_a_folder_that_is_no_whole_model(text_corpus: Path, tm
         assert reason in output
         assert not (tmp_path / str(number)).exists()
         assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_gpt2_as_it_is_published_without_an_output_layer_comes_back(tmp_path: Path) -> None:
+    model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path / "published")
+    names = safetensors.torch.load_file(tmp_path / "published" / "model.safetensors").keys()
+    assert "h.0.attn.c_attn.weight" in names
+    code, output = invoke("import", tmp_path / "published", "--format", "hf", "--out", tmp_path / "imported")
+    assert code == 0, output
+    export(tmp_path / "imported", tmp_path / "exported")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", local_files_only=True).transformer.state_dict()
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[name], values) for name, values in model.state_dict().items())
 
 
 def test_without_safetensors_the_commands_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig
         ("llama", config_of({"kv_channels": 32}, tie_embeddings=True)),
         ("qwen2", config_of(qkv_bias=True, norm_eps=1e-6)),
         ("qwen3", config_of(qk_norm=True, sliding_window=7)),
+        ("gpt2", RunConfig(model=ModelConfig(activation="gelu_tanh"))),
+        ("gpt2", RunConfig(model=ModelConfig(tie_embeddings=False, norm_eps=1e-6, ffn_hidden_size=96))),
+        ("gpt2", RunConfig(model=ModelConfig(), megatron={"bias_activation_fusion": True})),
         ("llama", RunConfig(
             model=ModelConfig(position_embedding="rope"),
             megatron={"normalization": "RMSNorm", "activation_func": "silu", "gated_linear_unit": True},
@@ -54,7 +57,11 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
     [
         (config_of(activation="geglu"), "model.activation=geglu"),
         (config_of(normalization="layernorm"), "model.normalization=layernorm"),
-        (config_of(position_embedding="learned_absolute"), "model.position_embedding=learned_absolute"),
+        (config_of(position_embedding="learned_absolute"), "model.normalization=rmsnorm"),
+        (RunConfig(model=ModelConfig(num_query_groups=2)), "model.num_query_groups=2"),
+        (RunConfig(model=ModelConfig(linear_bias=False)), "model.linear_bias=False"),
+        (RunConfig(model=ModelConfig(activation="squared_relu")), "model.activation=squared_relu"),
+        (RunConfig(model=ModelConfig(), megatron={"kv_channels": 8}), "megatron.kv_channels=8"),
         (config_of(sliding_window=4), "model.sliding_window=4"),
         (config_of(qk_norm=True, qkv_bias=True), "model.qkv_bias=True with model.qk_norm=True"),
         (config_of(qk_norm=True, linear_bias=True), "model.linear_bias=True with model.qk_norm=True"),
@@ -64,7 +71,7 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
     ],
 )
 def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reason: str) -> None:
-    with pytest.raises(ValueError, match="have no model like this one") as error:
+    with pytest.raises(ValueError, match="no model like this one") as error:
         architecture_of(config)
     assert f"\n  - {reason}: " in str(error.value)
 
@@ -72,7 +79,7 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mistral"}, "model_type=mistral is none of llama, qwen2, qwen3"),
+        ({"model_type": "mistral"}, "model_type=mistral is none of llama, qwen2, qwen3, gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu has no equal"),
         ({"attention_bias": True}, "mlp_bias=False has no equal"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
@@ -101,3 +108,17 @@ def test_rope_is_read_as_transformers_5_writes_it() -> None:
     rope = {**content.pop("rope_scaling"), "rope_theta": content.pop("rope_theta")}
     found = architecture_in({**content, "rope_parameters": rope})
     assert (found.rope_base, found.rope_scaling_factor) == (7.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"activation_function": "relu"}, "activation_function=relu has no equal"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True has no equal"),
+        ({"n_layer": "12"}, "n_layer=12 must be a whole number"),
+    ],
+)
+def test_a_gpt2_without_an_equal_is_refused_with_its_field(changes: dict[str, Any], reason: str) -> None:
+    content = config_json(architecture_of(RunConfig(model=ModelConfig(activation="gelu_tanh"))), "float32")
+    with pytest.raises(ValueError, match=reason):
+        architecture_in({**content, **changes})

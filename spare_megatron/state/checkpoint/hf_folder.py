@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spare_megatron.config.hf_config import architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.config.hf_config import Model, architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.config.hf_gpt2 import Gpt2
 from spare_megatron.config.model_tensors import ModelTensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.hf_tensors import TensorPair, tensor_pairs
@@ -25,6 +26,9 @@ except ImportError as error:
 
 _FILE_BYTES = 5 * 10**9
 """Most bytes of tensors in one file of safetensors, unless a single tensor has more."""
+
+_CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of names that may be stored as well, though they follow from config.json: frequencies, GPT-2's masks."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -81,7 +85,8 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
     Raises ValueError if the folder is incomplete, or the model has no equal here.
     """
     model = architecture_in(_read_json(folder / "config.json"))
-    with _opened(folder) as slices:
+    with _opened(folder) as stored:
+        slices = {_usual_name(name, model): values for name, values in stored.items()}
         is_bf16 = {found.get_dtype() for found in slices.values()} == {"BF16"}
 
         def reader_of(config: RunConfig) -> Reader:
@@ -98,13 +103,19 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
         return write_import(folder, out, settings_of(model, "bf16" if is_bf16 else "fp32"), reader_of)
 
 
+def _usual_name(name: str, model: Model) -> str:
+    """GPT-2 is also stored without its output layer, and its names then lack the first part."""
+    is_short = isinstance(model, Gpt2) and name.startswith(("h.", "wte.", "wpe.", "ln_f."))
+    return f"transformer.{name}" if is_short else name
+
+
 def _require_tensors(wanted: Mapping[str, tuple[int, ...]], slices: Mapping[str, Any], folder: Path) -> None:
     """Raises ValueError unless the tensors of the folder are those of the model."""
     if missing := sorted(wanted.keys() - slices.keys()):
         raise ValueError(f"{folder} has no tensor {missing[0]}, and lacks {len(missing)} in all")
     for name, found in sorted(slices.items()):
-        # A tied output layer and frequencies, which follow from config.json, may be stored as well.
-        if name not in wanted and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+        # A tied output layer may be stored, too.
+        if name not in wanted and name != "lm_head.weight" and not name.endswith(_CONSTANTS):
             raise ValueError(f"{folder} has a tensor {name}, which has no place in the model of its config.json")
         if name in wanted and tuple(found.get_shape()) != wanted[name]:
             shape = tuple(found.get_shape())

@@ -39,9 +39,9 @@ exit $CODE
 Object = dict[str, Any]
 
 
-def linted(path: Path) -> subprocess.CompletedProcess[str]:
-    hadolint = Path(sys.executable).with_name("hadolint")
-    return subprocess.run([hadolint, path], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def linted(path: Path, linter: str = "hadolint") -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name(linter), path]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def objects() -> dict[str, Object]:
@@ -65,6 +65,10 @@ def test_the_images_have_no_findings_of_hadolint(tmp_path: Path) -> None:
     assert (linted(DOCKERFILE).stdout, linted(DOCKERFILE).returncode) == ("", 0)
     (tmp_path / "Dockerfile").write_text(DOCKERFILE.read_text().replace("USER 1000", "USER root"))
     assert "DL3002" in linted(tmp_path / "Dockerfile").stdout, "it looks"
+
+
+def test_what_pods_run_has_no_findings_of_shellcheck() -> None:
+    assert (linted(POD, "shellcheck").stdout, linted(POD, "shellcheck").returncode) == ("", 0)
 
 
 def test_the_images_have_what_the_launchers_install() -> None:

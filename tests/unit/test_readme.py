@@ -83,8 +83,8 @@ def test_every_setting_has_its_help_below_it() -> None:
 
 
 def test_every_setting_is_listed_with_its_default_and_help() -> None:
-    defaults = settings(schema.RunConfig)
-    assert rows() == {key: (as_text(default), helps().get(key)) for key, default in defaults.items()}
+    defaults, texts = settings(schema.RunConfig), helps()
+    assert rows() == {key: (as_text(default), texts.get(key)) for key, default in defaults.items()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

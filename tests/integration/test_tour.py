@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 360.0
+LIMIT_S = 840.0
 STEPS = 16
 
 

@@ -146,8 +146,12 @@ class DataConfig:
     any."""
     eod_mask_loss: bool = False
     """Leaves the predictions made from end-of-document tokens, which are of the next document, out of the loss."""
+    reset_attention_mask: bool = False
+    """Tokens attend to tokens of their own document alone; needs layers other than those of transformer-engine."""
+    reset_position_ids: bool = False
+    """Counts positions from 0 in each document; for learned positions."""
     end_of_document: NonNegativeInt | None = None
-    """Token id that ends a document, for `eod_mask_loss`; the one that `spare preprocess` noted if absent."""
+    """Token id that ends a document, for the three settings above; the one that `spare preprocess` noted if absent."""
     cache: str = ""
     """Folder for sample indices; `cache` beside the first corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"
@@ -155,9 +159,10 @@ class DataConfig:
     lost its hosts."""
 
     @property
-    def marks_documents(self) -> bool:
-        """Whether samples depend on where documents end."""
-        return self.eod_mask_loss
+    def document_settings(self) -> tuple[str, ...]:
+        """The settings that are on and give the ends of documents a meaning."""
+        names = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+        return tuple(name for name in names if getattr(self, name))
 
     @property
     def corpora(self) -> tuple[BlendedCorpus, ...]:

@@ -40,6 +40,7 @@ def data_problems(
             name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
             yield from _unfit(config, name, part.corpus, facts, memory_bytes)
         yield from _ends(config, corpus)
+        yield from _counted(config)
         yield from _validation(config, corpus)
         if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
             yield (
@@ -84,12 +85,13 @@ def _unfit(
 def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
     """Why samples could not depend on where documents end."""
     data, given, noted = config.data, config.data.end_of_document, corpus.end_of_document
-    if not data.marks_documents:
+    if not data.document_settings:
         return
     if given is None and noted is None:
         yield (
-            f"data.eod_mask_loss=true needs the token that ends a document, and no note of `spare preprocess` names "
-            f"one for all of {data.named}; write it anew, or set data.end_of_document to the id of that token"
+            f"data.{data.document_settings[0]}=true needs the token that ends a document, and no note of "
+            f"`spare preprocess` names one for all of {data.named}; write it anew, or set data.end_of_document to the "
+            f"id of that token"
         )
     elif given is not None and noted not in (None, given):
         yield (
@@ -98,10 +100,16 @@ def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
         )
     elif given is not None and given >= config.model.vocab_size:
         yield f"data.end_of_document={given} is not below model.vocab_size={config.model.vocab_size}; change one"
+
+
+_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
+"""Limits of the two digits in fp32 that `mcore.gradients` counts tokens with."""
+
+
+def _counted(config: RunConfig) -> Iterator[str]:
     num_groups, num_tokens = config.layout.num_groups, run_sizes(config).tokens_per_step
-    if config.reduce.mode != "reproducible" and (
-        num_groups > _MOST_COUNTED_GROUPS or num_tokens > _MOST_COUNTED_TOKENS
-    ):
+    is_exact = config.reduce.mode == "reproducible" or not config.data.eod_mask_loss
+    if not is_exact and (num_groups > _MOST_COUNTED_GROUPS or num_tokens > _MOST_COUNTED_TOKENS):
         yield (
             f"data.eod_mask_loss=true counts tokens exactly with reduce.mode={config.reduce.mode} in up to "
             f"{_MOST_COUNTED_GROUPS} groups and {_MOST_COUNTED_TOKENS} tokens of a step, not in {num_groups} groups "
@@ -135,16 +143,12 @@ def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
                 f"{', '.join(sorted(tokenizers))}; write both with one"
             )
         ends = {facts.end_of_document, end} - {None}
-        if data.marks_documents and len(ends) > 1:
+        if data.document_settings and len(ends) > 1:
             yield f"{name} ends documents with token {facts.end_of_document}, {data.named} with {end}; write both alike"
         if not is_same_corpus(one.identity, facts.identity):
             yield (
                 f"{name} is {facts.identity!r}, not identity={one.identity!r}; use that corpus, or clear its identity"
             )
-
-
-_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
-"""Limits of the two digits in fp32 that `mcore.gradients` counts tokens with."""
 
 
 OURS_IN_MEGATRON_WORDS = {

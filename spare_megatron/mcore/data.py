@@ -17,6 +17,8 @@ from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.distributed import ProcessGroup
 
 from spare_megatron.config.corpus import HELD_OUT, documents_of, validation_names
 from spare_megatron.config.sample_index import (
@@ -31,6 +33,7 @@ from spare_megatron.config.sample_index import (
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch
+from spare_megatron.mcore.attention import document_mask
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -284,8 +287,8 @@ def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
         sequence_length=config.model.seq_length,
         blend_per_split=[([prefix], None), None, None],
         tokenizer=_Vocabulary(config.model.vocab_size, config.data.end_of_document),
-        reset_position_ids=False,
-        reset_attention_mask=False,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=False,  # `on_device` makes the mask
         eod_mask_loss=config.data.eod_mask_loss,
         create_attention_mask=False,
     )
@@ -341,3 +344,15 @@ class Corpus:
         shards_before = step * self._num_shards + microbatch.shard
         microbatches_before = shards_before * self._microbatches_per_shard + microbatch.index
         return microbatches_before * self._micro_batch_size
+
+
+def on_device(
+    batch: dict[str, torch.Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
+    if device.type != "cpu":
+        batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
+    if config.data.reset_attention_mask:
+        assert config.data.end_of_document is not None, "the driver has found the token that ends a document"
+        batch["attention_mask"] = document_mask(batch["tokens"], config.data.end_of_document)
+    return get_batch_on_this_cp_rank(batch, context_parallel)

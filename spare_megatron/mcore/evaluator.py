@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from spare_megatron.config.evaluation import sequences_per_set
@@ -15,7 +14,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.evaluation import FRACTION_BITS, SetSum, added
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.mcore.data import ValidationWindows, validation_sets
+from spare_megatron.mcore.data import ValidationWindows, on_device, validation_sets
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe
@@ -76,6 +75,7 @@ class Evaluator:
         probe: Probe,
     ) -> None:
         """Opens the validation sets. Raises ValueError as `ValidationWindows` does."""
+        self._config = config
         self._chunks = chunks
         self._groups = groups
         self._pipeline = pipeline
@@ -135,14 +135,15 @@ class Evaluator:
     def _forward(self, chunk: Chunk, item: Item, on_losses: Callable[..., Any]) -> tuple[Tensor, LossFunction]:
         batch: _Batch = {}
         num_tokens = 0
-        if chunk.is_first or chunk.is_last:
+        if chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask:
             with self._probe.during(Operation.STORAGE):
                 batch = self._data.microbatch(item.microbatch)
             num_tokens = int(batch["loss_mask"].sum())  # of the whole sequence, also with context parallelism
-            batch = {key: values.to(self._device) for key, values in batch.items()}
-            batch = get_batch_on_this_cp_rank(batch, self._groups.cp)
+            batch = on_device(batch, self._config, self._device, self._groups.cp)
         labels = batch["labels"] if chunk.is_last else None
-        output = chunk.module(batch.get("tokens"), batch.get("position_ids"), None, labels=labels)
+        output = chunk.module(
+            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels
+        )
         return output, partial(on_losses, item, num_tokens, batch.get("loss_mask"))
 
     def _told(self, losses: Sequence[Tensor]) -> list[float]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
@@ -18,7 +17,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
-from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
@@ -284,7 +283,10 @@ class GroupTrainer:
             )
         batch = self._batch(chunk, item.microbatch)
         output = chunk.module(
-            batch.get("tokens"), batch.get("position_ids"), None, labels=batch["labels"] if chunk.is_last else None
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch["labels"] if chunk.is_last else None,
         )
 
         def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -298,14 +300,12 @@ class GroupTrainer:
         return output, loss_function
 
     def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
-        """What a chunk needs of a microbatch; empty for chunks between the ends of the model."""
-        if not (chunk.is_first or chunk.is_last):
+        """What a chunk needs of a microbatch; without a mask, nothing for chunks between the ends of the model."""
+        if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
             return {}
         with self._probe.during(Operation.STORAGE):
             batch = self.corpus.microbatch(self._step, microbatch)
-        if self._device.type != "cpu":
-            batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
-        return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
+        return on_device(batch, self._config, self._device, self.process_groups.cp)
 
     def _over_context(self, part: Tensor | None) -> Tensor | None:
         """A sum over the whole sequence; each context-parallel rank computes its part."""

@@ -243,6 +243,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["control.startup_timeout_s=1e10"], "control.startup_timeout_s=1e+10 exceeds 1e+08 (three years), and longer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
+        (
+            ["data.reset_position_ids=true", "model.position_embedding=rope"],
+            "data.reset_position_ids=true has no effect on model.position_embedding=rope, which ignores the ids of",
+        ),
     ],
 )
 def test_a_problem_names_the_value_and_the_setting(overrides: list[str], expected: str) -> None:
@@ -269,6 +273,16 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
     assert problems(configured("train.steps=1000000000000", "model.seq_length=128"), machine) == []
 
 
+def test_documents_are_kept_apart_by_layers_without_transformer_engine_alone() -> None:
+    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    engine = ("data.reset_attention_mask=true", "model.transformer_impl=transformer_engine")
+    assert "needs attention by torch, but model.transformer_impl=tr" in only_problem(*engine, machine=machine)
+    text = only_problem("data.reset_attention_mask=true", "layout.context_parallel=2", machine=machine)
+    assert "with layout.context_parallel=2 is that of transformer-engine; set model.transformer_impl=local" in text
+    assert problems(configured("data.reset_attention_mask=true", "data.reset_position_ids=true"), machine) == []
+    assert problems(configured("data.reset_attention_mask=true", "model.position_embedding=rope"), machine) == []
+
+
 def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:
     machine = dataclasses.replace(CPU, corpus=corpus_with())
     text = only_problem("data.eod_mask_loss=true", machine=machine)
@@ -282,6 +296,22 @@ def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:
     assert "by its note data.corpus=c ends documents with token 0; clear the setting" in only_problem(
         "data.eod_mask_loss=true", "data.end_of_document=1", machine=noted
     )
+
+
+def test_an_evaluation_needs_held_out_text_that_all_shards_share_evenly() -> None:
+    assert "eval.every_steps=5 needs a validation set, and data.split=empty holds no text out" in only_problem(
+        "eval.every_steps=5"
+    )
+    evaluated = ("eval.every_steps=5", "data.split=9,1")
+    assert problems(configured(*evaluated), CPU) == []
+    text = only_problem(*evaluated, "eval.sequences=20")
+    assert "eval.sequences=20 is no multiple of layout.num_groups x train.micro_batch_size=8; set it to 24" in text
+    fault = '{phase="evaluation", step=%d}'
+    assert problems(configured(*evaluated, f"faults.trace=[{fault % 10}]"), CPU) == []
+    unreached = "is reached only after as many steps as eval.every_steps=5 divides"
+    assert unreached in only_problem(*evaluated, f"faults.trace=[{fault % 7}]")
+    patch = '{phase="evaluation_patch", step=5}'
+    assert "no group is lost before it" in only_problem(*evaluated, f"faults.trace=[{patch}]")
 
 
 def test_more_groups_or_tokens_than_fp32_counts_are_refused_where_tokens_are_counted() -> None:

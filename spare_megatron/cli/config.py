@@ -142,7 +142,16 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
 
 def fitting_machine(config: "RunConfig") -> "Machine":
     """A machine of which only the configuration itself can ask too much."""
+    from spare_megatron.config.program import judge_program
     from spare_megatron.config.validate import Machine
 
     num_ranks = config.parallel.num_ranks
-    return Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True, can_isolate=True)
+    program, failure = judge_program(config.program)
+    return Machine(
+        num_gpus=num_ranks,
+        num_cores=num_ranks,
+        has_corpus=True,
+        can_isolate=True,
+        program=program,
+        program_failure=failure,
+    )

@@ -29,7 +29,7 @@ def one_preset(argument: Path | None, option: Path | None, command: str) -> Path
 
 
 def load_without_problems(
-    path: Path,
+    path: Path | None,
     overrides: Sequence[str],
     machine_of: Callable[["RunConfig"], "Machine"],
     *,

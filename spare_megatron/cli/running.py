@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.validate import Machine
     from spare_megatron.journal.summary import Summary
+    from spare_megatron.observe.metrics import OnStep
     from spare_megatron.process.reports import RunEvent
     from spare_megatron.supervisor.remote_supervisor import Launcher
 
@@ -28,7 +29,7 @@ _MOST_FAULTS = 4
 
 def load_runnable(
     command: str,
-    path: Path,
+    path: Path | None,
     overrides: Sequence[str],
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
 ) -> "RunConfig":
@@ -36,6 +37,7 @@ def load_runnable(
     is missing. `restrict` removes what the command does not run, before validation. Raises ValueError with every reason
     if it cannot run.
     """
+    from spare_megatron.config.program import resolved_program
     from spare_megatron.config.validate import warnings
 
     look = partial(this_machine, command)
@@ -45,7 +47,7 @@ def load_runnable(
         config, _ = load_without_problems(path, overrides, look, restrict=restrict)
     for text in warnings(config, look(config)):
         typer.echo(f"spare {command}: warning: {text}", err=True)
-    return config
+    return dataclasses.replace(config, program=resolved_program(config.program))
 
 
 def this_machine(command: str, config: "RunConfig") -> "Machine":
@@ -79,6 +81,7 @@ def run_and_show(
     console: Console,
     *listeners: Callable[["RunEvent"], None],
     launcher: "Launcher | None" = None,
+    on_step: "OnStep | None" = None,
 ) -> "Summary":
     """Trains, with progress on the console and events passed to `listeners`; without a launcher, on this machine."""
     from spare_megatron.cli.detached_view import DetachedView
@@ -95,7 +98,7 @@ def run_and_show(
             for on_event in (progress.on_event, *listeners):
                 on_event(event)
 
-        return start_run(config, run_dir, dispatch, launcher=launcher)
+        return start_run(config, run_dir, dispatch, launcher=launcher, on_step=on_step)
 
 
 def plan_of(config: "RunConfig") -> str:

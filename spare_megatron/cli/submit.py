@@ -150,9 +150,11 @@ def _by_srun(config: "RunConfig") -> "RunConfig":
 def _cluster_for(config: "RunConfig") -> "Machine":
     """As much as it asks for; the corpus is seen from here."""
     from spare_megatron.config.corpus import judge_corpus
+    from spare_megatron.config.program import judge_program
     from spare_megatron.config.validate import Machine
 
     corpus, failure = judge_corpus(config.data, lambda what: typer.echo(f"spare submit: {what}", err=True))
+    program, program_failure = judge_program(config.program)
     num_ranks = max(0, config.parallel.num_ranks)
     return Machine(
         num_gpus=num_ranks,
@@ -160,6 +162,8 @@ def _cluster_for(config: "RunConfig") -> "Machine":
         has_corpus=corpus is not None or is_to_be_made(config.data),
         corpus_failure=failure,
         corpus=corpus,
+        program=program,
+        program_failure=program_failure,
     )
 
 

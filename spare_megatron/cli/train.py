@@ -35,6 +35,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
     ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.py", help="Program of one's own, as --set program.file=FILE.py; see check-program."),
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,
@@ -68,7 +72,8 @@ def train(
     with end_signal.blocked(), explained_errors("train"):
         from spare_megatron.cli.progress import print_summary
 
-        loaded = load_runnable("train", one_preset(preset, config, "train"), overrides or ())
+        settings = [*(overrides or ()), *([f"program.file={program}"] if program else [])]
+        loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
         if resume:
@@ -76,7 +81,7 @@ def train(
             if finished is not None:
                 _say_finished(finished, loaded, as_json=as_json)
                 return
-        with reported_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
+        with reported_interruption("train", folder), elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
     unsaved = unsaved_end(loaded, folder, summary)
     with outlasting_output(console.file):
@@ -154,7 +159,7 @@ def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
 
 
 @contextmanager
-def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig", "Launcher | None"]]:
+def elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig", "Launcher | None"]]:
     """In a job of Slurm, what starts supervisors, and the configuration with the job's own etcd."""
     if config.cluster.launcher != "srun":
         yield config, None

@@ -79,6 +79,11 @@ class BucketExchange:
         """The summed loss of a complete attempt; None if it is incomplete or another stage has it."""
         return self._trainer.loss_sum() if self.is_complete else None
 
+    def term_sums(self) -> list[LossSum | None]:
+        """The same of each further term of the loss."""
+        sums = self._trainer.term_sums()
+        return sums if self.is_complete else [None] * len(sums)
+
     # ------------------------------------------------------------------------------------------- between attempts
 
     def start_attempt(self, action: AttemptReduce) -> None:

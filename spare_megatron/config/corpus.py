@@ -95,7 +95,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """Facts of the corpus or blend, or why it cannot be used; neither if a file of the one corpus is missing.
+    """Facts of the corpus or blend, or why it cannot be used; neither if there is none or a file of the one is missing.
 
     `on_read` announces long reads.
     """
@@ -117,6 +117,8 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
             )
         except ValueError as error:
             return None, f"{name}: {error}"
+    if not found:
+        return None, ""
     return _blended(data, found) if data.blend else (found[0], "")
 
 

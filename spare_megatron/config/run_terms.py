@@ -38,6 +38,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "corpus": config.data.identity,
         "order": ORDER,
         "weights": config.checkpoint.weights_identity,
+        "program": config.program.sha256,
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
     }
 

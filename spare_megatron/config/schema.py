@@ -146,8 +146,8 @@ class DataConfig:
 
     @property
     def corpora(self) -> tuple[BlendedCorpus, ...]:
-        """The corpora that a run reads; a single one is a blend of one."""
-        return self.blend or (BlendedCorpus(corpus=self.corpus),)
+        """The corpora that a run reads; a single one is a blend of one. None if a program has data of its own."""
+        return self.blend or ((BlendedCorpus(corpus=self.corpus),) if self.corpus else ())
 
     @property
     def named(self) -> str:
@@ -155,6 +155,17 @@ class DataConfig:
         if not self.blend:
             return f"data.corpus={self.corpus}"
         return f"data.blend={'+'.join(part.corpus for part in self.blend)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramConfig:
+    """A program of one's own: a Python file that defines the model, its forward pass or the data."""
+
+    file: str = ""
+    """Python file with `model_provider`, `forward_step` or `datasets_provider`, on storage that all nodes share; the
+    GPT and the corpus of these settings if empty."""
+    sha256: str = ""
+    """Required SHA-256 of the file, as in a run's `config.toml`; empty accepts any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +278,8 @@ class CheckpointConfig:
     """Required identity of `load_weights`, as in a run's `config.toml`; empty accepts any."""
     allow_other_corpus: bool = False
     """Allows a run to continue a checkpoint of a corpus other than `data.corpus`; its record names both."""
+    allow_other_program: bool = False
+    """Allows a run to continue a checkpoint of a program whose file differs from `program.file`."""
     timeout_s: PositiveFloat = 1800.0
     """Longest time to write a checkpoint, after which it is abandoned and training continues, and to read one."""
     max_restarts: NonNegativeInt = 3
@@ -456,6 +469,7 @@ class RunConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     spare: SpareConfig = field(default_factory=SpareConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)

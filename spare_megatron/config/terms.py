@@ -71,6 +71,7 @@ def terms_of(config: RunConfig) -> Terms:
         _CORPUS: config.data.identity,
         _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
+        _PROGRAM: config.program.sha256,
         **masks_of(config),
     }
 
@@ -104,6 +105,8 @@ _CORPUS, _ORDER = "data.identity", "data.order"
 
 _WEIGHTS = "checkpoint.weights_identity"
 
+_PROGRAM = "program.sha256"
+
 _ANY = (_WEIGHTS, "")
 """A term that fits every checkpoint."""
 
@@ -129,8 +132,8 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = {**_UNMASKED, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", **_UNMASKED, **theirs}
-    apart = (_CORPUS, _ORDER)
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
+    apart = (_CORPUS, _ORDER, _PROGRAM)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:
         found.append(
@@ -142,6 +145,11 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
         found.append(
             f"{named} ({config.data.identity}), and the checkpoint was trained with another corpus ({other}); choose "
             f"that one, or set checkpoint.allow_other_corpus=true to go on with this one"
+        )
+    if not config.checkpoint.allow_other_program and theirs[_PROGRAM] != ours[_PROGRAM]:
+        found.append(
+            f"program.file = {config.program.file or 'none'} ({_named(ours)}), and the checkpoint was trained with "
+            f"{_named(theirs)}; choose that one, or set checkpoint.allow_other_program=true to go on with this one"
         )
     return found
 
@@ -163,6 +171,10 @@ def other_corpus(theirs: Terms, config: RunConfig) -> str:
     """Identity of the checkpoint's corpus if it differs from the run's; empty if equal or if either is unknown."""
     identity = str(theirs.get(_CORPUS, ""))
     return "" if is_same_corpus(identity, config.data.identity) else identity
+
+
+def _named(terms: Terms) -> str:
+    return f"SHA-256 {terms[_PROGRAM]}" if terms[_PROGRAM] else "no program"
 
 
 def _shown(value: object) -> object:

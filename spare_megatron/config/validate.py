@@ -49,6 +49,8 @@ class Machine:
         can_isolate: The process is root and has `ip` and `nsenter`, so it can give nodes separate networks.
         can_listen: `control.listen_address` is an address of this machine.
         corpus_failure: Why the corpus cannot be used; empty if it can.
+        program: Names that the program of the run defines.
+        program_failure: Why it cannot be used; empty if it can, or there is none.
         memory_bytes: Memory of one machine.
         process_memory_bytes: Memory that one process may use.
     """
@@ -60,6 +62,8 @@ class Machine:
     can_listen: bool = True
     corpus_failure: str = ""
     corpus: CorpusFacts | None = None
+    program: frozenset[str] = frozenset()
+    program_failure: str = ""
     memory_bytes: int | None = None
     process_memory_bytes: int | None = None
 
@@ -101,11 +105,13 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *snapshot_problems(config),
         *_isolation(config, machine),
         *_device(config, machine),
+        *([machine.program_failure] if machine.program_failure else []),
         *data_problems(
             config,
             has_corpus=machine.has_corpus,
             corpus_failure=machine.corpus_failure,
             corpus=machine.corpus,
+            program=machine.program,
             memory_bytes=machine.process_memory_bytes,
         ),
     ]

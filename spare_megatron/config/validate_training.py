@@ -22,14 +22,16 @@ def data_problems(
     has_corpus: bool,
     corpus_failure: str,
     corpus: CorpusFacts | None,
+    program: frozenset[str],
     memory_bytes: int | None,
 ) -> Iterator[str]:
     """Every reason why no samples could be read; the facts are those of `Machine`."""
     data = config.data
     if data.blend and data.corpus:
         yield f"data.corpus={data.corpus} and {data.named} are both set; clear one of them"
-    elif not data.blend and not data.corpus:
-        yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+    elif not data.corpora:
+        if "datasets_provider" not in program:
+            yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
     elif corpus_failure:
         yield corpus_failure
     elif not has_corpus:

@@ -82,8 +82,9 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
         import torch
 
         from spare_megatron.comm.nccl import check_nccl
-        from spare_megatron.mcore.data import prepare_index
+        from spare_megatron.mcore.data import Corpus, prepare_index
         from spare_megatron.mcore.model import kernels_of, layer_spec
+        from spare_megatron.mcore.program import program_of
         from spare_megatron.mcore.transformer import transformer_config
 
         device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
@@ -91,6 +92,8 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
             check_nccl()
         layer_spec(config, transformer_config(config, device), device)
         prepare_index(config)
+        if config.program.file:
+            Corpus(config, program_of(config).datasets_provider(config)).digest()
         reports.send(kernels_of(config, device))
     except (ValueError, OSError, ImportError) as error:
         reports.send(str(error))

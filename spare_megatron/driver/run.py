@@ -16,6 +16,7 @@ from pathlib import Path
 from spare_megatron import __version__
 from spare_megatron.config.corpus import judge_corpus
 from spare_megatron.config.own_code import code_digest, commit
+from spare_megatron.config.program import judge_program, resolved_program
 from spare_megatron.config.resolved import dump_run_config, write_with_exports
 from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.sample_index import leased
@@ -34,6 +35,7 @@ from spare_megatron.journal.lines import FORMAT, ORIGIN
 from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary, conclude
+from spare_megatron.observe.metrics import OnStep
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.lock import LOCK, locked
 from spare_megatron.process.processes import close_or_report, report_held
@@ -65,6 +67,7 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
 def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _: None) -> Machine:
     """Collects what this machine offers a run. `on_read` is called with a description before a slow step."""
     corpus, corpus_failure = judge_corpus(config.data, on_read)
+    program, program_failure = judge_program(config.program)
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     return Machine(
         num_gpus=num_machines * len(visible_gpus()),
@@ -73,6 +76,8 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
         can_listen=_can_listen(config.control.listen_address),
         corpus_failure=corpus_failure,
         corpus=corpus,
+        program=program,
+        program_failure=program_failure,
         memory_bytes=_memory_bytes(),
         process_memory_bytes=_process_memory_bytes(),
         has_corpus=corpus is not None,
@@ -85,10 +90,11 @@ def start_run(
     on_event: Callable[[RunEvent], None],
     rank_main: RankMain = rank_main,
     launcher: Launcher | None = None,
+    on_step: OnStep | None = None,
 ) -> Summary:
     """Trains, and writes all results of the run into `run_dir`, which is empty or does not exist yet. `rank_main` is
     the main function of a rank's process; a caller may wrap it to observe a rank. `launcher` starts supervisors on
-    other machines, where `cluster.launcher` is srun.
+    other machines, where `cluster.launcher` is srun. `on_step` gets the metrics of each step, in a thread.
 
     Raises:
         FileExistsError: The directory is not empty.
@@ -114,21 +120,24 @@ def start_run(
             with named_errors("checkpoint.folder" if config.checkpoint.folder else "--run-dir", folder):
                 held.enter_context(locked(folder))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
-        return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
+        make_driver = partial(Driver, rank_main=rank_main, launcher=launcher)
+        return _run(config, run_dir, on_event, faults, make_driver, on_step)
 
 
 def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration with this machine's device, what follows from that, and the corpus. Raises ValueError if the
-    corpus cannot be used.
+    """The configuration with this machine's device, what follows from that, the corpus and the program. Raises
+    ValueError if one of these cannot be used.
     """
-    if machine.corpus is None:
-        raise ValueError(machine.corpus_failure or f"{config.data.named}: one of its files is missing")
+    data = config.data
+    if data.corpora or "datasets_provider" not in machine.program:
+        if machine.corpus is None:
+            raise ValueError(machine.corpus_failure or f"{data.named}: one of its files is missing")
+        data = dataclasses.replace(data, identity=machine.corpus.identity)
+        if data.marks_documents and data.end_of_document is None:
+            data = dataclasses.replace(data, end_of_document=machine.corpus.end_of_document)
     config = on_device(config, machine)
-    data = dataclasses.replace(config.data, identity=machine.corpus.identity)
-    if data.marks_documents and data.end_of_document is None:
-        data = dataclasses.replace(data, end_of_document=machine.corpus.end_of_document)
     reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)
-    return dataclasses.replace(config, reduce=reduce, data=data)
+    return dataclasses.replace(config, reduce=reduce, data=data, program=resolved_program(config.program))
 
 
 def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
@@ -152,6 +161,7 @@ def _run(
     on_event: Callable[[RunEvent], None],
     faults: tuple[Fault, ...],
     make_driver: Callable[..., Driver],
+    on_step: OnStep | None,
 ) -> Summary:
     origin = {"version": __version__, "commit": commit(), "code": code_digest()}
     with named_errors("--run-dir", run_dir):
@@ -172,7 +182,7 @@ def _run(
 
     with named_errors("--run-dir", run_dir):
         journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(dispatch))
-        metrics = Telemetry(config, record, open_sinks(config, run_dir, dispatch))
+        metrics = Telemetry(config, record, open_sinks(config, run_dir, dispatch, on_step))
     journal.write(record)
     journal.reserve(RESERVED_BYTES)
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=dispatch)

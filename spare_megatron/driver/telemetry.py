@@ -19,6 +19,8 @@ from spare_megatron.observe.metrics import (
     DetachedSink,
     JsonlSink,
     MetricsSink,
+    OnStep,
+    StepHook,
     TensorBoardSink,
     Value,
     WandbSink,
@@ -113,10 +115,11 @@ def open_sinks(
     config: RunConfig,
     run_dir: Path,
     on_event: Callable[[MetricsLost | RecordsHeld], None],
+    on_step: OnStep | None = None,
     *,
     rest_s: float = REST_S,
 ) -> list[MetricsSink]:
-    """Opens the sinks that the configuration asks for; `rest_s` is that of `DetachedSink`."""
+    """Opens the sinks that the configuration asks for, and one for `on_step`; `rest_s` is that of `DetachedSink`."""
     metrics = config.metrics
 
     def failed(reason: str) -> None:
@@ -136,6 +139,8 @@ def open_sinks(
         sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed, rest_s=rest_s))
     if metrics.wandb_project:
         sinks.append(DetachedSink("Weights & Biases", open_wandb, failed, rest_s=rest_s))
+    if on_step is not None:
+        sinks.append(DetachedSink("on_step", lambda: StepHook(on_step), failed, rest_s=rest_s))
     return sinks
 
 
@@ -213,6 +218,7 @@ class Telemetry:
             "train/loss": event.loss,
             "train/grad_norm": event.grad_norm,
             "train/learning_rate": event.learning_rate,
+            **{f"train/{name}": mean for name, mean in event.terms.items()},
             "train/tokens": (event.step + 1) * self._run.tokens_per_step,
             "spare/groups_alive": event.num_alive,
             "spare/makespan": event.makespan,

@@ -79,6 +79,8 @@ class RunRecord:
     """Corpus of the loaded checkpoint, if known to be another one."""
     weights: str = ""
     """Identity of the weights alone that the training began with; empty if there were none."""
+    program: str = ""
+    """SHA-256 of the file of the user's program; empty without one."""
     masks: str = ""
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     terms: str = ""
@@ -162,6 +164,8 @@ class UpdateRecord:
     step_s: float
     compute_s: list[float] = field(default_factory=list)
     """For each rank, seconds of the forward and backward passes of the group's contribution; empty if unknown."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Means of the further terms of a program's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,7 +429,7 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": "", "masks": ""}
+_LATER_TERMS = {"order": 1, "weights": "", "masks": "", "program": ""}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

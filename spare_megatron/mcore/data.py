@@ -4,11 +4,12 @@ import os
 import shutil
 import time
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ def prepare_index(config: RunConfig) -> tuple[Path, ...]:
     Call it in one process before the ranks start: they only load the indices, one folder per corpus, which it returns.
     Raises ValueError if a corpus is missing or too short, or its index cannot be written or is too large.
     """
+    if not config.data.corpora:
+        return ()
     blend = _Blend(config)
     if split_shares(config.data.split)[1]:
         ValidationWindows(config)  # raises now what is wrong with them
@@ -112,6 +115,13 @@ def _check_space(config: RunConfig, blend: "_Blend") -> None:
             f"lower train.steps: with train.max_minutes, only as many as the run can reach are needed; or set "
             f"data.cache"
         )
+
+
+class Dataset(Protocol):
+    """Training samples without end: the tensors of a sample, by name, are a function of its number alone."""
+
+    def __getitem__(self, number: int) -> Mapping[str, torch.Tensor]:
+        """The sample after `number` sequences have been consumed."""
 
 
 class _Blend:
@@ -256,30 +266,53 @@ def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
     )
 
 
-class Corpus:
-    """The training samples of a run, addressed by the sequences consumed before them."""
+def corpus_dataset(config: RunConfig) -> "IndexedCorpora":
+    """The corpus or blend of the settings; the default datasets provider. Raises ValueError if it is missing."""
+    return IndexedCorpora(config)
+
+
+class IndexedCorpora(_Blend):
+    """The corpora of a run, read through the index of `prepare_index`, whose lease they renew."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Opens the corpora through the index of `prepare_index`. Raises ValueError if one or the index is missing."""
-        self._samples = _Blend(config)
-        self._renew()
-        self._samples[0]
-        self._num_shards = config.layout.num_groups
-        self._microbatches_per_shard = config.spare.microbatches_per_shard
-        self._micro_batch_size = config.train.micro_batch_size
-        self._num_steps = config.train.steps
+        """Raises ValueError if a corpus or its index is missing."""
+        super().__init__(config)
         self._keys = ("tokens", "labels", "position_ids", *(["loss_mask"] if config.data.eod_mask_loss else []))
+        self._renew()
+        self[0]
 
-    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length].
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """The `tokens`, `labels` and `position_ids` of a sample, each [seq_length].
 
         With `data.eod_mask_loss` also its `loss_mask`, 0 where a token does not count for the loss and 1 elsewhere.
         """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
+        sample = super().__getitem__(number)
+        return {key: sample[key] for key in self._keys}
+
+    def _renew(self) -> None:
+        for part in self.parts:
+            renew(part.folder)
+        self._renewed_at_s = time.monotonic()
+
+
+class Corpus:
+    """The training samples of a run, addressed by the sequences consumed before them."""
+
+    def __init__(self, config: RunConfig, dataset: Dataset | None = None) -> None:
+        """Reads `dataset`, by default the corpora of the settings. Raises ValueError as `corpus_dataset` does."""
+        self._samples = dataset or corpus_dataset(config)
+        self._num_shards = config.layout.num_groups
+        self._microbatches_per_shard = config.spare.microbatches_per_shard
+        self._micro_batch_size = config.train.micro_batch_size
+        self._num_steps = config.train.steps
+
+    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
+        """The tensors of a microbatch by name, each [micro_batch_size, ...]."""
         first = self.first_sample(step, microbatch)
         samples = [self._samples[first + number] for number in range(self._micro_batch_size)]
-        return {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
     def digest(self) -> str:
         """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
@@ -290,16 +323,12 @@ class Corpus:
         for step, index in ((0, 0), (self._num_steps - 1, self._microbatches_per_shard - 1)):
             for shard in range(self._num_shards):
                 try:
-                    tokens = self.microbatch(step, Microbatch(ShardId(shard), index))["tokens"]
+                    batch = self.microbatch(step, Microbatch(ShardId(shard), index))
                 except (OSError, ValueError) as error:
                     raise ValueError(f"a sample of shard {shard} in step {step} cannot be read: {error}") from error
-                digest.update(tokens.numpy().tobytes())
+                for _, values in sorted(batch.items()):
+                    digest.update(values.numpy().tobytes())
         return digest.hexdigest()
-
-    def _renew(self) -> None:
-        for part in self._samples.parts:
-            renew(part.folder)
-        self._renewed_at_s = time.monotonic()
 
     def first_sample(self, step: int, microbatch: Microbatch) -> int:
         """Sequences consumed before a microbatch's first sample; its others follow."""

@@ -2,9 +2,9 @@
 
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
 local sum survives a failed attempt. The last elements of a staged bucket are whether its local sums are unsound, its
-number of microbatches and, in the last bucket, the loss and where need be the tokens that count for it: a group that is
-lost after the reduction cannot report them otherwise, and no rank waits for its device to judge what it sends. They are
-never in bf16, which would not count beyond 256.
+number of microbatches and, in the last bucket, the loss, where need be the tokens that count for it, and the sums and
+counts of further terms: a group that is lost after the reduction cannot report them otherwise, and no rank waits for
+its device to judge what it sends. They are never in bf16, which would not count beyond 256.
 """
 
 import math
@@ -29,6 +29,9 @@ NUM_EXTRAS = 3
 _TOKENS_HIGH, _TOKENS_LOW, _UNSOUND, _COUNT, _LOSS = -5, -4, -3, -2, -1
 _WHOLE = (slice(None),)
 
+_PER_TERM = 3
+"""Elements of a further term: its sum, and its count in two digits."""
+
 _TOKENS_BASE = 2**12
 """A count of tokens is summed as two digits to this base: exact in fp32 up to 2^36 tokens of 2^12 groups."""
 
@@ -38,10 +41,11 @@ _LARGEST_PER_TOKEN_BITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Microbatches summed in each bucket, and their loss, whose total is 0 except on the last stage."""
+    """Microbatches summed in each bucket, their loss and further terms, whose totals are 0 except on the last stage."""
 
     num_microbatches: tuple[int, ...]
     loss: LossSum
+    terms: tuple[LossSum, ...] = ()
 
 
 class GradientSums(Protocol):
@@ -60,6 +64,9 @@ class GradientSums(Protocol):
 
         The number is an int64 on the device; None exactly if `counts_tokens` is false.
         """
+
+    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
+        """Adds a further term of the loss of a microbatch: its sum, and its count as an int64 on the device."""
 
     def add_count(self, num_microbatches: int) -> None:
         """Counts microbatches that are summed, or will be before any bucket is staged."""
@@ -114,23 +121,31 @@ class GradientSums(Protocol):
 
 
 def counts_tokens(config: RunConfig) -> bool:
-    """Whether the number of tokens that count for the loss differs between microbatches; else it needs no sum."""
-    return config.data.eod_mask_loss
+    """Whether the number of tokens that count for the loss may differ between microbatches; else it needs no sum."""
+    return config.data.eod_mask_loss or bool(config.program.file)
 
 
-def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
+def make_gradient_sums(
+    config: RunConfig, chunks: Sequence[Chunk], device: torch.device, num_terms: int = 0
+) -> GradientSums:
+    """The sums of a rank; `num_terms`: terms of the loss beside the first."""
     bucket_bytes = round(config.bucket_mib * 2**20)
     num_tokens = config.train.micro_batch_size * config.model.seq_length
     all_count = None if counts_tokens(config) else num_tokens
     if config.reduce.mode != "reproducible":
         staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
-        return FloatSums(chunks, device, bucket_bytes, staged_dtype, all_count)
-    num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
-    return FixedPointSums(chunks, device, bucket_bytes, fixed_point(num_tokens, num_microbatches), all_count)
+        return FloatSums(chunks, device, bucket_bytes, staged_dtype, all_count, num_terms)
+    fixed = fixed_point(num_tokens, config.layout.num_groups * config.spare.microbatches_per_shard)
+    return FixedPointSums(chunks, device, bucket_bytes, fixed, all_count, num_terms)
 
 
 class _Staged(ABC):
-    """`all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None."""
+    """`all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None.
+
+    The extras begin with sum and count of each of `num_terms` terms, whose sums a subclass adds to `_term_sums`.
+    """
+
+    _term_sums: Tensor
 
     def __init__(
         self,
@@ -139,10 +154,12 @@ class _Staged(ABC):
         dtype: torch.dtype,
         device: torch.device,
         all_count: int | None,
+        num_terms: int,
         scale: float = 1.0,
     ) -> None:
         self._all_count = all_count
-        self._num_extras = NUM_EXTRAS + 2 * (all_count is None)
+        self._num_extras = _PER_TERM * num_terms + NUM_EXTRAS + 2 * (all_count is None)
+        self._term_counts = torch.zeros(num_terms, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.buckets = cut(num_elements, max(bucket_bytes // dtype.itemsize, 1))
         self._dtype = dtype
@@ -195,6 +212,13 @@ class _Staged(ABC):
             if self._is_last(bucket):
                 extras[_TOKENS_HIGH].copy_(self._tokens // _TOKENS_BASE)
                 extras[_TOKENS_LOW].copy_(self._tokens % _TOKENS_BASE)
+        if num_terms := len(self._term_counts):
+            of_terms = extras[: _PER_TERM * num_terms].view(_PER_TERM, num_terms)
+            of_terms.fill_(0)
+            if self._is_last(bucket):
+                of_terms[0].copy_(self._term_sums)
+                of_terms[1].copy_(self._term_counts // _TOKENS_BASE)
+                of_terms[2].copy_(self._term_counts % _TOKENS_BASE)
         extras[_UNSOUND].fill_(0)
         if bucket in self._is_unsound:
             extras[_UNSOUND].copy_(self._is_unsound[bucket])
@@ -224,6 +248,10 @@ class _Staged(ABC):
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
 
+    def _reset_counts(self) -> None:
+        for sums in (self._tokens, self._term_sums, self._term_counts):
+            sums.zero_()
+
     def _add_tokens(self, num_tokens: Tensor | None) -> None:
         assert (num_tokens is None) == (self._all_count is not None), (
             "either all tokens always count, or each is counted"
@@ -237,8 +265,16 @@ class _Staged(ABC):
         if self._all_count is not None:
             num_tokens = counts[-1] * self._all_count
         else:
-            num_tokens = round(last[_TOKENS_HIGH]) * _TOKENS_BASE + round(last[_TOKENS_LOW])
-        return Totals(num_microbatches=counts, loss=LossSum(last[_LOSS] / self._scale, num_tokens))
+            num_tokens = _number(last[_TOKENS_HIGH], last[_TOKENS_LOW])
+        size = len(self._term_counts)
+        of_terms = zip(last[:size], last[size : 2 * size], last[2 * size : 3 * size], strict=True)
+        terms = tuple(LossSum(total / self._scale, _number(high, low)) for total, high, low in of_terms)
+        return Totals(num_microbatches=counts, loss=LossSum(last[_LOSS] / self._scale, num_tokens), terms=terms)
+
+
+def _number(high: float, low: float) -> int:
+    """The number that two digits stand for."""
+    return round(high) * _TOKENS_BASE + round(low)
 
 
 class FloatSums(_Staged):
@@ -251,20 +287,22 @@ class FloatSums(_Staged):
         bucket_bytes: int,
         staged_dtype: torch.dtype,
         all_count: int | None = None,
+        num_terms: int = 0,
     ) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device, all_count)
+        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device, all_count, num_terms)
         self._parameters = list(flat_parameters(chunks))
         self._pieces = [_pieces(self._segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._term_sums = torch.zeros(num_terms, dtype=torch.float64, device=device)
         self._count = 0
 
     def reset(self) -> None:
         for chunk in self._chunks:
             chunk.module.zero_grad_buffer()
         self._loss.zero_()
-        self._tokens.zero_()
+        self._reset_counts()
         self._count = 0
         self.mark_kept(0)
 
@@ -274,6 +312,10 @@ class FloatSums(_Staged):
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
         self._loss += total
         self._add_tokens(num_tokens)
+
+    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
+        self._term_sums[index] += total
+        self._term_counts[index] += count
 
     def add_count(self, num_microbatches: int) -> None:
         self._count += num_microbatches
@@ -294,7 +336,12 @@ class FloatSums(_Staged):
         # One pass without a copy, at memory bandwidth. A norm beyond fp32 counts as not finite.
         norms = [torch.linalg.vector_norm(gradients).double() for gradients, _ in self._pieces[bucket]]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        return norm.masked_fill(~self._loss.isfinite(), math.inf) if self._is_last(bucket) else norm
+        if not self._is_last(bucket):
+            return norm
+        is_finite = self._loss.isfinite()
+        if len(self._term_sums):
+            is_finite = is_finite & self._term_sums.isfinite().all()
+        return norm.masked_fill(~is_finite, math.inf)
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         for gradients, whole in self._pieces[bucket]:
@@ -352,13 +399,15 @@ class FixedPointSums(_Staged):
         bucket_bytes: int,
         fixed: FixedPoint,
         all_count: int | None = None,
+        num_terms: int = 0,
     ) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device, all_count, fixed.scale)
+        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device, all_count, num_terms, fixed.scale)
         self._fixed = fixed
         self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
+        self._term_sums = torch.zeros(num_terms, dtype=torch.int64, device=device)
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         self._add_rounded = _choose_add_rounded(device)
@@ -370,7 +419,7 @@ class FixedPointSums(_Staged):
             chunk.module.zero_grad_buffer()
         self._sums.zero_()
         self._extras.zero_()
-        self._tokens.zero_()
+        self._reset_counts()
         self._largest.zero_()
         self.mark_kept(0)
 
@@ -380,6 +429,10 @@ class FixedPointSums(_Staged):
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
         self._add(self._extras[_LOSS], total)
         self._add_tokens(num_tokens)
+
+    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
+        self._add(self._term_sums[index], total)
+        self._term_counts[index] += count
 
     def add_count(self, num_microbatches: int) -> None:
         self._extras[_COUNT] += num_microbatches

@@ -1,10 +1,12 @@
 """Builds a rank's chunks of the GPT model, with the layer kernels that the run and device select."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -13,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -81,51 +83,89 @@ class Chunk:
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext:
+    """What a model provider builds one chunk of the model from.
+
+    Attributes:
+        transformer: Megatron's configuration of the run.
+        groups: Process groups inside this data-parallel group; none of them crosses groups.
+        stage: Index among all `num_stages` chunks of the model, in layer order.
+        virtual_stage: Index among this rank's chunks; None unless the pipeline is virtual.
+    """
+
+    config: RunConfig
+    transformer: TransformerConfig
+    groups: ProcessGroupCollection
+    device: torch.device
+    stage: int
+    num_stages: int
+    virtual_stage: int | None
+
+    @property
+    def pre_process(self) -> bool:
+        """Whether the chunk takes the batch; the others take the output of the stage before."""
+        return self.stage == 0
+
+    @property
+    def post_process(self) -> bool:
+        """Whether the chunk computes the loss."""
+        return self.stage == self.num_stages - 1
+
+
+ModelProvider = Callable[[ModelContext], MegatronModule]
+"""Builds one chunk of the model, from the seeded default generators of torch."""
+
+
 def build_chunks(
     config: RunConfig,
     transformer: TransformerConfig,
     groups: ProcessGroupCollection,
     device: torch.device,
     reduction: DistributedDataParallelConfig | None = None,
+    provider: ModelProvider | None = None,
 ) -> list[Chunk]:
     """This rank's chunks on `device`, in layer order; several if the pipeline is virtual. Equal in every data-parallel
     group. `reduction` says how Megatron's wrapper reduces gradients, for plain Megatron; ours never ask it to.
+    `provider` builds each chunk; `gpt_model` unless stated.
 
     Collective over: all ranks of the group (stages that share embeddings synchronize them).
     """
-    spec = layer_spec(config, transformer, device)
     chunks = []
     for virtual in range(config.layout.virtual_pipeline):
         stage = virtual * groups.pp.size() + groups.pp.rank()
+        context = ModelContext(
+            config=config,
+            transformer=transformer,
+            groups=groups,
+            device=device,
+            stage=stage,
+            num_stages=groups.pp.size() * config.layout.virtual_pipeline,
+            virtual_stage=virtual if config.layout.virtual_pipeline > 1 else None,
+        )
         rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
         # Megatron leaves position embeddings and the norms of torch on the CPU.
-        model = _build_model(config, transformer, spec, groups, stage).to(device)
-        if model.post_process:
-            _mask_padding(model, config.model.vocab_size, groups.tp.rank())
+        model = _checked((provider or gpt_model)(context), context).to(device)
         module = DistributedDataParallel(
             transformer,
             reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
             Float16Module(transformer, model) if transformer.bf16 else model,
             pg_collection=groups,
         )
-        chunks.append(Chunk(module=module, stage=stage, is_first=model.pre_process, is_last=model.post_process))
+        chunks.append(Chunk(module=module, stage=stage, is_first=context.pre_process, is_last=context.post_process))
     return chunks
 
 
-def _build_model(
-    config: RunConfig,
-    transformer: TransformerConfig,
-    spec: ModuleSpec,
-    groups: ProcessGroupCollection,
-    stage: int,
-) -> GPTModel:
-    return GPTModel(
-        config=transformer,
-        transformer_layer_spec=spec,
+def gpt_model(context: ModelContext) -> GPTModel:
+    """A chunk of the GPT of the settings, in the layers that the device selects; the default model provider."""
+    config, groups = context.config, context.groups
+    model = GPTModel(
+        config=context.transformer,
+        transformer_layer_spec=layer_spec(config, context.transformer, context.device),
         vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
         max_sequence_length=config.model.seq_length,
-        pre_process=stage == 0,
-        post_process=stage == groups.pp.size() * config.layout.virtual_pipeline - 1,
+        pre_process=context.pre_process,
+        post_process=context.post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,
@@ -133,8 +173,37 @@ def _build_model(
         rope_scaling=config.model.rope_scaling_factor != 1.0,
         rope_scaling_factor=config.model.rope_scaling_factor,
         pg_collection=groups,
-        vp_stage=stage // groups.pp.size() if config.layout.virtual_pipeline > 1 else None,
+        vp_stage=context.virtual_stage,
     )
+    if context.post_process:
+        _mask_padding(model, config.model.vocab_size, groups.tp.rank())
+    return model
+
+
+_OF_STAGES = ("set_input_tensor", "pre_process", "share_embeddings_and_output_weights")
+"""Attributes of a model that Megatron's schedules and its sums over tied embeddings use in a pipeline."""
+
+
+def _checked(model: object, context: ModelContext) -> MegatronModule:
+    """What a provider returned, as Megatron's schedules need it. Raises ValueError if they cannot run it."""
+    if not isinstance(model, MegatronModule):
+        raise ValueError(
+            f"model_provider returned {type(model).__name__}; return a subclass of MegatronModule "
+            f"(megatron.core.transformer)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"the model of model_provider has no parameters to train in stage {context.stage}; add some")
+    missing = [name for name in _OF_STAGES if not hasattr(model, name)]
+    if missing and context.num_stages > 1:
+        raise ValueError(
+            f"{type(model).__name__} has no {' and no '.join(missing)}, which Megatron's pipeline needs, as in its "
+            f"GPTModel; add them, or set layout.pipeline_parallel=1"
+        )
+    if "set_input_tensor" in missing:
+        model.set_input_tensor = lambda _: None  # the schedule of one stage calls it, with nothing
+    if not hasattr(model, "model_type"):
+        model.model_type = ModelType.encoder_or_decoder
+    return model
 
 
 def _mask_padding(model: GPTModel, vocab_size: int, tensor_rank: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from spare_megatron.mcore.digests import TensorsDigest
@@ -18,7 +19,8 @@ _HASHED_BYTES = 32 * 2**20
 class NamedParameter:
     """A parameter of this rank, or its part, with its fp32 gradient as a view of the gradient buffer.
 
-    `name` counts layers from 0 over all stages and is `output_layer.weight` for the last stage's tied embeddings.
+    `name` counts a GPT's layers from 0 over all stages and is `output_layer.weight` for the last stage's tied
+    embeddings.
     `partition_dim` is the dimension divided over tensor-parallel ranks; None if each holds all of it.
     """
 
@@ -31,10 +33,10 @@ class NamedParameter:
 def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
     for chunk in chunks:
         model = unwrap_model(chunk.module)
-        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers] if isinstance(model, GPTModel) else []
         for local_name, parameter in model.named_parameters():
             parts = local_name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
+            if numbers and parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(numbers[int(parts[2])])
             is_divided = getattr(parameter, "tensor_model_parallel", False)
             yield NamedParameter(

@@ -10,7 +10,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import unwrap_model
 
 from spare_megatron.mcore.model import Chunk
 
@@ -25,8 +25,9 @@ def sum_inside_group(chunks: Sequence[Chunk], groups: ProcessGroupCollection) ->
 
 def tied_embedding(chunk: Chunk) -> torch.nn.Parameter | None:
     """The chunk's copy of the tied embedding table, on the first and last stage of a model that ties them."""
-    model = get_attr_wrapped_model(chunk.module, "pre_process", return_model_obj=True)
-    if not model.share_embeddings_and_output_weights or not (chunk.is_first or chunk.is_last):
+    model = unwrap_model(chunk.module)
+    ties = getattr(model, "share_embeddings_and_output_weights", False)
+    if not ties or not (chunk.is_first or chunk.is_last):
         return None
     weight: torch.nn.Parameter = model.shared_embedding_or_output_weight()
     return weight

@@ -1,6 +1,6 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
+from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import (
@@ -33,9 +34,10 @@ from spare_megatron.mcore.parameters import (
     parameters_sha256,
 )
 from spare_megatron.mcore.partitions import StatePartitions
-from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, summed_loss
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.program import Program, StepContext, Terms, program_of
 from spare_megatron.mcore.ready_buckets import OnReady, ReadyBuckets
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
@@ -67,6 +69,8 @@ class UpdateResult:
     loss: float
     grad_norm: float
     learning_rate: float
+    terms: Mapping[str, float]
+    """Means of the further terms of a program's loss."""
 
 
 class GroupTrainer:
@@ -83,8 +87,10 @@ class GroupTrainer:
         probe: Probe | None = None,
         *,
         hosted: Sequence[PartitionId] = (),
+        program: Program | None = None,
     ) -> None:
         """Builds the rank, after `prepare_index`; a CUDA `device` must be current. Partitions in `hosted` start here.
+        `program` replaces that of the configuration.
 
         Collective over: all ranks of the group. Raises ValueError if Megatron or this package rejects the
         configuration.
@@ -96,10 +102,12 @@ class GroupTrainer:
         transformer = transformer_config(config, device)
         timeout = timedelta(seconds=config.control.group_timeout_s)
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
-        self.chunks = build_chunks(config, transformer, groups, device)
+        self._program = program or program_of(config)
+        self.chunks = build_chunks(config, transformer, groups, device, provider=self._program.model_provider)
         if config.checkpoint.load_weights:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
-        self.gradients = make_gradient_sums(config, self.chunks, device)
+        self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
+        self.gradients = make_gradient_sums(config, self.chunks, device, len(self._program.loss_terms))
         self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
@@ -108,11 +116,12 @@ class GroupTrainer:
         self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
-        self.corpus = Corpus(config)
+        self.corpus = Corpus(config, self._program.datasets_provider(config))
         self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
-        self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
+        dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
+        self._is_random = dropout > 0.0 or bool(config.program.file)
         self._step = -1
         self._seen: list[Microbatch] = []
         self._show_progress()
@@ -163,13 +172,19 @@ class GroupTrainer:
         """Loss of the step over all groups; None except on the last pipeline stage."""
         return self.gradients.totals().loss if self.chunks[-1].is_last else None
 
-    def update(self, loss: LossSum, squares: float | None = None) -> UpdateResult:
+    def term_sums(self) -> list[LossSum | None]:
+        """The same of each further term of the loss."""
+        is_last = self.chunks[-1].is_last
+        return list(self.gradients.totals().terms) if is_last else [None] * len(self._program.loss_terms)
+
+    def update(self, loss: LossSum, squares: float | None = None, terms: Sequence[LossSum] = ()) -> UpdateResult:
         """Applies the sums over all groups to the parameters; with stacked state, to the state partitions hosted here.
 
         `loss` is that of the last stage, whose number of tokens divides the sums; `squares` as in
-        `StackedOptimizer.step`. Collective over: all ranks of the group. Raises IncompleteSum, with nothing changed, if
-        a bucket does not count exactly the microbatches of a step.
+        `StackedOptimizer.step`; `terms` are those of `term_sums`. Collective over: all ranks of the group. Raises
+        IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a step.
         """
+        self._terms.check_totals(loss, terms)
         counted = self.gradients.totals().num_microbatches
         for bucket, num_counted in enumerate(counted):
             if num_counted != self._num_microbatches:
@@ -188,6 +203,7 @@ class GroupTrainer:
             loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
+            terms=dict(zip(self._program.loss_terms, (term.mean for term in terms), strict=True)),
         )
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
@@ -267,19 +283,30 @@ class GroupTrainer:
                 self._config.train.seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device
             )
         batch = self._batch(chunk, item.microbatch)
-        output = chunk.module(
-            batch.get("tokens"), batch.get("position_ids"), None, labels=batch["labels"] if chunk.is_last else None
+        context = StepContext(
+            config=self._config,
+            groups=self.process_groups,
+            device=self._device,
+            step=self._step,
+            first_sequence=self.corpus.first_sample(self._step, item.microbatch),
+            pre_process=chunk.is_first,
+            post_process=chunk.is_last,
         )
+        output, terms = self._program.forward_step(batch, chunk.module, context)
+        if chunk.is_last:
+            output = self._loss(terms, is_padding=item.is_padding)
+        return output, self._finished_loss
 
-        def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            total, num_tokens = summed_loss(losses, batch.get("loss_mask"))
-            if item.is_padding:
-                total = total * 0.0
-            else:
-                self.gradients.add_loss(*map(self._over_context, (total.detach(), num_tokens)))
-            return total, self._schedule_tokens, {}
+    def _loss(self, terms: Terms, *, is_padding: bool) -> Tensor:
+        """What to differentiate for a microbatch; adds its terms to the sums of the step."""
+        total = self._terms.weighted(terms)
+        if is_padding:
+            return total * 0.0
+        self._terms.add_to(self.gradients, terms)
+        return total
 
-        return output, loss_function
+    def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return loss, self._schedule_tokens, {}
 
     def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
         """What a chunk needs of a microbatch; empty for chunks between the ends of the model."""
@@ -290,14 +317,6 @@ class GroupTrainer:
         if self._device.type != "cpu":
             batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
         return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
-
-    def _over_context(self, part: Tensor | None) -> Tensor | None:
-        """A sum over the whole sequence; each context-parallel rank computes its part."""
-        if part is None or self.process_groups.cp.size() == 1:
-            return part
-        whole = part.clone()
-        torch.distributed.all_reduce(whole, group=self.process_groups.cp)
-        return whole
 
     def _show_progress(self) -> None:
         """Reports progress when a layer starts its forward pass and around the end of its backward pass."""

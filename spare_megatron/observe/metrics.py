@@ -99,6 +99,27 @@ class DetachedSink:
                 pass
 
 
+OnStep = Callable[[Mapping[str, Value], bool], None]
+"""Gets the metrics of a step, and whether the step is new: a restart repeats the steps that it has undone."""
+
+
+class StepHook:
+    """Passes the metrics of steps to a function of the user."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self._on_step = on_step
+        self._next_step = 0
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        if "train/loss" in values:  # not of a checkpoint
+            step = int(values["step"])
+            self._on_step(dict(values), step >= self._next_step)
+            self._next_step = max(self._next_step, step + 1)
+
+    def close(self) -> None:
+        """Nothing is kept back."""
+
+
 class JsonlSink:
     """Appends to `RUN_DIR/metrics.jsonl`, and waits for a full disk as the journal does."""
 

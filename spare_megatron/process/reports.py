@@ -1,7 +1,7 @@
 """The messages of a run's processes: from ranks to supervisors, from these to the driver, and on to its observers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.connection import Connection
 
@@ -93,6 +93,8 @@ class StepCommitted:
     """Microbatches recomputed in the step, by all groups."""
     recoveries: tuple[RecoveryRecord, ...]
     """Recoveries of the group that ended since its last report."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Means of the further terms of a program's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from spare_megatron.config.own_code import code_digest, code_mismatch
+from spare_megatron.config.program import judge_program
 from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.core.actions import Action, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.checkpoint_policy import emergency_save
@@ -42,7 +43,8 @@ from spare_megatron.voting.log_follower import Stop, controller_setup, why_wiped
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs one rank to its end and exits the process with an `ExitCode`, unless it raises."""
-    if mismatch := code_mismatch(spec.code):  # a ValueError would concern all groups, and end the run
+    # A ValueError would concern all groups, and end the run.
+    if mismatch := code_mismatch(spec.code) or judge_program(spec.config.program)[1]:
         raise RuntimeError(f"{mismatch}: restore the files with which the run began, and the group can take part")
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
     rank = _Rank(spec, reports)  # keeps the communicators alive until the process exits

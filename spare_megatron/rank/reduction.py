@@ -59,6 +59,8 @@ class Reduction:
         self._is_early = False  # whether buckets of this attempt may be sent while computing
         self.loss: LossSum | None = None
         """The summed loss of the last attempt, on every rank of the group; None unless it was complete."""
+        self.terms: Sequence[LossSum] = ()
+        """The same of the further terms of the loss."""
         self.compute_s: Sequence[float] = ()
         """Seconds that each rank of the group computed for the last attempt; empty if the group abstained."""
 
@@ -134,11 +136,12 @@ class Reduction:
                 num_complete=self._buckets.num_complete,
                 work_digest=work_digest,
                 loss=self._buckets.loss_sum(),
+                terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
                 finding=finding,
             )
         self._raise_if_unsound(opinion.finding, step)
-        self.loss, self.compute_s = opinion.loss, opinion.compute_s
+        self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
         votes = self._cast(action, opinion, work_digest, digests, restored=restored)
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)

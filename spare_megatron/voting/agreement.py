@@ -44,8 +44,9 @@ class GroupBroken(Exception):
 class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
-    `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete. Per rank, `num_complete`
-    buckets are summed and passes took `compute_s` seconds. `finding`: the worst about the group's own gradients.
+    `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete, and `terms` empty. Per
+    rank, `num_complete` buckets are summed and passes took `compute_s` seconds. `finding`: the worst about the group's
+    own gradients.
     """
 
     is_complete: bool
@@ -53,6 +54,7 @@ class GroupOpinion:
     num_complete: tuple[int, ...]
     compute_s: tuple[float, ...] = ()
     finding: GradientFinding = GradientFinding.SOUND
+    terms: tuple[LossSum, ...] = ()
 
 
 class GroupAgreement:
@@ -112,6 +114,7 @@ class GroupAgreement:
         num_complete: int,
         work_digest: str,
         loss: LossSum | None,
+        terms: Sequence[LossSum | None] = (),
         finding: GradientFinding,
         compute_s: float = 0.0,
     ) -> GroupOpinion:
@@ -124,23 +127,29 @@ class GroupAgreement:
             num_complete: Number of buckets whose sums it holds.
             work_digest: Hex digest of the work this rank computed in the step.
             loss: The summed loss where this rank knows it (last pipeline stage), else None.
+            terms: The same of each further term of the loss.
             finding: About this rank's own gradients.
             compute_s: Seconds of its forward and backward passes in the step.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
-        known = (-math.inf, -math.inf) if loss is None else loss  # a float64 counts tokens up to 2^53
+        unknown = (-math.inf, -math.inf)
+        known = [value for one in (loss, *terms) for value in one or unknown]  # a float64 counts tokens up to 2^53
         num_ranks = self._ranks.size()
         of_ranks = [0.0] * 2 * num_ranks
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
-        own = [float(not is_complete), work, -work, *known, float(finding)]
-        mine = torch.tensor([*own, *of_ranks], dtype=torch.float64)
+        own = [float(not is_complete), work, -work, float(finding)]
+        mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
-        has_failed, highest, negated_lowest, total, num_tokens, worst, *of_ranks = mine.tolist()
+        has_failed, highest, negated_lowest, worst, *others = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
+        of_ranks, known = others[: 2 * num_ranks], others[2 * num_ranks :]
+        pairs = zip(known[::2], known[1::2], strict=True)
+        sums = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
         return GroupOpinion(
             is_complete=not has_failed,
-            loss=None if has_failed else LossSum(total, int(num_tokens)),
+            loss=sums[0] if sums else None,
+            terms=tuple(sums[1:]),
             num_complete=tuple(map(int, of_ranks[:num_ranks])),
             compute_s=tuple(of_ranks[num_ranks:]),
             finding=GradientFinding(int(worst)),

@@ -198,7 +198,7 @@ class Rank:
         buckets = BucketExchange(
             position=0,
             is_alone=is_alone,
-            trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1)),
+            trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list),
             communicator=self.communicator,
             bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),

@@ -1,0 +1,120 @@
+"""The terms of a program's loss: one backward pass per microbatch gives the gradient of the sum of their means."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spare_megatron.config.program import LossTerm
+from spare_megatron.config.schema import (
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProgramConfig,
+    ReduceConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
+from spare_megatron.core.loss_sum import LossSum
+from spare_megatron.mcore.loss_terms import LossTerms
+from tests.integration.mcore_group import run_group
+from tests.integration.program_group import each_of, written
+
+ONE_COUNT = "{'z': LossTerm(weight=0.3), 'hits': LossTerm()}"
+LOSS = "'loss': ((output.square() * mask).sum(), count)"
+
+EXACT = {
+    "one count that varies, and a metric with another": (
+        ONE_COUNT,
+        f"count = mask.count_nonzero(); z = output.abs().sum(); return {{{LOSS}, 'z': (z, count), 'hits': (z, 12)}}",
+    ),
+    "two numbers in one ratio": (
+        "{'z': LossTerm(weight=0.5)}",
+        "return {'loss': (output.square().sum(), 12), 'z': (output.abs().sum(), 5)}",
+    ),
+    "one term": ("{}", f"count = mask.count_nonzero(); return {{{LOSS}}}"),
+}
+REFUSED = {
+    "a number beside a count that varies": (
+        "{'z': LossTerm(weight=0.5)}",
+        f"count = mask.count_nonzero(); return {{{LOSS}, 'z': (output.abs().sum(), 5)}}",
+        "return the count of 'loss' for both",
+    ),
+    "numbers in a ratio that varies": (
+        "{'z': LossTerm(weight=0.5)}",
+        "return {'loss': (output.sum(), 12), 'z': (output.sum(), 1 + context.first_sequence)}",
+        "is not the same in all microbatches",
+    ),
+    "a term that is not declared": (
+        "{}",
+        "return {'loss': (output.sum(), 12), 'z': (output.sum(), 12)}",
+        "forward_step returned the terms ['loss', 'z'], and loss_terms declares ['loss']",
+    ),
+    "a count of none": (
+        "{'hits': LossTerm()}",
+        "return {'loss': (output.sum(), 12), 'hits': (output.sum(), 2.5)}",
+        "the count of 'hits' is 2.5",
+    ),
+}
+
+
+def config_of(file: str, mode: str) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(seq_length=6, hidden_size=16, num_attention_heads=1),
+        layout=LayoutConfig(num_groups=2),
+        spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+        train=TrainConfig(steps=1, micro_batch_size=2),
+        optimizer=OptimizerConfig(clip_grad=0.0),
+        reduce=ReduceConfig(mode=mode),
+        program=ProgramConfig(file=file),
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What a rank found of each program in each mode of reduction, beside the reference; all in one process."""
+    folder = tmp_path_factory.mktemp("programs")
+    configs: dict[str, RunConfig] = {}
+    for name, (declared, terms, *_) in {**EXACT, **REFUSED}.items():
+        config = config_of(written(folder, name.replace(" ", "_"), declared, terms), "fast")
+        configs[f"{name}, fast"] = config
+        if name in EXACT:
+            configs[f"{name}, reproducible"] = replace(config, reduce=ReduceConfig(mode="reproducible"))
+    (answers,) = run_group(each_of, config, list(configs.values()))
+    return dict(zip(configs, answers, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+@pytest.mark.parametrize("name", EXACT)
+def test_the_gradient_is_that_of_the_means_over_the_global_batch(
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]], name: str, mode: str
+) -> None:
+    ours, reference = found[f"{name}, {mode}"]
+    assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    assert ours["terms"] == pytest.approx(reference["terms"], rel=1e-5)
+    assert ours["gradients"].keys() == reference["gradients"].keys()
+    for parameter, gradient in reference["gradients"].items():
+        assert np.abs(gradient).max() > 1e-3
+        np.testing.assert_allclose(ours["gradients"][parameter].reshape(gradient.shape), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_normaliser_that_is_not_known_before_the_backward_pass_is_refused(
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]], name: str
+) -> None:
+    assert REFUSED[name][2] in found[f"{name}, fast"][0]["error"]
+
+
+def test_counts_in_another_ratio_in_another_group_are_refused_once_they_are_added() -> None:
+    groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    declared = {"z": LossTerm(weight=0.5), "hits": LossTerm()}
+    terms = LossTerms(config_of("program.py", "fast"), declared, groups, torch.device("cpu"))
+    one = torch.tensor(1.0)
+    assert float(terms.weighted({"loss": (one, 12), "z": (one, 4), "hits": (one, 1)})) == 1.0 + 0.5 * 3
+    terms.check_totals(LossSum(0.0, 24), (LossSum(0.0, 8), LossSum(0.0, 5)))
+    with pytest.raises(ValueError, match="24 to 9 over all groups"):
+        terms.check_totals(LossSum(0.0, 24), (LossSum(0.0, 9), LossSum(0.0, 5)))

@@ -14,6 +14,7 @@ from spare_megatron.cli import (
     bench,
     campaign,
     check,
+    check_program,
     checkpoint,
     config,
     doctor,
@@ -63,6 +64,7 @@ app.command("preprocess", rich_help_panel=_BEFORE)(preprocess.preprocess)
 app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
 app.command("doctor", rich_help_panel=_BEFORE)(doctor.doctor)
+app.command("check-program", rich_help_panel=_BEFORE)(check_program.check_program)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
 app.command("train", rich_help_panel=_RUN)(train.train)
 app.command("supervise", rich_help_panel=_RUN)(job.supervise)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.config.schema import DataConfig
+from spare_megatron.config.schema import DataConfig, ValidationCorpus
 from spare_megatron.config.store_space import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -35,6 +35,9 @@ _STATE = "state"
 _FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
 _AND = " + "
 
+HELD_OUT = "validation"
+"""Name of the validation set that `data.split` holds out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
@@ -47,6 +50,7 @@ class CorpusFacts:
         end_of_document: Token id that ends each document, by the note.
         split: `data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole.
         parts: Share and facts of each corpus of a blend; the figures are then those of all.
+        validation: Facts of the corpora of `data.validation`.
     """
 
     digest: str
@@ -58,6 +62,7 @@ class CorpusFacts:
     end_of_document: int | None = None
     split: str = ""
     parts: tuple[tuple[float, "CorpusFacts"], ...] = ()
+    validation: tuple["CorpusFacts", ...] = ()
 
     @property
     def identity(self) -> str:
@@ -95,7 +100,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """Facts of the corpus or blend, or why it cannot be used; neither if there is none or a file of the one is missing.
+    """Facts of all corpora, or why one cannot be used; neither if there is none to train on or a file of it is missing.
 
     `on_read` announces long reads.
     """
@@ -104,12 +109,12 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
         split = ":".join(map(repr, split_shares(data.split)[: 3 if data.split else 0]))
     except ValueError as error:
         return None, str(error)
-    for part in data.corpora:
-        name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
+    for name, prefix in _named(data):
         try:
-            found.append(replace(_known_facts(part.corpus, cache_folder(data), on_read), split=split))
+            found.append(_known_facts(prefix, cache_folder(data), on_read))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None, f"{name}: its .bin or .idx is missing; write them with `spare preprocess`" * bool(data.blend)
+            is_one_of_several = bool(data.blend or found)
+            return None, f"{name}: its .bin or .idx is missing; write them with `spare preprocess`" * is_one_of_several
         except OSError as error:
             return None, (
                 f"{name}: {error.filename or 'a file of it'} cannot be read: {error.strerror or error}; "
@@ -117,9 +122,29 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
             )
         except ValueError as error:
             return None, f"{name}: {error}"
-    if not found:
+    if not data.corpora:
         return None, ""
-    return _blended(data, found) if data.blend else (found[0], "")
+    trained_on = [replace(facts, split=split) for facts in found[: len(data.corpora)]]
+    whole, failure = _blended(data, trained_on) if data.blend else (trained_on[0], "")
+    return whole and replace(whole, validation=tuple(found[len(data.corpora) :])), failure
+
+
+def _named(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Each corpus as messages name it, and its path prefix."""
+    for part in data.corpora:
+        yield f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}", part.corpus
+    for one in data.validation:
+        yield named_set(one), one.corpus
+
+
+def named_set(one: ValidationCorpus) -> str:
+    """A validation set as messages name it."""
+    return f"data.validation: name={one.name}, corpus={one.corpus}"
+
+
+def validation_names(data: DataConfig) -> tuple[str, ...]:
+    """The validation sets, that of `data.split` first; ValueError if the split is none."""
+    return (*[HELD_OUT][: split_shares(data.split)[1] > 0], *(one.name for one in data.validation))
 
 
 def split_shares(split: str) -> tuple[float, ...]:

@@ -39,6 +39,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "order": ORDER,
         "weights": config.checkpoint.weights_identity,
         "program": config.program.sha256,
+        "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
     }
 

@@ -76,15 +76,21 @@ def terms_of(config: RunConfig) -> Terms:
     }
 
 
-_UNMASKED: Terms = {"data.eod_mask_loss": False, "data.end_of_document": None}
+_UNMASKED: Terms = {
+    "data.eod_mask_loss": False,
+    "data.reset_attention_mask": False,
+    "data.reset_position_ids": False,
+    "data.end_of_document": None,
+}
 """Terms that are left out where they have these values."""
 
 
 def masks_of(config: RunConfig) -> Terms:
-    """What the ends of documents mean for samples, by key; empty if nothing."""
-    data = config.data
-    masks = {"data.eod_mask_loss": data.eod_mask_loss, "data.end_of_document": data.end_of_document}
-    return {key: value for key, value in masks.items() if data.marks_documents and value != _UNMASKED[key]}
+    """What the ends of documents mean for a training, by key; empty if nothing."""
+    if not config.data.document_settings:
+        return {}
+    masks: Terms = {key: getattr(config.data, key.partition(".")[2]) for key in _UNMASKED}
+    return {key: value for key, value in masks.items() if value != _UNMASKED[key]}
 
 
 def weights_terms_of(config: RunConfig) -> Terms:

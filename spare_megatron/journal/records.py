@@ -81,6 +81,8 @@ class RunRecord:
     """Identity of the weights alone that the training began with; empty if there were none."""
     program: str = ""
     """SHA-256 of the file of the user's program; empty without one."""
+    validation: str = ""
+    """Name and corpus of each validation set of its own; empty in earlier versions."""
     masks: str = ""
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     terms: str = ""
@@ -429,7 +431,7 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": "", "masks": "", "program": ""}
+_LATER_TERMS = {"order": 1, "weights": "", "validation": "", "masks": "", "program": ""}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore import cpu
-from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.pipeline import summed_loss
@@ -117,12 +117,12 @@ def _batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     for index in range(config.spare.microbatches_per_shard):
         batch = corpus.microbatch(step, Microbatch(shard, index))
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        yield on_device(batch, config, device, parallel_state.get_context_parallel_group())
 
 
 def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    output = module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = module(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
 
     def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         loss, counted = summed_loss(losses, batch.get("loss_mask"))

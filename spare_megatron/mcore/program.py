@@ -65,7 +65,7 @@ class Program:
 def gpt_forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
     """The cross entropy of each next token, summed over the tokens that count; the default forward step."""
     labels = batch["labels"] if context.post_process else None
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=labels)
+    output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
     if not context.post_process:
         return output, {}
     return output, {LOSS: summed_loss(output, batch.get("loss_mask"))}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
@@ -18,7 +17,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
-from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
@@ -309,14 +308,12 @@ class GroupTrainer:
         return loss, self._schedule_tokens, {}
 
     def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
-        """What a chunk needs of a microbatch; empty for chunks between the ends of the model."""
-        if not (chunk.is_first or chunk.is_last):
+        """What a chunk needs of a microbatch; without a mask, nothing for chunks between the ends of the model."""
+        if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
             return {}
         with self._probe.during(Operation.STORAGE):
             batch = self.corpus.microbatch(self._step, microbatch)
-        if self._device.type != "cpu":
-            batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
-        return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
+        return on_device(batch, self._config, self._device, self.process_groups.cp)
 
     def _show_progress(self) -> None:
         """Reports progress when a layer starts its forward pass and around the end of its backward pass."""

@@ -28,7 +28,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.gradients import FloatSums, Totals
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
@@ -269,8 +269,9 @@ def reference_sums(
     named = dict(model.named_parameters())
     loss_sum = 0.0
     for microbatch in work:
-        batch = corpus.microbatch(step, microbatch)
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
+        batch = on_device(corpus.microbatch(step, microbatch), config, CPU, model.pg_collection.cp)
+        mask = batch.get("attention_mask")
+        loss = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).sum()
         loss.backward()
         loss_sum += loss.item()
     gradients = {name: np.zeros_like(value) for name, value in parameters.items()}

@@ -81,6 +81,20 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["four stages", "interleaved"])
+def test_every_stage_masks_documents(make_config: MakeConfig, layout: str) -> None:
+    """Also those in the middle, which read nothing else of a batch."""
+    config = make_config(model={"position_embedding": "rope"}, **LAYOUTS[layout])
+    # Any token may end a document.
+    config = replace(config, data=replace(config.data, reset_attention_mask=True, end_of_document=7))
+    values, gradients = whole_model(run_group(group.compute_sums, config, WORK), config)
+    _, expected = run_group(group.reference_sums, only_rank(config), values, WORK)[0]
+    assert relative_distance(gradients, expected) < 1e-6
+    unmasked = replace(config, data=replace(config.data, reset_attention_mask=False))
+    _, others = run_group(group.reference_sums, only_rank(unmasked), values, WORK)[0]
+    assert relative_distance(gradients, others) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "tensor_parallel", "is_tied"), [(260, 1, True), (260, 2, False), (256, 4, True)]
 )

@@ -243,6 +243,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["control.startup_timeout_s=1e10"], "control.startup_timeout_s=1e+10 exceeds 1e+08 (three years), and longer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
+        (
+            ["data.reset_position_ids=true", "model.position_embedding=rope"],
+            "data.reset_position_ids=true has no effect on model.position_embedding=rope, which ignores the ids of",
+        ),
     ],
 )
 def test_a_problem_names_the_value_and_the_setting(overrides: list[str], expected: str) -> None:
@@ -267,6 +271,16 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
     assert "data.corpus=c has 1073741824 sequences in an epoch, whose sample index takes 12 GiB to build, but" in text
     assert "this machine has 8 GiB of memory for it" in text
     assert problems(configured("train.steps=1000000000000", "model.seq_length=128"), machine) == []
+
+
+def test_documents_are_kept_apart_by_layers_without_transformer_engine_alone() -> None:
+    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    engine = ("data.reset_attention_mask=true", "model.transformer_impl=transformer_engine")
+    assert "needs attention by torch, but model.transformer_impl=tr" in only_problem(*engine, machine=machine)
+    text = only_problem("data.reset_attention_mask=true", "layout.context_parallel=2", machine=machine)
+    assert "with layout.context_parallel=2 is that of transformer-engine; set model.transformer_impl=local" in text
+    assert problems(configured("data.reset_attention_mask=true", "data.reset_position_ids=true"), machine) == []
+    assert problems(configured("data.reset_attention_mask=true", "model.position_embedding=rope"), machine) == []
 
 
 def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer import MegatronModule
 
 from spare_megatron.config.program import LossTerm
 from spare_megatron.config.schema import (
@@ -21,6 +22,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.loss_terms import LossTerms
+from spare_megatron.mcore.model import checked
 from tests.integration.mcore_group import run_group
 from tests.integration.program_group import each_of, written
 
@@ -118,3 +120,27 @@ def test_counts_in_another_ratio_in_another_group_are_refused_once_they_are_adde
     terms.check_totals(LossSum(0.0, 24), (LossSum(0.0, 8), LossSum(0.0, 5)))
     with pytest.raises(ValueError, match="24 to 9 over all groups"):
         terms.check_totals(LossSum(0.0, 24), (LossSum(0.0, 9), LossSum(0.0, 5)))
+
+
+class OneStage(MegatronModule):
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_stages", "reason"),
+    [
+        (torch.nn.Linear(1, 1), 1, "model_provider returned Linear; return a subclass of MegatronModule"),
+        (OneStage().requires_grad_(requires_grad=False), 1, "has no parameters to train in stage 0"),
+        (OneStage(), 2, "OneStage has no set_input_tensor and no pre_process and no share_embeddings"),
+        (OneStage(), 1, ""),
+    ],
+)
+def test_a_model_that_the_schedule_cannot_run_is_refused(model: Any, num_stages: int, reason: str) -> None:
+    context: Any = SimpleNamespace(stage=0, num_stages=num_stages)
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            checked(model, context)
+    else:
+        assert checked(model, context) is model

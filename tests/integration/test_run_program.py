@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import UpdateRecord
 from tests.integration.whole_run import (
     Run,
@@ -71,3 +72,20 @@ def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) ->
     assert [(line["step"], line["train/correct"]) for line in lines] == [(s, terms[s]["correct"]) for s in range(40)]
     assert heard == [(step, True, terms[step]["correct"]) for step in range(40)]
     assert len(load_run_config(hit.run_dir / "config.toml").config.program.sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        ("Sums.__getitem__ = lambda self, number: {'tokens': 1 // number}", "ZeroDivisionError"),
+    ],
+    ids=["import", "sample"],
+)
+def test_a_program_that_fails_is_refused_before_any_rank_starts(tmp_path: Path, change: str, reason: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"{(EXAMPLE / 'program.py').read_text()}\n{change}\n")
+    config = load_run_config(EXAMPLE / "config.toml", [f"program.file={file}"]).config
+    with pytest.raises(ValueError, match=reason):
+        start_run(config, tmp_path / "run", lambda _: None)
+    assert not (tmp_path / "run").exists()

@@ -100,7 +100,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """Facts of all corpora, or why one cannot be used; neither if there is none or a file of the only one is missing.
+    """Facts of all corpora, or why one cannot be used; neither if there is none to train on or a file of it is missing.
 
     `on_read` announces long reads.
     """

@@ -34,6 +34,8 @@ def data_problems(
     elif not data.corpora:
         if "datasets_provider" not in program:
             yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+        elif data.split or data.validation:
+            yield "data.split and data.validation divide corpora, and data.corpus is empty; set it, or remove them"
     elif corpus_failure:
         yield corpus_failure
     elif not has_corpus:

@@ -145,7 +145,7 @@ def build_chunks(
         )
         rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
         # Megatron leaves position embeddings and the norms of torch on the CPU.
-        model = _checked((provider or gpt_model)(context), context).to(device)
+        model = checked((provider or gpt_model)(context), context).to(device)
         module = DistributedDataParallel(
             transformer,
             reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -184,7 +184,7 @@ _OF_STAGES = ("set_input_tensor", "pre_process", "share_embeddings_and_output_we
 """Attributes of a model that Megatron's schedules and its sums over tied embeddings use in a pipeline."""
 
 
-def _checked(model: object, context: ModelContext) -> MegatronModule:
+def checked(model: object, context: ModelContext) -> MegatronModule:
     """What a provider returned, as Megatron's schedules need it. Raises ValueError if they cannot run it."""
     if not isinstance(model, MegatronModule):
         raise ValueError(

@@ -113,7 +113,7 @@ class StepHook:
     def write(self, values: Mapping[str, Value]) -> None:
         if "train/loss" in values:  # not of a checkpoint
             step = int(values["step"])
-            self._on_step(values, step >= self._next_step)
+            self._on_step(dict(values), step >= self._next_step)
             self._next_step = max(self._next_step, step + 1)
 
     def close(self) -> None:

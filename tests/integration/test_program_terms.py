@@ -1,11 +1,15 @@
 """The terms of a program's loss: one backward pass per microbatch gives the gradient of the sum of their means."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.transformer import MegatronModule
 
+from spare_megatron.config.program import LossTerm
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -16,6 +20,9 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
+from spare_megatron.core.loss_sum import LossSum
+from spare_megatron.mcore.loss_terms import LossTerms
+from spare_megatron.mcore.model import checked
 from tests.integration.mcore_group import run_group
 from tests.integration.program_group import each_of, written
 
@@ -102,3 +109,38 @@ def test_a_normaliser_that_is_not_known_before_the_backward_pass_is_refused(
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]], name: str
 ) -> None:
     assert REFUSED[name][2] in found[f"{name}, fast"][0]["error"]
+
+
+def test_counts_in_another_ratio_in_another_group_are_refused_once_they_are_added() -> None:
+    groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    declared = {"z": LossTerm(weight=0.5), "hits": LossTerm()}
+    terms = LossTerms(config_of("program.py", "fast"), declared, groups, torch.device("cpu"))
+    one = torch.tensor(1.0)
+    assert float(terms.weighted({"loss": (one, 12), "z": (one, 4), "hits": (one, 1)})) == 1.0 + 0.5 * 3
+    terms.check_totals(LossSum(0.0, 24), (LossSum(0.0, 8), LossSum(0.0, 5)))
+    with pytest.raises(ValueError, match="24 to 9 over all groups"):
+        terms.check_totals(LossSum(0.0, 24), (LossSum(0.0, 9), LossSum(0.0, 5)))
+
+
+class OneStage(MegatronModule):
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_stages", "reason"),
+    [
+        (torch.nn.Linear(1, 1), 1, "model_provider returned Linear; return a subclass of MegatronModule"),
+        (OneStage().requires_grad_(requires_grad=False), 1, "has no parameters to train in stage 0"),
+        (OneStage(), 2, "OneStage has no set_input_tensor and no pre_process and no share_embeddings"),
+        (OneStage(), 1, ""),
+    ],
+)
+def test_a_model_that_the_schedule_cannot_run_is_refused(model: Any, num_stages: int, reason: str) -> None:
+    context: Any = SimpleNamespace(stage=0, num_stages=num_stages)
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            checked(model, context)
+    else:
+        assert checked(model, context) is model

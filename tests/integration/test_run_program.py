@@ -1,30 +1,66 @@
-"""A whole run of the example program: losses change no bit, and the script trains by itself, without a guard too."""
+"""Whole runs of the example program: losses change no bit, and a script trains by itself, without a guard too."""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.schema import FaultsConfig
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import UpdateRecord
-from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, losses_of, params_of
+from tests.integration.whole_run import (
+    Run,
+    assert_masked,
+    complete_run,
+    fenced_groups,
+    losses_of,
+    params_of,
+    read_run,
+)
 
 pytestmark = pytest.mark.timeout(150)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sums"
+CALL = """
+heard = []
+summary = pretrain(
+    {config!r},
+    model_provider=model_provider,
+    forward_step=forward_step,
+    datasets_provider=datasets_provider,
+    loss_terms=loss_terms,
+    overrides=["faults.trace=[]", "train.params_check_every_steps=1"],
+    run_dir={run_dir!r},
+    on_step=lambda metrics, is_new: heard.append((metrics["step"], is_new, metrics["train/correct"])),
+)
+import json
+print(json.dumps([summary.outcome, summary.verdict, heard]))
+"""
+
+
+def run_without_losses(folder: Path) -> tuple[Run, list[tuple[int, bool, float]]]:
+    """A run by a script without a guard, and what its hook heard."""
+    program = (EXAMPLE / "program.py").read_text()
+    script, run_dir = folder / "script.py", folder / "calm"
+    call = CALL.format(config=str(EXAMPLE / "config.toml"), run_dir=str(run_dir))
+    script.write_text(program[: program.index("if __name__")] + call)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    outcome, verdict, heard = json.loads(done.stdout.splitlines()[-1])
+    assert (outcome, verdict) == ("finished", "valid")
+    config = load_run_config(run_dir / "config.toml").config
+    assert config.program.file == str(script)
+    return read_run(config, run_dir, ()), [tuple(one) for one in heard]
 
 
 def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) -> None:
+    calm, heard = run_without_losses(tmp_path)
     own = [f"program.file={EXAMPLE / 'program.py'}", "train.params_check_every_steps=1"]
-    config = load_run_config(EXAMPLE / "config.toml", own).config
-    calm = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "calm")
-    hit = complete_run(config, tmp_path / "hit")
+    hit = complete_run(load_run_config(EXAMPLE / "config.toml", own).config, tmp_path / "hit")
     assert_masked(hit)
-    assert fenced_groups(hit.journal) == {1, 3}
+    assert (fenced_groups(hit.journal), fenced_groups(calm.journal)) == ({1, 3}, set())
     assert hit.summary.params_sha256 == calm.summary.params_sha256 is not None
     assert losses_of(hit.journal) == losses_of(calm.journal)
     assert params_of(hit)[40] == params_of(calm)[40]
@@ -33,27 +69,23 @@ def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) ->
     assert all(set(one) == {"z", "correct"} for one in terms.values())
     assert terms[39]["correct"] > terms[0]["correct"]
     lines = [json.loads(line) for line in (hit.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert {line["step"]: line["train/correct"] for line in lines} == {s: one["correct"] for s, one in terms.items()}
-    recorded = load_run_config(hit.run_dir / "config.toml").config.program
-    assert recorded.file == str(EXAMPLE / "program.py")
-    assert len(recorded.sha256) == 64
+    assert [(line["step"], line["train/correct"]) for line in lines] == [(s, terms[s]["correct"]) for s in range(40)]
+    assert heard == [(step, True, terms[step]["correct"]) for step in range(40)]
+    assert len(load_run_config(hit.run_dir / "config.toml").config.program.sha256) == 64
 
 
-def test_a_script_trains_without_a_guard_and_hears_of_every_step(tmp_path: Path) -> None:
-    text = (EXAMPLE / "program.py").read_text()
-    place = text.index("if __name__")
-    script = tmp_path / "script.py"
-    script.write_text(
-        text[:place]
-        + "heard = []\n"
-        + "summary = pretrain(\n"
-        + f"    {str(EXAMPLE / 'config.toml')!r}, model_provider=model_provider, forward_step=forward_step,\n"
-        + "    datasets_provider=datasets_provider, loss_terms=loss_terms,\n"
-        + "    overrides=['train.steps=3', 'faults.trace=[]'],\n"
-        + f"    run_dir={str(tmp_path / 'run')!r}, on_step=lambda metrics, is_new: heard.append((metrics, is_new)),\n"
-        + ")\n"
-        + "print('end', summary.outcome, [(one['step'], new, one['train/z'] > 0) for one, new in heard])\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "end finished [(0, True, True), (1, True, True), (2, True, True)]"
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        ("Sums.__getitem__ = lambda self, number: {'tokens': 1 // number}", "ZeroDivisionError"),
+    ],
+    ids=["import", "sample"],
+)
+def test_a_program_that_fails_is_refused_before_any_rank_starts(tmp_path: Path, change: str, reason: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"{(EXAMPLE / 'program.py').read_text()}\n{change}\n")
+    config = load_run_config(EXAMPLE / "config.toml", [f"program.file={file}"]).config
+    with pytest.raises(ValueError, match=reason):
+        start_run(config, tmp_path / "run", lambda _: None)
+    assert not (tmp_path / "run").exists()

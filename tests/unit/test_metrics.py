@@ -38,6 +38,7 @@ from spare_megatron.process.reports import (
 )
 from spare_megatron.stacking.layout import GroupId, Member
 
+SAVED = CheckpointRecord(group=0, step=3, outcome="saved", reason="", num_bytes=1, stall_s=0.0, write_s=0.0)
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
 
 
@@ -100,6 +101,33 @@ def test_each_step_is_reported_once_and_again_after_a_restart() -> None:
     found = recorded(*steps)
     assert [values["step"] for values in found] == [0, 1, 2, 1, 2]
     assert [values["fault/restarts"] for values in found] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Path, *, fails: bool) -> None:
+    heard: list[tuple[Any, ...]] = []
+    reasons: list[Any] = []
+
+    def on_step(metrics: Mapping[str, Value], is_new: bool) -> None:
+        heard.append((metrics["step"], is_new, metrics["train/z"]))
+        metrics.clear()  # type: ignore[attr-defined]
+        if fails:
+            raise RuntimeError("no")
+
+    sinks = open_sinks(CONFIG, tmp_path, reasons.append, on_step, rest_s=0.0)
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
+    steps = [replace(committed(step), terms={"z": step / 2}) for step in range(3)]
+    restart = GroupRestarted(member=Member(GroupId(0), 1), step=1)
+    for event in (*steps, restart, *steps[1:], SaveReported(record=SAVED)):
+        telemetry.on_event(event)
+    telemetry.close()
+    if fails:
+        assert heard == [(0, True, 0.0)]
+        assert [event.reason for event in reasons] == ["on_step takes no more metrics: RuntimeError: no"]
+    else:
+        assert heard == [(0, True, 0.0), (1, True, 0.5), (2, True, 1.0), (1, False, 0.5), (2, False, 1.0)]
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [one.get("train/z") for one in written] == [0.0, 0.5, 1.0, 0.5, 1.0, None]
 
 
 def test_steps_that_a_restart_throws_away_have_been_of_no_use() -> None:
@@ -190,7 +218,6 @@ def test_speed_is_that_of_the_models_own_operations() -> None:
 def test_the_page_has_every_key_and_no_other() -> None:
     times = dict.fromkeys(("computed_at_s", "noticed_at_s", "agree_s", "patch_s", "rebuild_s", "reduce_s"), 0.0)
     recovery = RecoveryRecord(group=0, step=1, lost=[1], num_patched=1, **times)
-    saved = CheckpointRecord(group=0, step=3, outcome="saved", reason="", num_bytes=1, stall_s=0.0, write_s=0.0)
     events = [
         StoreMeasured(space=StoreSpace(used_bytes=1, limit_bytes=2, is_full=False), shortage=""),
         committed(0),
@@ -200,7 +227,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
         GroupRejoined(member=Member(GroupId(1), 1), step=3),
         committed(3),
         committed(4),
-        SaveReported(record=saved),
+        SaveReported(record=SAVED),
         GroupRestarted(member=Member(GroupId(0), 1), step=4),
         committed(4),
     ]

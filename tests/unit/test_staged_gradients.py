@@ -19,7 +19,7 @@ LAST = 2
 FIXED = FixedPoint(scale=2.0**20, largest=2.0**40)
 
 
-def make_sums(mode: str, device: str = "cpu", all_count: int | None = None) -> Any:
+def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_terms: int = 0) -> Any:
     """Sums of a model with a single parameter, in three buckets; all gradients are zero."""
     parameter = torch.nn.Parameter(torch.zeros(NUM_ELEMENTS, device=device))
     parameter.main_grad = torch.zeros(NUM_ELEMENTS, device=device)
@@ -27,9 +27,9 @@ def make_sums(mode: str, device: str = "cpu", all_count: int | None = None) -> A
     module = SimpleNamespace(buffers=[buffer], zero_grad_buffer=parameter.main_grad.zero_)
     chunks: Any = [SimpleNamespace(module=module)]
     if mode == "reproducible":
-        return FixedPointSums(chunks, torch.device(device), BUCKET_ELEMENTS * 8, FIXED, all_count)
+        return FixedPointSums(chunks, torch.device(device), BUCKET_ELEMENTS * 8, FIXED, all_count, num_terms)
     dtype = torch.float32 if mode == "fast" else torch.bfloat16
-    return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count)
+    return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count, num_terms)
 
 
 def add(sums: Any, element: int, value: float) -> None:
@@ -173,3 +173,33 @@ def test_a_new_step_counts_anew() -> None:
         sums.add_loss(torch.tensor(2.0), torch.tensor(5))
         sums.reset()
         assert summed([sums]) == LossSum(0.0, 0)
+
+
+# ----------------------------------------------------------------------------------------------------- further terms
+
+
+@pytest.mark.parametrize("mode", ["fast", "fast_bf16", "reproducible"])
+def test_sums_and_counts_of_further_terms_ride_in_the_last_bucket(mode: str) -> None:
+    groups = [make_sums(mode, all_count=100, num_terms=2) for _ in range(3)]
+    for number, sums in enumerate(groups):
+        sums.add_loss(torch.tensor(2.0), None)
+        sums.add_term(0, torch.tensor(0.25), torch.tensor(2**24 + 1))
+        sums.add_term(1, torch.tensor(1.0 + number), torch.tensor(number))
+        sums.add_count(1)
+    assert summed(groups) == LossSum(6.0, 300)
+    assert groups[0].totals().terms == (LossSum(0.75, 3 * (2**24 + 1)), LossSum(6.0, 3))
+    early = groups[0].extras(groups[0].stage(0, groups[0].new_staging()))
+    assert early[:-3].tolist() == [0.0] * 6
+    groups[0].reset()
+    assert summed(groups[:1]) == LossSum(0.0, 0)
+    assert groups[0].totals().terms == (LossSum(0.0, 0), LossSum(0.0, 0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"), [("fast", math.nan), ("fast", math.inf), ("reproducible", FIXED.largest), ("fast", 1.0)]
+)
+def test_a_term_that_does_not_fit_is_unsound_as_the_loss_would_be(mode: str, value: float) -> None:
+    sums = make_sums(mode, num_terms=1)
+    sums.add_loss(torch.tensor(0.0), torch.tensor(1))
+    sums.add_term(0, torch.tensor(value), torch.tensor(1))
+    assert unsound_over([sums])[LAST] == (value != 1.0)

@@ -15,7 +15,12 @@ import spare_megatron
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_faults import rate_problems
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.core.fault_points import (
+    PHASES_BETWEEN_STEPS,
+    PHASES_OF_AN_EVALUATION,
+    PHASES_WITH_SLICES,
+    FaultPoint,
+)
 from spare_megatron.faults.mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
 from spare_megatron.faults.rates import FIRST_STEP, draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit
@@ -64,7 +69,9 @@ def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_r
     faults = [fault for seed in range(20) for fault in draw_faults(with_seed(config, seed))]
     assert {fault.kind for fault in faults} == set(survivable_kinds(config))
     assert "kill_store" not in survivable_kinds(config)
-    assert {fault.phase for fault in faults} == set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_WITH_SLICES
+    assert {fault.phase for fault in faults} == (
+        set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_OF_AN_EVALUATION - PHASES_WITH_SLICES
+    )
     assert {fault.group for fault in faults} == set(range(12))
     assert {fault.rank for fault in faults} == {0, 1}
     assert {fault.ordinal for fault in faults if fault.phase is FaultPoint.BACKWARD} == {1, 2, 3, 4}

@@ -1,6 +1,7 @@
 """What ranks are asked to do with Megatron-LM's folders, by Megatron's own classes alone: tasks of `run_ranks`."""
 
 import argparse
+import queue
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
@@ -70,6 +72,7 @@ def save(_config: RunConfig, args: Args, sizes: tuple[int, int], folders: Mappin
                 zlib.crc32(f"{'table' if is_table else name} {rank} {stage}".encode())
             )
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
+    filesystem_async._results_queue = queue.Queue()  # Megatron's is a process of its own, which takes seconds to start
     for folder, metadata in folders.items():
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = {

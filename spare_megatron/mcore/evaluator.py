@@ -27,7 +27,7 @@ class EvaluationData:
     """Microbatches of the validation sets: consecutive indices of a shard, set by set.
 
     Index k of a set has its windows [(k N + shard) b, (k N + shard + 1) b), with N shards and b sequences in a
-    microbatch. Windows that a set lacks count no token.
+    microbatch; one that the set lacks in part is left out.
     """
 
     def __init__(self, config: RunConfig, sets: Mapping[str, ValidationWindows]) -> None:
@@ -40,22 +40,18 @@ class EvaluationData:
     def set_of(self, microbatch: Microbatch) -> str:
         return self._names[microbatch.index // self._per_set]
 
-    def is_empty(self, microbatch: Microbatch) -> bool:
-        """Whether the set has none of the microbatch's windows."""
-        return self._windows_of(microbatch).start >= len(self._sets[self.set_of(microbatch)])
+    def has(self, microbatch: Microbatch) -> bool:
+        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch)])
+
+    def microbatch(self, microbatch: Microbatch) -> _Batch:
+        """As `Corpus.microbatch`."""
+        windows = self._sets[self.set_of(microbatch)]
+        samples = [windows.sample(number) for number in self._windows_of(microbatch)]
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
     def _windows_of(self, microbatch: Microbatch) -> range:
         first = ((microbatch.index % self._per_set) * self._num_shards + microbatch.shard) * self._size
         return range(first, first + self._size)
-
-    def microbatch(self, microbatch: Microbatch) -> _Batch:
-        """`tokens`, `labels`, `position_ids` and `loss_mask`, each [micro_batch_size, seq_length]."""
-        windows, numbers = self._sets[self.set_of(microbatch)], self._windows_of(microbatch)
-        samples = [windows.sample(min(number, len(windows) - 1)) for number in numbers]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        is_there = torch.tensor([[number < len(windows)] for number in numbers])
-        counting = batch.get("loss_mask", torch.ones_like(batch["tokens"], dtype=torch.float32))
-        return {**batch, "loss_mask": counting * is_there}
 
 
 class Evaluator:
@@ -95,13 +91,15 @@ class Evaluator:
         Collective over: all ranks of the group, with the same work in order. Raises RuntimeError if the schedule runs
         other work.
         """
-        present = [item for item in work if not self._data.is_empty(item)]
+        present = [item for item in work if self._data.has(item)]
         losses: list[Tensor] = []
         counted: list[tuple[str, int]] = []  # the set of each, and its tokens
         seen: list[Microbatch] = []
 
-        def on_losses(item: Item, num_tokens: int, mask: Tensor, per_token: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss = (per_token.double() * mask).sum()
+        def on_losses(
+            item: Item, num_tokens: int, mask: Tensor | None, of_tokens: Tensor
+        ) -> tuple[Tensor, Tensor, Any]:
+            loss = (of_tokens.double() if mask is None else of_tokens.double() * mask).sum()
             if not item.is_padding:
                 losses.append(loss)
                 counted.append((self._data.set_of(item.microbatch), num_tokens))
@@ -138,7 +136,8 @@ class Evaluator:
         if chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask:
             with self._probe.during(Operation.STORAGE):
                 batch = self._data.microbatch(item.microbatch)
-            num_tokens = int(batch["loss_mask"].sum())  # of the whole sequence, also with context parallelism
+            # Of the whole sequence, also with context parallelism.
+            num_tokens = int(batch["loss_mask"].sum()) if "loss_mask" in batch else batch["tokens"].numel()
             batch = on_device(batch, self._config, self._device, self._groups.cp)
         labels = batch["labels"] if chunk.is_last else None
         output = chunk.module(

@@ -62,7 +62,7 @@ def prepare_index(config: RunConfig) -> tuple[Path, ...]:
     if not config.data.corpora:
         return ()
     blend = _Blend(config)
-    validation_sets(config)  # raises now what is wrong with them
+    _check_validation(config)
     _check_space(config, blend)
     for samples, num_epochs in zip(blend.parts, blend.num_epochs(num_samples(config)), strict=True):
         try:
@@ -84,6 +84,17 @@ def prepare_index(config: RunConfig) -> tuple[Path, ...]:
         renew(folder)
         remove_unused(folder)
     return folders
+
+
+def _check_validation(config: RunConfig) -> None:
+    """Raises ValueError for what is wrong with the validation sets."""
+    for name, windows in validation_sets(config).items():
+        if config.eval.every_steps and len(windows) < config.train.micro_batch_size:
+            raise ValueError(
+                f"validation set {name} has {len(windows)} sequences of model.seq_length={config.model.seq_length}, "
+                f"and an evaluation reads train.micro_batch_size={config.train.micro_batch_size} at a time; hold out "
+                f"more, or lower one of them"
+            )
 
 
 def _build_epoch(samples: "_Samples", epoch: int) -> None:

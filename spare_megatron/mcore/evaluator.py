@@ -27,7 +27,7 @@ class EvaluationData:
     """Microbatches of the validation sets: consecutive indices of a shard, set by set.
 
     Index k of a set has its windows [(k N + shard) b, (k N + shard + 1) b), with N shards and b sequences in a
-    microbatch. Windows that a set lacks count no token.
+    microbatch; one that the set lacks in part is left out.
     """
 
     def __init__(self, config: RunConfig, sets: Mapping[str, ValidationWindows]) -> None:
@@ -40,29 +40,21 @@ class EvaluationData:
     def set_of(self, microbatch: Microbatch) -> str:
         return self._names[microbatch.index // self._per_set]
 
-    def is_empty(self, microbatch: Microbatch) -> bool:
-        """Whether the set has none of the microbatch's windows."""
-        return self.first_window(microbatch) >= len(self._sets[self.set_of(microbatch)])
+    def has(self, microbatch: Microbatch) -> bool:
+        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch)])
+
+    def microbatch(self, microbatch: Microbatch) -> _Batch:
+        """As `Corpus.microbatch`."""
+        windows = self._sets[self.set_of(microbatch)]
+        samples = [windows.sample(number) for number in self._windows_of(microbatch)]
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
     def first_window(self, microbatch: Microbatch) -> int:
         return self._windows_of(microbatch).start
 
-    def is_whole(self, microbatch: Microbatch) -> bool:
-        """Whether the set has all of the microbatch's windows."""
-        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch)])
-
     def _windows_of(self, microbatch: Microbatch) -> range:
         first = ((microbatch.index % self._per_set) * self._num_shards + microbatch.shard) * self._size
         return range(first, first + self._size)
-
-    def microbatch(self, microbatch: Microbatch) -> _Batch:
-        """`tokens`, `labels`, `position_ids` and `loss_mask`, each [micro_batch_size, seq_length]."""
-        windows, numbers = self._sets[self.set_of(microbatch)], self._windows_of(microbatch)
-        samples = [windows.sample(min(number, len(windows) - 1)) for number in numbers]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        is_there = torch.tensor([[number < len(windows)] for number in numbers])
-        counting = batch.get("loss_mask", torch.ones_like(batch["tokens"], dtype=torch.float32))
-        return {**batch, "loss_mask": counting * is_there}
 
 
 class Evaluator:
@@ -110,7 +102,7 @@ class Evaluator:
         Collective over: all ranks of the group, with the same work in order. Raises RuntimeError if the schedule runs
         other work.
         """
-        present = [item for item in work if not self._data.is_empty(item)]
+        present = [item for item in work if self._data.has(item)]
         self._seen.clear()
         self._losses.clear()
         is_training = [chunk.module.training for chunk in self._chunks]
@@ -155,16 +147,10 @@ class Evaluator:
 
     def _add(self, item: Item, terms: Terms) -> Tensor:
         """Keeps the loss of a microbatch, which it returns."""
-        total, count = terms[LOSS]
-        if count is None and not self._data.is_whole(item.microbatch):
-            raise ValueError(
-                "forward_step returned the count None for a microbatch of an evaluation in which not all tokens count; "
-                "return the sum over the tokens at which batch['loss_mask'] is 1, and their number"
-            )
         if not item.is_padding:
             loss = self._terms.whole_sum(terms), self._terms.whole_count(terms)
             self._losses.append((self._data.set_of(item.microbatch), *loss))
-        return total
+        return terms[LOSS][0]
 
 
 def in_fixed_point(loss: float) -> int | None:

@@ -25,7 +25,7 @@ from spare_megatron.journal.losses import losses_of as losses_in
 from spare_megatron.journal.losses import mean_loss
 from spare_megatron.journal.records import EntryRecord, EvaluationRecord, Record, VoteRecord
 from spare_megatron.mcore.corpus_writer import write_corpus
-from spare_megatron.mcore.data import validation_sets
+from spare_megatron.mcore.data import prepare_index, validation_sets
 from spare_megatron.observe.history import history_of
 from spare_megatron.observe.page import report
 from tests.integration import numpy_gpt
@@ -47,8 +47,10 @@ from tests.unit.journal_in_memory import check_journal
 pytestmark = pytest.mark.timeout(120)
 
 LAYOUT = LayoutConfig(num_groups=3, pipeline_parallel=2, virtual_pipeline=2)
-NUM_WINDOWS = 9
-"""Of each set; `short` has fewer."""
+NUM_WINDOWS = 12
+"""Of `validation`."""
+NUM_SHORT_WINDOWS = 4
+"""Of the 5 that `short` has, as microbatches have 2."""
 FAULTS = (
     kill("evaluation", 2, 1, 1),
     kill("evaluation_voted", 2, 0),
@@ -73,6 +75,7 @@ def config_of(corpus: Path, *, is_evaluated: bool = True, faults: Sequence[Fault
         plain,
         data=replace(plain.data, split="9,1", validation=(ValidationCorpus(name="short", corpus=str(short)),)),
         eval=settings,
+        train=replace(plain.train, micro_batch_size=2),
         faults=replace(plain.faults, trace=tuple(faults)),
     )
     assert problems(config, look_at_machine(config)) == []
@@ -94,11 +97,21 @@ def test_the_value_is_the_mean_loss_of_the_held_out_text(evaluated: Run) -> None
     [(step, sums), (last, _)] = evaluations_of(evaluated.journal)
     assert (step, last) == (2, 4)
     losses, num_tokens = losses_in(sums), {name: num for name, _, num in sums}
-    assert num_tokens == {"validation": NUM_WINDOWS * 32, "short": 5 * 32}
+    num_windows = {"validation": NUM_WINDOWS, "short": NUM_SHORT_WINDOWS}
+    assert num_tokens == {name: 32 * num for name, num in num_windows.items()}
     for name, windows in validation_sets(config).items():
-        text = np.stack([windows[number].numpy() for number in range(min(NUM_WINDOWS, len(windows)))])
+        text = np.stack([windows[number].numpy() for number in range(num_windows[name])])
         expected = numpy_gpt.token_losses(config.model, parameters, text[:, :-1], text[:, 1:]).mean()
         assert losses[name] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_set_of_less_than_a_microbatch_is_refused(text_corpus: Path) -> None:
+    config = config_of(text_corpus)
+    large = replace(config, train=replace(config.train, micro_batch_size=6))
+    with pytest.raises(
+        ValueError, match=r"validation set short has 5 sequences .* train\.micro_batch_size=6 at a time"
+    ):
+        prepare_index(large)
 
 
 def test_metrics_summary_and_events_have_the_value_of_the_log(evaluated: Run) -> None:
@@ -146,7 +159,7 @@ def doctored(journal: Journal, kind: type[Record], change: Callable[[Any], Any])
         (
             EntryRecord,
             lambda record: replace(
-                record, entry={**record.entry, "sums": [["validation", 1 << 32, 288], ["short", 0, 160]]}
+                record, entry={**record.entry, "sums": [["validation", 1 << 32, 384], ["short", 0, 128]]}
             ),
             "invalid",
             "other sums than its groups found",
@@ -210,7 +223,7 @@ def test_an_evaluation_calls_the_forward_step_of_a_program(text_corpus: Path, tm
         config,
         layout=LayoutConfig(num_groups=1),
         spare=replace(config.spare, redundancy=1),
-        train=replace(config.train, micro_batch_size=2, steps=2),
+        train=replace(config.train, steps=2),
         eval=EvalConfig(every_steps=2, sequences=6),
         program=ProgramConfig(file=str(tmp_path / "program.py")),
     )
@@ -219,6 +232,6 @@ def test_an_evaluation_calls_the_forward_step_of_a_program(text_corpus: Path, tm
     assert_masked(run)
     [(_, sums)] = evaluations_of(run.journal)
     assert losses_in(sums) == {"validation": 5.0, "short": 5.0}
-    assert {name: num for name, _, num in sums} == {"validation": 6 * 32, "short": 5 * 32}, "the last one is not whole"
+    assert {name: num for name, _, num in sums} == {"validation": 6 * 32, "short": 4 * 32}
     (tmp_path / "program.py").write_text(PROGRAM + "def datasets_provider(config): ...\n")
     assert any("brings a dataset of its own" in problem for problem in problems(config, look_at_machine(config)))

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import LayoutConfig, ProgramConfig
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import UpdateRecord
 from tests.integration.whole_run import (
@@ -15,9 +17,11 @@ from tests.integration.whole_run import (
     assert_masked,
     complete_run,
     fenced_groups,
+    kill,
     losses_of,
     params_of,
     read_run,
+    tiny_config,
 )
 
 pytestmark = pytest.mark.timeout(150)
@@ -89,3 +93,28 @@ def test_a_program_that_fails_is_refused_before_any_rank_starts(tmp_path: Path, 
     with pytest.raises(ValueError, match=reason):
         start_run(config, tmp_path / "run", lambda _: None)
     assert not (tmp_path / "run").exists()
+
+
+TWICE = """
+from spare_megatron import LossTerm, gpt_forward_step
+
+loss_terms = {"twice": LossTerm(weight=0.5)}
+
+def forward_step(batch, model, context):
+    output, terms = gpt_forward_step(batch, model, context)
+    return output, {**terms, "twice": (2 * terms["loss"][0], terms["loss"][1])} if context.post_process else {}
+"""
+
+
+def test_a_term_of_the_last_stage_is_known_to_the_rank_that_journals(text_corpus: Path, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(TWICE)
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    config = tiny_config(text_corpus, layout, faults=[kill("backward", 1, 2)], mode="reproducible", steps=3)
+    run = complete_run(replace(config, program=ProgramConfig(file=str(file))), tmp_path / "run")
+    assert_masked(run)
+    records = run.journal.of(UpdateRecord)
+    assert {(record.group, record.step) for record in records} >= {
+        (group, step) for group in (0, 1) for step in range(3)
+    }
+    assert all(record.terms == {"twice": 2 * record.loss} for record in records)

@@ -46,7 +46,7 @@ class Machine:
 
     Attributes:
         num_gpus: Accelerators, as `num_cores` CPU cores, for the run, over all its nodes.
-        can_isolate: The process is root and has `ip` and `nsenter`, so it can give nodes separate networks.
+        can_isolate: The process is root and has `ip`, `bridge` and `nsenter`, so it can give nodes separate networks.
         can_listen: `control.listen_address` is an address of this machine.
         corpus_failure: Why the corpus cannot be used; empty if it can.
         memory_bytes: Memory of one machine.
@@ -293,7 +293,7 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
 def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
     if config.cluster.isolate_nodes and not machine.can_isolate:
         yield (
-            "cluster.isolate_nodes=true needs root, and `ip` and `nsenter` (Debian: iproute2, util-linux); "
+            "cluster.isolate_nodes=true needs root, and `ip`, `bridge` and `nsenter` (Debian: iproute2, util-linux); "
             "set it to false"
         )
     if config.cluster.isolate_nodes and config.control.store != "embedded":

@@ -69,7 +69,7 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
     return Machine(
         num_gpus=num_machines * len(visible_gpus()),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
-        can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
+        can_isolate=os.geteuid() == 0 and None not in map(shutil.which, ("ip", "bridge", "nsenter")),
         can_listen=_can_listen(config.control.listen_address),
         corpus_failure=corpus_failure,
         corpus=corpus,

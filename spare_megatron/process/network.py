@@ -16,6 +16,8 @@ _INTERFACE = "eth0"
 _BRIDGE = "hub"
 _BRIDGE_MAC = "02:00:00:00:00:01"
 _DISABLED, _FORWARDING = 0, 3  # states of a bridge's port
+_COMMAND_TIMEOUT_S = 60.0
+"""The kernel has one lock for changes of all networks, and holds it for seconds where grace periods of RCU are slow."""
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
 
@@ -74,7 +76,7 @@ class NodeNetwork:
         """Disables the node's port of the bridge: packets are lost silently, both ways.
 
         The link stays up: after a link is taken down and up again, the kernel drops what its other end sends until a
-        deferred work of its own (link_watch) has run, which took more than 20 s on a busy machine.
+        work of its own (link_watch) has the lock of all networks, which took more than 20 s on a busy machine.
         """
         self._set_port(_DISABLED)
 
@@ -91,7 +93,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 

@@ -71,6 +71,7 @@ def terms_of(config: RunConfig) -> Terms:
         _CORPUS: config.data.identity,
         _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
+        _RAMP: _ramp_of(config),
     }
 
 
@@ -92,6 +93,8 @@ _CORPUS, _ORDER = "data.identity", "data.order"
 
 _WEIGHTS = "checkpoint.weights_identity"
 
+_RAMP, _NO_RAMP = "spare.ramp_start, ramp_increment and ramp_steps, in sequences", "none"
+
 _ANY = (_WEIGHTS, "")
 """A term that fits every checkpoint."""
 
@@ -101,8 +104,23 @@ _BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_s
 
 
 def global_batch(config: RunConfig) -> int:
-    """Sequences in a step."""
-    return config.layout.num_groups * config.spare.microbatches_per_shard * config.train.micro_batch_size
+    """Sequences in a step, after a ramp."""
+    return sequences_per_microbatch(config) * config.spare.microbatches_per_shard
+
+
+def sequences_before(config: RunConfig, step: int) -> int:
+    """Sequences in all steps before this one."""
+    return sequences_per_microbatch(config) * config.spare.ramp.before(step)
+
+
+def sequences_per_microbatch(config: RunConfig) -> int:
+    """Sequences in one microbatch of every shard."""
+    return config.layout.num_groups * config.train.micro_batch_size
+
+
+def _ramp_of(config: RunConfig) -> str:
+    ramp, size = config.spare.ramp, sequences_per_microbatch(config)
+    return f"{size * ramp.start} + {size * ramp.increment} in {ramp.steps} steps" if ramp.steps else _NO_RAMP
 
 
 def _function_of(config: RunConfig) -> str:
@@ -116,7 +134,8 @@ def _function_of(config: RunConfig) -> str:
 def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = terms_of(config)
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", **theirs}  # checkpoints of earlier versions lack these terms
+    # Checkpoints of earlier versions lack these terms.
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _RAMP: _NO_RAMP, **theirs}
     apart = (_CORPUS, _ORDER)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:

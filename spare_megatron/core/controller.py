@@ -34,6 +34,7 @@ from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarte
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
+from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Granularity, Order, initial_order
 from spare_megatron.stacking.placement import Placement
@@ -60,6 +61,8 @@ class ControllerSetup:
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
     snapshots: SnapshotPolicy | None = None
+    ramp: BatchRamp | None = None
+    """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
 
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -80,11 +83,8 @@ class Controller:
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
         self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
-        self._first_order = initial_order(
-            setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
-        )
-        self._order: Order = self._first_order
-        self._ordered_for = self._all_groups
+        self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
+        self._start_order()
         self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
@@ -239,8 +239,7 @@ class Controller:
         self._is_discarded = False
         self._retries_without_loss = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
-        self._order = self._first_order
-        self._ordered_for = self._all_groups
+        self._start_order()
         self._is_over = step == self._num_steps  # the state saved after the last step has yet to be compared
         actions = (load, self._build_communicator(), *self._own(ownership))
         if self._is_over and self.voters:
@@ -310,7 +309,17 @@ class Controller:
         reduce = self._attempt_reduce()
         return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
 
+    def _start_order(self) -> None:
+        """Sets the order to the first one of this step's number of microbatches."""
+        setup, self._ordered_size = self._setup, self._ramp.at(self.step)
+        self._order: Order = initial_order(
+            setup.placement, self._ordered_size, setup.granularity, last_resort=setup.last_resort
+        )
+        self._ordered_for = self._all_groups
+
     def _plan_step(self) -> StepPlan:
+        if self._ordered_size != self._ramp.at(self.step):
+            self._start_order()
         if self._ordered_for != self.members:
             self._order = self._order.for_groups(frozenset(self.members))
             self._ordered_for = self.members

@@ -108,13 +108,11 @@ class GroupTrainer:
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config)
-        self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
-        tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
-        self._num_tokens = self._num_microbatches * tokens_per_microbatch
+        self._tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
-        self._step = -1
+        self._step = 0
         self._seen: list[Microbatch] = []
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
@@ -171,22 +169,24 @@ class GroupTrainer:
         group. Raises IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a
         step.
         """
+        num_microbatches = self._config.layout.num_groups * self._config.spare.ramp.at(self._step)
         counted = self.gradients.totals().num_microbatches
         for bucket, num_counted in enumerate(counted):
-            if num_counted != self._num_microbatches:
+            if num_counted != num_microbatches:
                 raise IncompleteSum(
                     f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
-                    f"the step has {self._num_microbatches}"
+                    f"the step has {num_microbatches}"
                 )
-        self.gradients.finish(1.0 / self._num_tokens)
+        num_tokens = num_microbatches * self._tokens_per_microbatch
+        self.gradients.finish(1.0 / num_tokens)
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
-            grad_norm, learning_rate = self.stacked.step(squares / self._num_tokens**2)
+            grad_norm, learning_rate = self.stacked.step(squares / num_tokens**2)
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
             num_microbatches=min(counted),
-            loss=loss_sum / self._num_tokens,
+            loss=loss_sum / num_tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )

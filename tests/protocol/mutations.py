@@ -48,6 +48,23 @@ class ReusesCommunicatorNames(Controller):
         return replace(super()._build_communicator(), key=self.epoch)
 
 
+class KeepsTheFirstBatch(Controller):
+    """Deals every step as many microbatches as the first one has."""
+
+    def _plan_step(self) -> StepPlan:
+        self._ordered_size = self._ramp.at(self.step)
+        return super()._plan_step()
+
+
+class RestartsWithTheLargerBatch(Controller):
+    """Deals the steps after a restart as many microbatches as the step had that was under way."""
+
+    def _start_order(self) -> None:
+        earlier = self._order if self.head else None
+        super()._start_order()
+        self._order = self._order if earlier is None else max(earlier, self._order, key=lambda o: o.work.owners.size)
+
+
 class PatchesTwice(Controller):
     """Does not forget what it has patched: a second patch in the step computes it again."""
 
@@ -374,6 +391,7 @@ CORRECT = Protocol()
 MUTATIONS = {
     "commits without all votes": Protocol(controller_type=CommitsWithoutAllVotes),
     "reuses the names of communicators": Protocol(controller_type=ReusesCommunicatorNames),
+    "keeps the batch of the first step": Protocol(controller_type=KeepsTheFirstBatch),
     "counts a patch twice": Protocol(controller_type=PatchesTwice),
     "ignores fences": Protocol(controller_type=IgnoresFences),
     "commits what was discarded": Protocol(controller_type=IgnoresDiscards),
@@ -417,4 +435,5 @@ MUTATIONS_OF_GRADIENTS = {
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),
     "restarts without hosts": Protocol(controller_type=RestartsWithoutHosts),
+    "restarts with the larger batch": Protocol(controller_type=RestartsWithTheLargerBatch),
 }

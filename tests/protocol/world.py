@@ -80,7 +80,7 @@ class World:
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
-        self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps, observer)
+        self.invariants = Invariants(placement, scene.sizes, scene.num_steps, observer)
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -103,6 +103,7 @@ class World:
         self._setup = ControllerSetup(
             placement=placement,
             microbatches_per_shard=scene.microbatches_per_shard,
+            ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),

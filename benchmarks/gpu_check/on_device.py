@@ -172,7 +172,7 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
         sums.stage(bucket, staging)
         sums.on_summed(bucket, staging)
         sums.put(bucket, staging)
-    trainer.update(sums.totals().loss_sum)
+    trainer.update(sums.totals().loss)
     trainer.begin_step(1)
     memory = mmap.mmap(-1, trainer.state_copy().num_bytes)
 

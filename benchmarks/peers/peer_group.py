@@ -116,7 +116,7 @@ class PeerGroup:
         for bucket, buffer in enumerate(self.buffers):
             self._sums.put(bucket, buffer.mul_(all_of_them / counted))
         self._arrived()
-        self._trainer.update(self._sums.totals().loss_sum)
+        self._trainer.update(self._sums.totals().loss)
 
     def _arrived(self) -> None:
         for bucket, buffer in enumerate(self.buffers):

@@ -70,7 +70,7 @@ def preprocess(
             split_pattern=split_pattern,
             special_tokens=special_token or (),
         )
-        vocab_size = build(source).vocab_size
+        built = build(source)
         check_output(output_prefix, overwrite=overwrite)
         paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
         check_apart([*paths, *source.paths], output_prefix)
@@ -91,7 +91,12 @@ def preprocess(
 
             with named_errors("--output-prefix", output_prefix):
                 counts = write_corpus(
-                    documents(), output_prefix, vocab_size=vocab_size, tokenizer=source.identity, publishing=deferred()
+                    documents(),
+                    output_prefix,
+                    vocab_size=built.vocab_size,
+                    tokenizer=source.identity,
+                    noted_end=built.end_of_document,
+                    publishing=deferred(),
                 )
         figures = {
             "documents": counts.num_documents,
@@ -100,7 +105,7 @@ def preprocess(
             "skipped_files": skipped.files.total(),
             "skipped_documents": skipped.documents.total(),
             "tokenizer": source.identity,
-            "vocab_size": vocab_size,
+            "vocab_size": built.vocab_size,
         }
         typer.echo(json.dumps(figures) if as_json else _describe(output_prefix, figures, skipped))
 

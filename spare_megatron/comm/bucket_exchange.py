@@ -17,6 +17,7 @@ from spare_megatron.core.bucket_window import BucketWindow
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.mcore.trainer import GroupTrainer
 
@@ -74,7 +75,7 @@ class BucketExchange:
         """As in `GroupTrainer.update`, of the last attempt."""
         return self._bucket_sums.squares
 
-    def loss_sum(self) -> float | None:
+    def loss_sum(self) -> LossSum | None:
         """The summed loss of a complete attempt; None if it is incomplete or another stage has it."""
         return self._trainer.loss_sum() if self.is_complete else None
 

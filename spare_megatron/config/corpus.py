@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.config.schema import DataConfig
+from spare_megatron.config.schema import DataConfig, ValidationCorpus
 from spare_megatron.config.store_space import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -35,6 +35,9 @@ _STATE = "state"
 _FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
 _AND = " + "
 
+HELD_OUT = "validation"
+"""Name of the validation set that `data.split` holds out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
@@ -44,8 +47,10 @@ class CorpusFacts:
         digest: First digits of the SHA-256 over both files.
         tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
         vocab_size: Vocabulary named in the note.
+        end_of_document: Token id that ends each document, by the note.
         split: `data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole.
         parts: Share and facts of each corpus of a blend; the figures are then those of all.
+        validation: Facts of the corpora of `data.validation`.
     """
 
     digest: str
@@ -54,8 +59,10 @@ class CorpusFacts:
     largest_token: int
     tokenizer: str = ""
     vocab_size: int | None = None
+    end_of_document: int | None = None
     split: str = ""
     parts: tuple[tuple[float, "CorpusFacts"], ...] = ()
+    validation: tuple["CorpusFacts", ...] = ()
 
     @property
     def identity(self) -> str:
@@ -93,7 +100,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """Facts of the corpus or blend, or why it cannot be used; neither if a file of the one corpus is missing.
+    """Facts of all corpora, or why one cannot be used; neither if a file of the only corpus trained on is missing.
 
     `on_read` announces long reads.
     """
@@ -102,12 +109,12 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
         split = ":".join(map(repr, split_shares(data.split)[: 3 if data.split else 0]))
     except ValueError as error:
         return None, str(error)
-    for part in data.corpora:
-        name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
+    for name, prefix in _named(data):
         try:
-            found.append(replace(_known_facts(part.corpus, cache_folder(data), on_read), split=split))
+            found.append(_known_facts(prefix, cache_folder(data), on_read))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None, f"{name}: its .bin or .idx is missing; write them with `spare preprocess`" * bool(data.blend)
+            is_one_of_several = bool(data.blend or found)
+            return None, f"{name}: its .bin or .idx is missing; write them with `spare preprocess`" * is_one_of_several
         except OSError as error:
             return None, (
                 f"{name}: {error.filename or 'a file of it'} cannot be read: {error.strerror or error}; "
@@ -115,7 +122,27 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
             )
         except ValueError as error:
             return None, f"{name}: {error}"
-    return _blended(data, found) if data.blend else (found[0], "")
+    trained_on = [replace(facts, split=split) for facts in found[: len(data.corpora)]]
+    whole, failure = _blended(data, trained_on) if data.blend else (trained_on[0], "")
+    return whole and replace(whole, validation=tuple(found[len(data.corpora) :])), failure
+
+
+def _named(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Each corpus as messages name it, and its path prefix."""
+    for part in data.corpora:
+        yield f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}", part.corpus
+    for one in data.validation:
+        yield named_set(one), one.corpus
+
+
+def named_set(one: ValidationCorpus) -> str:
+    """A validation set as messages name it."""
+    return f"data.validation: name={one.name}, corpus={one.corpus}"
+
+
+def validation_names(data: DataConfig) -> tuple[str, ...]:
+    """The validation sets, that of `data.split` first; ValueError if the split is none."""
+    return (*[HELD_OUT][: split_shares(data.split)[1] > 0], *(one.name for one in data.validation))
 
 
 def split_shares(split: str) -> tuple[float, ...]:
@@ -153,8 +180,10 @@ def _blended(data: DataConfig, found: list[CorpusFacts]) -> tuple[CorpusFacts | 
         written = ", ".join(f"{prefix} with {tokenizer}" for tokenizer, prefix in tokenizers.items())
         return None, f"data.blend: its corpora were written with different tokenizers, {written}; write all with one"
     total = sum(part.weight for part in data.blend)
+    ends = {facts.end_of_document for facts in found}
     return CorpusFacts(
         digest="",
+        end_of_document=ends.pop() if len(ends) == 1 else None,
         num_tokens=sum(facts.num_tokens for facts in found),
         least_token=min(facts.least_token for facts in found),
         largest_token=max(facts.largest_token for facts in found),
@@ -174,12 +203,14 @@ def _known_facts(prefix: str, cache: Path, on_read: Callable[[str], None]) -> Co
         _keep(kept, {**_figures(facts), _STATE: state})
     if note.get("digest", facts.digest) != facts.digest:  # the note describes an earlier corpus at this path
         return facts
-    return replace(facts, tokenizer=str(note.get("tokenizer", "")), vocab_size=note.get("vocab_size"))
+    tokenizer = str(note.get("tokenizer", ""))
+    end = note.get("end_of_document", 0 if tokenizer == "byte" else None)  # earlier notes lack it
+    return replace(facts, tokenizer=tokenizer, vocab_size=note.get("vocab_size"), end_of_document=end)
 
 
 def note_of(facts: CorpusFacts) -> str:
     """The note that `spare preprocess` writes beside a corpus: the same for the same text and tokenizer."""
-    note = {"tokenizer": facts.tokenizer, "vocab_size": facts.vocab_size}
+    note = {"tokenizer": facts.tokenizer, "vocab_size": facts.vocab_size, "end_of_document": facts.end_of_document}
     return json.dumps({**note, **_figures(facts)}) + "\n"
 
 

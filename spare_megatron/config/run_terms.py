@@ -7,7 +7,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import ORDER
+from spare_megatron.config.terms import ORDER, masks_of
 
 
 def terms_of_run(config: RunConfig) -> dict[str, Any]:
@@ -39,6 +39,8 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "corpus": config.data.identity,
         "order": ORDER,
         "weights": config.checkpoint.weights_identity,
+        "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
+        "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
     }
 
 

@@ -134,8 +134,20 @@ class BlendedCorpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationCorpus:
+    """A validation set that is a corpus of its own."""
+
+    name: str
+    """Name of the set."""
+    corpus: str
+    """Path prefix of the indexed dataset, all of which is in the set."""
+    identity: str = ""
+    """Required identity of the corpus, as `data.identity`; empty accepts any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The training text."""
+    """The training text, and that for validation."""
 
     corpus: str = ""
     """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
@@ -145,14 +157,31 @@ class DataConfig:
     split: str = ""
     """Shares of each corpus's documents for training, validation and test, in this order, as in 99,1 or 969,30,1; empty
     trains on all."""
+    validation: tuple[ValidationCorpus, ...] = ()
+    """Validation sets of their own beside the part that `data.split` holds out, which is the set `validation`; one
+    table each: `name`, and `corpus`, a path prefix."""
     identity: str = ""
     """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
     any."""
+    eod_mask_loss: bool = False
+    """Leaves the predictions made from end-of-document tokens, which are of the next document, out of the loss."""
+    reset_attention_mask: bool = False
+    """Tokens attend to tokens of their own document alone; needs layers other than those of transformer-engine."""
+    reset_position_ids: bool = False
+    """Counts positions from 0 in each document; for learned positions."""
+    end_of_document: NonNegativeInt | None = None
+    """Token id that ends a document, for the three settings above; the one that `spare preprocess` noted if absent."""
     cache: str = ""
     """Folder for sample indices; `cache` beside the first corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"
     """Shards that a group can read: those of its stack, or all (shared), which lets any group compute a shard that has
     lost its hosts."""
+
+    @property
+    def document_settings(self) -> tuple[str, ...]:
+        """The settings that are on and give the ends of documents a meaning."""
+        names = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+        return tuple(name for name in names if getattr(self, name))
 
     @property
     def corpora(self) -> tuple[BlendedCorpus, ...]:

@@ -72,7 +72,25 @@ def terms_of(config: RunConfig) -> Terms:
         _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
         _RAMP: _ramp_of(config),
+        **masks_of(config),
     }
+
+
+_UNMASKED: Terms = {
+    "data.eod_mask_loss": False,
+    "data.reset_attention_mask": False,
+    "data.reset_position_ids": False,
+    "data.end_of_document": None,
+}
+"""Terms that are left out where they have these values."""
+
+
+def masks_of(config: RunConfig) -> Terms:
+    """What the ends of documents mean for a training, by key; empty if nothing."""
+    if not config.data.document_settings:
+        return {}
+    masks: Terms = {key: getattr(config.data, key.partition(".")[2]) for key in _UNMASKED}
+    return {key: value for key, value in masks.items() if value != _UNMASKED[key]}
 
 
 def weights_terms_of(config: RunConfig) -> Terms:
@@ -133,9 +151,9 @@ def _function_of(config: RunConfig) -> str:
 
 def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
-    ours = terms_of(config)
-    # Checkpoints of earlier versions lack these terms.
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _RAMP: _NO_RAMP, **theirs}
+    ours = {**_UNMASKED, **terms_of(config)}
+    # Checkpoints of earlier versions lack some of these terms.
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _RAMP: _NO_RAMP, **_UNMASKED, **theirs}
     apart = (_CORPUS, _ORDER)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:

@@ -90,6 +90,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_indivisible(config),
         *_rotation(config),
         *_window(config),
+        *_documents(config),
         *_schedule(config),
         *optimizer_problems(config),
         *_timeouts(config),
@@ -333,6 +334,22 @@ def _window(config: RunConfig) -> Iterator[str]:
         yield (
             f"{as_written(config, 'window_size')} with layout.context_parallel={context} needs an exchange of "
             f"transformer-engine that knows windows; set megatron.cp_comm_type to a2a or all_gather"
+        )
+
+
+def _documents(config: RunConfig) -> Iterator[str]:
+    """Masks that the model could not use."""
+    data, model, context = config.data, config.model, config.layout.context_parallel
+    if data.reset_position_ids and model.position_embedding == "rope":
+        yield (
+            "data.reset_position_ids=true has no effect on model.position_embedding=rope, which ignores the ids of "
+            "positions and depends on their distances alone; set data.reset_attention_mask=true, and this to false"
+        )
+    if data.reset_attention_mask and (context > 1 or model.transformer_impl == "transformer_engine"):
+        yield (
+            f"data.reset_attention_mask=true needs attention by torch, but model.transformer_impl="
+            f"{model.transformer_impl} with layout.context_parallel={context} is that of transformer-engine; set "
+            f"model.transformer_impl=local and layout.context_parallel=1"
         )
 
 

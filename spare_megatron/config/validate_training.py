@@ -2,13 +2,15 @@
 
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from spare_megatron.config.building import describe_kind
-from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
+from spare_megatron.config.corpus import HELD_OUT, CorpusFacts, is_same_corpus, named_set, validation_names
 from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.parameter_rules import rule_problems
 from spare_megatron.config.rank_memory import rank_memory
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
 
@@ -36,7 +38,11 @@ def data_problems(
         yield _missing(data.corpus)
     elif corpus is not None:
         for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
-            yield from _unfit(config, part.corpus, facts, memory_bytes)
+            name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
+            yield from _unfit(config, name, part.corpus, facts, memory_bytes)
+        yield from _ends(config, corpus)
+        yield from _counted(config)
+        yield from _validation(config, corpus)
         if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
             yield (
                 f"{data.named} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
@@ -54,10 +60,11 @@ def _missing(corpus: str) -> str:
     )
 
 
-def _unfit(config: RunConfig, prefix: str, corpus: CorpusFacts, memory_bytes: int | None) -> Iterator[str]:
-    """Why the model cannot be trained on this corpus."""
+def _unfit(
+    config: RunConfig, name: str, prefix: str, corpus: CorpusFacts, memory_bytes: int | None = None
+) -> Iterator[str]:
+    """Why the model cannot be trained on this corpus, or validated."""
     vocab_size = config.model.vocab_size
-    name = f"{'data.blend: ' if config.data.blend else 'data.'}corpus={prefix}"
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         yield (f"model.vocab_size={vocab_size} is below the vocabulary of {name}, {corpus.vocab_size} tokens; raise it")
     elif corpus.largest_token >= vocab_size:
@@ -74,6 +81,75 @@ def _unfit(config: RunConfig, prefix: str, corpus: CorpusFacts, memory_bytes: in
             f"{name} has {num_samples} sequences in an epoch, whose sample index takes {gib(index_bytes)} to build, "
             f"but this machine has {gib(memory_bytes)} of memory for it; start from a larger one, or cut the corpus"
         )
+
+
+def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why samples could not depend on where documents end."""
+    data, given, noted = config.data, config.data.end_of_document, corpus.end_of_document
+    if not data.document_settings:
+        return
+    if given is None and noted is None:
+        yield (
+            f"data.{data.document_settings[0]}=true needs the token that ends a document, and no note of "
+            f"`spare preprocess` names one for all of {data.named}; write it anew, or set data.end_of_document to the "
+            f"id of that token"
+        )
+    elif given is not None and noted not in (None, given):
+        yield (
+            f"data.end_of_document={given}, but by its note {data.named} ends documents with token {noted}; clear the "
+            f"setting"
+        )
+    elif given is not None and given >= config.model.vocab_size:
+        yield f"data.end_of_document={given} is not below model.vocab_size={config.model.vocab_size}; change one"
+
+
+_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
+"""Limits of the two digits in fp32 that `mcore.gradients` counts tokens with."""
+
+
+def _counted(config: RunConfig) -> Iterator[str]:
+    num_groups, num_tokens = config.layout.num_groups, run_sizes(config).tokens_per_step
+    is_exact = config.reduce.mode == "reproducible" or not config.data.eod_mask_loss
+    if not is_exact and (num_groups > _MOST_COUNTED_GROUPS or num_tokens > _MOST_COUNTED_TOKENS):
+        yield (
+            f"data.eod_mask_loss=true counts tokens exactly with reduce.mode={config.reduce.mode} in up to "
+            f"{_MOST_COUNTED_GROUPS} groups and {_MOST_COUNTED_TOKENS} tokens of a step, not in {num_groups} groups "
+            f"and {num_tokens}; set reduce.mode=reproducible, or lower layout.num_groups or the batch"
+        )
+
+
+def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why validation sets could not be read."""
+    data = config.data
+    if repeated := [name for name, count in Counter(validation_names(data)).items() if count > 1]:
+        yield (
+            f"data.validation: name={repeated[0]} is the name of two validation sets"
+            f"{', one of them that of data.split' if repeated[0] == HELD_OUT else ''}; rename one"
+        )
+    end = corpus.end_of_document if data.end_of_document is None else data.end_of_document
+    tokenizers = {facts.tokenizer for facts in [corpus, *(facts for _, facts in corpus.parts)]} - {""}
+    for one, facts in zip(data.validation, corpus.validation, strict=True):
+        name = named_set(one)
+        if not _ID.fullmatch(one.name):
+            yield f"{name}: use at most 64 letters, digits, hyphens and underscores for the name"
+        yield from _unfit(config, name, one.corpus, facts)
+        if facts.num_tokens <= config.model.seq_length:
+            yield (
+                f"{name} has {facts.num_tokens} tokens, a window needs model.seq_length + 1 = "
+                f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
+            )
+        if facts.tokenizer and tokenizers and facts.tokenizer not in tokenizers:
+            yield (
+                f"{name} was written with tokenizer {facts.tokenizer}, and {data.named} with "
+                f"{', '.join(sorted(tokenizers))}; write both with one"
+            )
+        ends = {facts.end_of_document, end} - {None}
+        if data.document_settings and len(ends) > 1:
+            yield f"{name} ends documents with token {facts.end_of_document}, {data.named} with {end}; write both alike"
+        if not is_same_corpus(one.identity, facts.identity):
+            yield (
+                f"{name} is {facts.identity!r}, not identity={one.identity!r}; use that corpus, or clear its identity"
+            )
 
 
 OURS_IN_MEGATRON_WORDS = {

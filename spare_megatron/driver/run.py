@@ -124,7 +124,11 @@ def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
     if machine.corpus is None:
         raise ValueError(machine.corpus_failure or f"{config.data.named}: one of its files is missing")
     config = on_device(config, machine)
-    data = dataclasses.replace(config.data, identity=machine.corpus.identity)
+    sets = zip(config.data.validation, machine.corpus.validation, strict=True)
+    validation = tuple(dataclasses.replace(one, identity=facts.identity) for one, facts in sets)
+    data = dataclasses.replace(config.data, identity=machine.corpus.identity, validation=validation)
+    if data.document_settings and data.end_of_document is None:
+        data = dataclasses.replace(data, end_of_document=machine.corpus.end_of_document)
     reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)
     return dataclasses.replace(config, reduce=reduce, data=data)
 

@@ -81,6 +81,10 @@ class RunRecord:
     """Corpus of the loaded checkpoint, if known to be another one."""
     weights: str = ""
     """Identity of the weights alone that the training began with; empty if there were none."""
+    validation: str = ""
+    """Name and corpus of each validation set of its own; empty in earlier versions."""
+    masks: str = ""
+    """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     ramp: list[int] = field(default_factory=list)
     """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
     `microbatches_per_shard`; empty if there are as many in every step."""
@@ -446,7 +450,7 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": "", "ramp": []}
+_LATER_TERMS = {"order": 1, "weights": "", "validation": "", "masks": "", "ramp": []}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

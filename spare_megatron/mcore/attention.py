@@ -1,4 +1,6 @@
-"""Causal attention by torch's own kernel, with or without a sliding window, for layers without transformer-engine."""
+"""Causal attention by torch's own kernel, also in a sliding window or within documents, for layers without
+transformer-engine.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -44,17 +46,22 @@ class TorchCoreAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002  (masks by itself)
+        attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002  (Megatron passes it)
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """Returns [sequence, batch, hidden of this rank]; query, key and value are [sequence, batch, heads, width]."""
+        """Returns [sequence, batch, hidden of this rank]; query, key and value are [sequence, batch, heads, width].
+
+        `attention_mask` is a `document_mask`; without one attention is causal.
+        """
         assert attention_bias is None, "attention bias needs transformer-engine"
         assert packed_seq_params is None, "packed sequences need transformer-engine"
         dropout = self._dropout if self.training else 0.0
         length, before = query.size(0), self._num_before
         mask = None if before is None or before >= length - 1 else window_mask(length, before, query.device)
+        if attention_mask is not None:
+            mask = attention_mask if mask is None else attention_mask & mask
         with self._random_numbers(dropout, query.device):
             attended = F.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
@@ -84,3 +91,13 @@ def window_mask(length: int, num_before: int, device: torch.device) -> Tensor:
     positions = torch.arange(length, device=device)
     distances = positions[:, None] - positions
     return (distances >= 0) & (distances <= num_before)
+
+
+def document_mask(tokens: Tensor, end_of_document: int) -> Tensor:
+    """[batch, 1, query, key]: whether a token attends to another, which is not later and of the same document.
+
+    The token that ends a document belongs to it. `tokens` are [batch, sequence].
+    """
+    ends = (tokens == end_of_document).long()
+    documents = ends.cumsum(dim=1) - ends
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()

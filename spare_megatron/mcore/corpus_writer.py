@@ -27,13 +27,15 @@ def write_corpus(
     vocab_size: int = 256,
     end_of_document: int | None = None,
     tokenizer: str = "",
+    noted_end: int | None = None,
     publishing: AbstractContextManager = _UNGUARDED,
 ) -> CorpusCounts:
     """Writes PREFIX.bin, PREFIX.idx and, for a named `tokenizer`, the note PREFIX.json; skips empty documents.
 
-    A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. A prefix
-    with an index is whole. The files get their names inside `publishing`, which may defer signals. Raises ValueError if
-    a token is not below `vocab_size`, or no document has tokens.
+    A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. `noted_end`
+    goes into the note: the token that ends each already. A prefix with an index is whole. The files get their names
+    inside `publishing`, which may defer signals. Raises ValueError if a token is not below `vocab_size`, or no document
+    has tokens.
     """
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +45,7 @@ def write_corpus(
     try:
         counts = _write(documents, written, vocab_size, end_of_document)
         if tokenizer:
-            facts = replace(read_corpus(aside), tokenizer=tokenizer, vocab_size=vocab_size)
+            facts = replace(read_corpus(aside), tokenizer=tokenizer, vocab_size=vocab_size, end_of_document=noted_end)
             written[".json"].write_text(note_of(facts))
         with publishing:
             # Readers open the index first: without it there is no corpus, so no two files of different ones.

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets import helpers
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.distributed import ProcessGroup
 
-from spare_megatron.config.corpus import documents_of, split_shares
+from spare_megatron.config.corpus import HELD_OUT, documents_of, validation_names
 from spare_megatron.config.sample_index import (
     RENEWAL_S,
     epoch_folder,
@@ -30,6 +33,7 @@ from spare_megatron.config.sample_index import (
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch
+from spare_megatron.mcore.attention import document_mask
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -38,11 +42,11 @@ class _Vocabulary:
     """The tokenizer interface of Megatron's dataset, for a corpus that is already tokens."""
 
     pad = -1
-    eod = -2
-    """Neither occurs in a corpus, so no token is masked."""
+    """Occurs in no corpus."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, end_of_document: int | None) -> None:
         self.vocab_size = vocab_size
+        self.eod = -2 if end_of_document is None else end_of_document
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -56,8 +60,7 @@ def prepare_index(config: RunConfig) -> tuple[Path, ...]:
     Raises ValueError if a corpus is missing or too short, or its index cannot be written or is too large.
     """
     blend = _Blend(config)
-    if split_shares(config.data.split)[1]:
-        ValidationWindows(config)  # raises now what is wrong with them
+    validation_sets(config)  # raises now what is wrong with them
     _check_space(config, blend)
     for samples, num_epochs in zip(blend.parts, blend.num_epochs(num_samples(config)), strict=True):
         try:
@@ -161,7 +164,7 @@ class _Samples:
         self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self._config)
         documents = documents_of(config.data.split, 0, GPTDataset.numel_low_level_dataset(self._indexed))
         self._documents = np.arange(documents.start, documents.stop, dtype=np.int32)
-        self.per_epoch = _num_samples(config, self.prefix, self._indexed, documents)
+        self.per_epoch = _num_samples(self._config, config.data.split, self._indexed, documents)
         self._open: dict[int, GPTDataset] = {}
 
     @property
@@ -199,35 +202,50 @@ _BLOCK_BYTES = 4096
 """What a file takes of the storage at least; an epoch has four."""
 
 
-def _num_samples(config: RunConfig, prefix: str, indexed: IndexedDataset, documents: range) -> int:
+def _num_samples(config: GPTDatasetConfig, split: str, indexed: IndexedDataset, documents: range) -> int:
     """Samples in the documents, each followed by one more token. Raises ValueError if there is none."""
     num_tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
-    needed = config.model.seq_length + 1
+    needed = config.sequence_length + 1
     if num_tokens < needed:
-        split = config.data.split
+        prefix = indexed.path_prefix
         part = f"documents {documents.start} to {documents.stop} of data.split={split} in {prefix}" if split else prefix
         raise ValueError(
             f"{part} has {num_tokens} tokens, a sample needs model.seq_length + 1 = {needed}; use a larger corpus or "
             f"shorter sequences, or split it otherwise"
         )
-    return (num_tokens - 1) // config.model.seq_length
+    return (num_tokens - 1) // config.sequence_length
+
+
+def validation_sets(config: RunConfig) -> Mapping[str, "ValidationWindows"]:
+    """The validation sets of a run by name. Raises ValueError as `ValidationWindows`."""
+    return {name: ValidationWindows(config, name) for name in validation_names(config.data)}
 
 
 class ValidationWindows:
-    """The text held out from training, in its order, in windows of `model.seq_length` that do not overlap."""
+    """A validation set, in the order of its text, in windows of `model.seq_length` that do not overlap."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Opens the corpora. Raises ValueError if one has no window, or nothing is held out."""
+    def __init__(self, config: RunConfig, name: str = HELD_OUT) -> None:
+        """Opens the corpora of the set. Raises ValueError if one is missing or has no window, or there is no such set.
+
+        `HELD_OUT` is what `data.split` holds out, unless `data.validation` has a set of that name.
+        """
         data, self._length = config.data, config.model.seq_length
-        if not split_shares(data.split)[1]:
-            raise ValueError(f"data.split={data.split or None} holds nothing out; set it as in 99,1")
+        if name not in validation_names(data):
+            raise ValueError(
+                f"data.split={data.split or None} holds nothing out; set it as in 99,1"
+                if name == HELD_OUT
+                else f"data.validation has no set named {name}"
+            )
+        own = [(one.corpus, "", 0) for one in data.validation if one.name == name]
+        self._keys = _keys(config)
         self._parts: list[tuple[IndexedDataset, int]] = []
         self._begins = [0]
-        for part in data.corpora:
-            prefix = str(Path(part.corpus).absolute())
-            indexed = GPTDataset.build_low_level_dataset(prefix, _dataset_config(config, prefix))
-            documents = documents_of(data.split, 1, GPTDataset.numel_low_level_dataset(indexed))
-            self._begins.append(self._begins[-1] + _num_samples(config, prefix, indexed, documents))
+        for corpus, split, share in own or [(part.corpus, data.split, 1) for part in data.corpora]:
+            prefix = str(Path(corpus).absolute())
+            self._config = _dataset_config(config, prefix)
+            indexed = GPTDataset.build_low_level_dataset(prefix, self._config)
+            documents = documents_of(split, share, GPTDataset.numel_low_level_dataset(indexed))
+            self._begins.append(self._begins[-1] + _num_samples(self._config, split, indexed, documents))
             self._parts.append((indexed, int(indexed.index.sequence_pointers[documents.start])))
 
     def __len__(self) -> int:
@@ -242,16 +260,36 @@ class ValidationWindows:
         # Documents lie one after another in the file, as `spare train` checks.
         return torch.from_numpy(indexed.bin_reader.read(dtype, self._length + 1, offset).astype(np.int64))
 
+    def sample(self, number: int) -> dict[str, torch.Tensor]:
+        """What `Corpus.microbatch` has of a sequence, of a window: each [seq_length]."""
+        text, config = self[number], self._config
+        tokens = text[:-1].contiguous()
+        _, loss_mask, position_ids = _get_ltor_masks_and_position_ids(
+            tokens,
+            config.tokenizer.eod,
+            config.reset_position_ids,
+            config.reset_attention_mask,
+            config.eod_mask_loss,
+            config.create_attention_mask,
+        )
+        sample = {"tokens": tokens, "labels": text[1:], "position_ids": position_ids, "loss_mask": loss_mask}
+        return {key: sample[key] for key in self._keys}
+
+
+def _keys(config: RunConfig) -> tuple[str, ...]:
+    """What a sample has; a mask of the loss only where there is something to mask."""
+    return ("tokens", "labels", "position_ids", *(["loss_mask"] if config.data.eod_mask_loss else []))
+
 
 def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
     return GPTDatasetConfig(
         random_seed=0,
         sequence_length=config.model.seq_length,
         blend_per_split=[([prefix], None), None, None],
-        tokenizer=_Vocabulary(config.model.vocab_size),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+        tokenizer=_Vocabulary(config.model.vocab_size, config.data.end_of_document),
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=False,  # `on_device` makes the mask
+        eod_mask_loss=config.data.eod_mask_loss,
         create_attention_mask=False,
     )
 
@@ -268,14 +306,18 @@ class Corpus:
         self._ramp = config.spare.ramp
         self._micro_batch_size = config.train.micro_batch_size
         self._num_steps = config.train.steps
+        self._keys = _keys(config)
 
     def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length]."""
+        """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length].
+
+        With `data.eod_mask_loss` also its `loss_mask`, 0 where a token does not count for the loss and 1 elsewhere.
+        """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
         first = self.first_sample(step, microbatch)
         samples = [self._samples[first + number] for number in range(self._micro_batch_size)]
-        return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
+        return {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
 
     def digest(self) -> str:
         """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
@@ -303,3 +345,15 @@ class Corpus:
         in_shards_before = microbatch.shard * self._ramp.at(step)
         microbatches_before = self._num_shards * self._ramp.before(step) + in_shards_before + microbatch.index
         return microbatches_before * self._micro_batch_size
+
+
+def on_device(
+    batch: dict[str, torch.Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
+    if device.type != "cpu":
+        batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
+    if config.data.reset_attention_mask:
+        assert config.data.end_of_document is not None, "the driver has found the token that ends a document"
+        batch["attention_mask"] = document_mask(batch["tokens"], config.data.end_of_document)
+    return get_batch_on_this_cp_rank(batch, context_parallel)

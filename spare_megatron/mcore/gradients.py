@@ -2,9 +2,9 @@
 
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
 local sum survives a failed attempt. The last elements of a staged bucket are whether its local sums are unsound, its
-number of microbatches and, in the last bucket, the loss: a group that is lost after the reduction cannot report them
-otherwise, and no rank waits for its device to judge what it sends. They are never in bf16, which would not count beyond
-256.
+number of microbatches and, in the last bucket, the loss and where need be the tokens that count for it: a group that is
+lost after the reduction cannot report them otherwise, and no rank waits for its device to judge what it sends. They are
+never in bf16, which would not count beyond 256.
 """
 
 import math
@@ -19,14 +19,18 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.bucket_window import cut
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.flat_gradients import FlatParameter, Segment, flat_parameters, segments, size_of
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 
 NUM_EXTRAS = 3
-"""Elements at the end of a staged bucket that are not gradients."""
-_UNSOUND, _COUNT, _LOSS = -3, -2, -1
+"""Elements at the end of a staged bucket that are not gradients; two more where tokens are counted."""
+_TOKENS_HIGH, _TOKENS_LOW, _UNSOUND, _COUNT, _LOSS = -5, -4, -3, -2, -1
 _WHOLE = (slice(None),)
+
+_TOKENS_BASE = 2**12
+"""A count of tokens is summed as two digits to this base: exact in fp32 up to 2^36 tokens of 2^12 groups."""
 
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
@@ -34,10 +38,10 @@ _LARGEST_PER_TOKEN_BITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Microbatches summed in each bucket, and their cross entropy summed over tokens (0 except on the last stage)."""
+    """Microbatches summed in each bucket, and their loss, whose total is 0 except on the last stage."""
 
     num_microbatches: tuple[int, ...]
-    loss_sum: float
+    loss: LossSum
 
 
 class GradientSums(Protocol):
@@ -51,8 +55,11 @@ class GradientSums(Protocol):
     def adding(self) -> AbstractContextManager[None]:
         """In this context, backward passes add to the local sums of buckets that are not kept, and to no others."""
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Adds the cross entropy of a microbatch, summed over its tokens."""
+    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
+        """Adds the loss of a microbatch, summed over the tokens that count, and their number.
+
+        The number is an int64 on the device; None exactly if `counts_tokens` is false.
+        """
 
     def add_count(self, num_microbatches: int) -> None:
         """Counts microbatches that are summed, or will be before any bucket is staged."""
@@ -106,20 +113,37 @@ class GradientSums(Protocol):
         pass
 
 
+def counts_tokens(config: RunConfig) -> bool:
+    """Whether the number of tokens that count for the loss differs between microbatches; else it needs no sum."""
+    return config.data.eod_mask_loss
+
+
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
     bucket_bytes = round(config.bucket_mib * 2**20)
+    num_tokens = config.train.micro_batch_size * config.model.seq_length
+    all_count = None if counts_tokens(config) else num_tokens
     if config.reduce.mode != "reproducible":
         staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
-        return FloatSums(chunks, device, bucket_bytes, staged_dtype)
-    num_tokens = config.train.micro_batch_size * config.model.seq_length
+        return FloatSums(chunks, device, bucket_bytes, staged_dtype, all_count)
     num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
-    return FixedPointSums(chunks, device, bucket_bytes, fixed_point(num_tokens, num_microbatches))
+    return FixedPointSums(chunks, device, bucket_bytes, fixed_point(num_tokens, num_microbatches), all_count)
 
 
 class _Staged(ABC):
+    """`all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None."""
+
     def __init__(
-        self, num_elements: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
+        self,
+        num_elements: int,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        all_count: int | None,
+        scale: float = 1.0,
     ) -> None:
+        self._all_count = all_count
+        self._num_extras = NUM_EXTRAS + 2 * (all_count is None)
+        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.buckets = cut(num_elements, max(bucket_bytes // dtype.itemsize, 1))
         self._dtype = dtype
         self._device = device
@@ -130,8 +154,8 @@ class _Staged(ABC):
         self._scale = scale
         # Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more.
         self._piece = 1 << (20 if device.type == "cpu" else 24)
-        self._extras_of = [[0] * NUM_EXTRAS for _ in self.buckets]  # of the sums over groups
-        self._copies = HostCopies(device, buffer_bytes=NUM_EXTRAS * self._extras_dtype.itemsize)
+        self._extras_of = [[0] * self._num_extras for _ in self.buckets]  # of the sums over groups
+        self._copies = HostCopies(device, buffer_bytes=self._num_extras * self._extras_dtype.itemsize)
         self._staged_at: dict[int, torch.cuda.Event | None] = {}
         self._norms: dict[int, Tensor] = {}
         self._is_unsound: dict[int, Tensor] = {}
@@ -162,10 +186,15 @@ class _Staged(ABC):
         return torch.empty(self._staged_length(0), dtype=self._dtype, device=self._device)
 
     def extras(self, staged: Tensor) -> Tensor:
-        return staged[-NUM_EXTRAS * self._per_extra :].view(self._extras_dtype)
+        return staged[-self._num_extras * self._per_extra :].view(self._extras_dtype)
 
     def _finish_staging(self, bucket: int, staged: Tensor) -> Tensor:
         extras = self.extras(staged)
+        if self._all_count is None:
+            extras[_TOKENS_HIGH : _TOKENS_LOW + 1].fill_(0)
+            if self._is_last(bucket):
+                extras[_TOKENS_HIGH].copy_(self._tokens // _TOKENS_BASE)
+                extras[_TOKENS_LOW].copy_(self._tokens % _TOKENS_BASE)
         extras[_UNSOUND].fill_(0)
         if bucket in self._is_unsound:
             extras[_UNSOUND].copy_(self._is_unsound[bucket])
@@ -174,7 +203,7 @@ class _Staged(ABC):
         return staged
 
     def on_summed(self, bucket: int, staging: Tensor) -> int:
-        extras = torch.empty(NUM_EXTRAS, dtype=self._extras_dtype)
+        extras = torch.empty(self._num_extras, dtype=self._extras_dtype)
         # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
         source = self.extras(self._part(bucket, staging))
         self._copies.copy([(source, extras)], self._staged_at.get(bucket))
@@ -190,21 +219,42 @@ class _Staged(ABC):
 
     def _staged_length(self, bucket: int) -> int:
         """Elements of a staged bucket; the extras stand at a multiple of their size."""
-        return (-(-len(self.buckets[bucket]) // self._per_extra) + NUM_EXTRAS) * self._per_extra
+        return (-(-len(self.buckets[bucket]) // self._per_extra) + self._num_extras) * self._per_extra
 
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
+
+    def _add_tokens(self, num_tokens: Tensor | None) -> None:
+        assert (num_tokens is None) == (self._all_count is not None), (
+            "either all tokens always count, or each is counted"
+        )
+        if num_tokens is not None:
+            self._tokens += num_tokens
+
+    def totals(self) -> Totals:
+        counts = tuple(round(extras[_COUNT]) for extras in self._extras_of)
+        last = self._extras_of[-1]
+        if self._all_count is not None:
+            num_tokens = counts[-1] * self._all_count
+        else:
+            num_tokens = round(last[_TOKENS_HIGH]) * _TOKENS_BASE + round(last[_TOKENS_LOW])
+        return Totals(num_microbatches=counts, loss=LossSum(last[_LOSS] / self._scale, num_tokens))
 
 
 class FloatSums(_Staged):
     """Sums in fp32, accumulated in Megatron's gradient buffers; staged, and summed over groups, in `staged_dtype`."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, staged_dtype: torch.dtype
+        self,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        bucket_bytes: int,
+        staged_dtype: torch.dtype,
+        all_count: int | None = None,
     ) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device)
+        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device, all_count)
         self._parameters = list(flat_parameters(chunks))
         self._pieces = [_pieces(self._segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -214,14 +264,16 @@ class FloatSums(_Staged):
         for chunk in self._chunks:
             chunk.module.zero_grad_buffer()
         self._loss.zero_()
+        self._tokens.zero_()
         self._count = 0
         self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
         return _diverted(self._parameters, self._kept_end) if self._num_kept else nullcontext()
 
-    def add_loss(self, loss: Tensor) -> None:
-        self._loss += loss
+    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
+        self._loss += total
+        self._add_tokens(num_tokens)
 
     def add_count(self, num_microbatches: int) -> None:
         self._count += num_microbatches
@@ -251,10 +303,6 @@ class FloatSums(_Staged):
                 start, stop = max(start, whole.start), min(stop, whole.stop)
                 if start < stop:
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
-
-    def totals(self) -> Totals:
-        counts = tuple(round(extras[_COUNT]) for extras in self._extras_of)
-        return Totals(num_microbatches=counts, loss_sum=self._extras_of[-1][_LOSS])
 
     def finish(self, factor: float = 1.0) -> None:
         for segment in self._segments:
@@ -297,10 +345,17 @@ class FixedPointSums(_Staged):
     A hook catches each microbatch's gradient before Megatron adds it to its buffer.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, fixed: FixedPoint) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        bucket_bytes: int,
+        fixed: FixedPoint,
+        all_count: int | None = None,
+    ) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device, fixed.scale)
+        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device, all_count, fixed.scale)
         self._fixed = fixed
         self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
@@ -315,14 +370,16 @@ class FixedPointSums(_Staged):
             chunk.module.zero_grad_buffer()
         self._sums.zero_()
         self._extras.zero_()
+        self._tokens.zero_()
         self._largest.zero_()
         self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def add_loss(self, loss: Tensor) -> None:
-        self._add(self._extras[_LOSS], loss)
+    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
+        self._add(self._extras[_LOSS], total)
+        self._add_tokens(num_tokens)
 
     def add_count(self, num_microbatches: int) -> None:
         self._extras[_COUNT] += num_microbatches
@@ -330,7 +387,7 @@ class FixedPointSums(_Staged):
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         elements = self.buckets[bucket]
         staged = self._part(bucket, staging)
-        staged[:-NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
+        staged[: len(elements)].copy_(self._sums[elements.start : elements.stop])
         staged[-NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
             staged[_LOSS].fill_(0)
@@ -349,10 +406,6 @@ class FixedPointSums(_Staged):
         elements = self.buckets[bucket]
         for place in places:
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
-
-    def totals(self) -> Totals:
-        counts = tuple(extras[_COUNT] for extras in self._extras_of)
-        return Totals(num_microbatches=counts, loss_sum=self._extras_of[-1][_LOSS] / self._fixed.scale)
 
     def finish(self, factor: float = 1.0) -> None:
         for segment in self._segments:

@@ -157,6 +157,11 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
     Raises ValueError if it is required and not available, or used features need it, or norms other than torch's.
     """
     if uses_transformer_engine(config, device):
+        if config.data.reset_attention_mask:
+            raise ValueError(
+                "data.reset_attention_mask=true needs model.transformer_impl=local: transformer-engine, whose layers "
+                "auto chooses on GPUs where it is installed, is not given these masks"
+            )
         check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=transformer.qk_layernorm, multi_latent_attention=transformer.multi_latent_attention

@@ -112,3 +112,12 @@ def pad(work: Sequence[Microbatch], multiple: int) -> list[Item]:
     """
     padding = [Item(work[-1], True)] * (-len(work) % multiple)
     return [*(Item(microbatch, False) for microbatch in work), *padding]
+
+
+def summed_loss(losses: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The loss of a microbatch: the sum of its tokens' losses in fp32, and the number of tokens that count (int64).
+
+    `mask` is 0 at tokens that do not count and 1 at all others. Without one all count, and the number is None.
+    """
+    losses = losses.float()
+    return (losses.sum(), None) if mask is None else ((losses * mask).sum(), mask.count_nonzero())

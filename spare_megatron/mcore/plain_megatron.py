@@ -19,9 +19,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore import cpu
-from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.mcore.pipeline import summed_loss
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -117,15 +118,16 @@ def _batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     for index in range(config.spare.ramp.at(step)):
         batch = corpus.microbatch(step, Microbatch(shard, index))
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        yield on_device(batch, config, device, parallel_state.get_context_parallel_group())
 
 
 def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    output = module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = module(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
 
     def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        loss = losses.float().sum()
-        return loss, torch.tensor(losses.numel(), dtype=torch.int), {"loss": loss.detach()}
+        loss, counted = summed_loss(losses, batch.get("loss_mask"))
+        num_tokens = torch.tensor(losses.numel(), dtype=torch.int) if counted is None else counted.int()
+        return loss, num_tokens, {"loss": loss.detach()}
 
     return output, loss_function

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
-from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
@@ -32,7 +32,7 @@ from spare_megatron.mcore.parameters import (
     parameters_sha256,
 )
 from spare_megatron.mcore.partitions import StatePartitions
-from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, summed_loss
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.ready_buckets import OnReady, ReadyBuckets
@@ -60,7 +60,7 @@ class IncompleteSum(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """Outcome of an update, with the step's mean cross entropy per token (nats) and gradient norm before clipping."""
+    """Outcome of an update, with the step's mean loss per token that counts and gradient norm before clipping."""
 
     num_microbatches: int
     loss: float
@@ -108,7 +108,6 @@ class GroupTrainer:
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config)
-        self._tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
@@ -158,16 +157,16 @@ class GroupTrainer:
 
     # ----------------------------------------------------------------------------------------------- committing
 
-    def loss_sum(self) -> float | None:
-        """Cross entropy of the step over all groups, summed over tokens; None except on the last pipeline stage."""
-        return self.gradients.totals().loss_sum if self.chunks[-1].is_last else None
+    def loss_sum(self) -> LossSum | None:
+        """Loss of the step over all groups; None except on the last pipeline stage."""
+        return self.gradients.totals().loss if self.chunks[-1].is_last else None
 
-    def update(self, loss_sum: float, squares: float | None = None) -> UpdateResult:
+    def update(self, loss: LossSum, squares: float | None = None) -> UpdateResult:
         """Applies the sums over all groups to the parameters; with stacked state, to the state partitions hosted here.
 
-        `loss_sum` is that of the last stage; `squares` as in `StackedOptimizer.step`. Collective over: all ranks of the
-        group. Raises IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a
-        step.
+        `loss` is that of the last stage, whose number of tokens divides the sums; `squares` as in
+        `StackedOptimizer.step`. Collective over: all ranks of the group. Raises IncompleteSum, with nothing changed, if
+        a bucket does not count exactly the microbatches of a step.
         """
         num_microbatches = self._config.layout.num_groups * self._config.spare.ramp.at(self._step)
         counted = self.gradients.totals().num_microbatches
@@ -177,16 +176,15 @@ class GroupTrainer:
                     f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
                     f"the step has {num_microbatches}"
                 )
-        num_tokens = num_microbatches * self._tokens_per_microbatch
-        self.gradients.finish(1.0 / num_tokens)
+        self.gradients.finish(1.0 / loss.divisor)
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
-            grad_norm, learning_rate = self.stacked.step(squares / num_tokens**2)
+            grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
             num_microbatches=min(counted),
-            loss=loss_sum / num_tokens,
+            loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
@@ -269,34 +267,35 @@ class GroupTrainer:
             )
         batch = self._batch(chunk, item.microbatch)
         output = chunk.module(
-            batch.get("tokens"), batch.get("position_ids"), None, labels=batch["labels"] if chunk.is_last else None
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch["labels"] if chunk.is_last else None,
         )
 
         def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            loss = losses.float().sum()
+            total, num_tokens = summed_loss(losses, batch.get("loss_mask"))
             if item.is_padding:
-                loss = loss * 0.0
+                total = total * 0.0
             else:
-                self.gradients.add_loss(self._over_context(loss.detach()))
-            return loss, self._schedule_tokens, {}
+                self.gradients.add_loss(*map(self._over_context, (total.detach(), num_tokens)))
+            return total, self._schedule_tokens, {}
 
         return output, loss_function
 
     def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
-        """What a chunk needs of a microbatch; empty for chunks between the ends of the model."""
-        if not (chunk.is_first or chunk.is_last):
+        """What a chunk needs of a microbatch; without a mask, nothing for chunks between the ends of the model."""
+        if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
             return {}
         with self._probe.during(Operation.STORAGE):
             batch = self.corpus.microbatch(self._step, microbatch)
-        if self._device.type != "cpu":
-            batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
-        return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
+        return on_device(batch, self._config, self._device, self.process_groups.cp)
 
-    def _over_context(self, loss: Tensor) -> Tensor:
-        """The loss over the whole sequence; each context-parallel rank computes its part."""
-        if self.process_groups.cp.size() == 1:
-            return loss
-        whole = loss.clone()
+    def _over_context(self, part: Tensor | None) -> Tensor | None:
+        """A sum over the whole sequence; each context-parallel rank computes its part."""
+        if part is None or self.process_groups.cp.size() == 1:
+            return part
+        whole = part.clone()
         torch.distributed.all_reduce(whole, group=self.process_groups.cp)
         return whole
 

@@ -6,7 +6,6 @@ waits there in groups of several ranks. Those buckets are judged on the device, 
 sums arrive.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,7 @@ from spare_megatron.core.events import Event, VotesRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import RankProbe
@@ -57,8 +57,8 @@ class Reduction:
         self._progress = progress
         self._attempt = -1
         self._is_early = False  # whether buckets of this attempt may be sent while computing
-        self.loss_sum = math.nan
-        """The summed loss of the last attempt, on every rank of the group; NaN unless it was complete."""
+        self.loss: LossSum | None = None
+        """The summed loss of the last attempt, on every rank of the group; None unless it was complete."""
         self.compute_s: Sequence[float] = ()
         """Seconds that each rank of the group computed for the last attempt; empty if the group abstained."""
 
@@ -133,12 +133,12 @@ class Reduction:
                 is_complete=is_complete,
                 num_complete=self._buckets.num_complete,
                 work_digest=work_digest,
-                loss_sum=self._buckets.loss_sum(),
+                loss=self._buckets.loss_sum(),
                 compute_s=self._probe.compute_s(),
                 finding=finding,
             )
         self._raise_if_unsound(opinion.finding, step)
-        self.loss_sum, self.compute_s = opinion.loss_sum, opinion.compute_s
+        self.loss, self.compute_s = opinion.loss, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
         votes = self._cast(action, opinion, work_digest, digests, restored=restored)
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)
@@ -166,7 +166,7 @@ class Reduction:
     def _abstain(self, action: AttemptReduce) -> list[Event]:
         """Votes without reducing. Collective over: all ranks of the group."""
         self._buckets.communicator.evidence, self.compute_s = self._progress.gather_evidence, ()
-        opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
+        opinion = GroupOpinion(is_complete=False, loss=None, num_complete=())
         return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)
 
     def _cast(

@@ -102,8 +102,9 @@ class StepExecutor:
         self._probe(FaultPoint.AFTER_COMMIT)
         num_steps = action.step + 1
         self._saves.await_copies(num_steps)
+        assert self._reduction.loss is not None, "a commit needs the group's own complete sum"
         with self._probe.during(Operation.UPDATE), self._source.changing(num_steps):
-            result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)
+            result = self._trainer.update(self._reduction.loss, self._reduction.squares)
         step_s = self._progress.now.spent_s
         self._reports.write_update(action.attempt, result, self._reduction.compute_s, step_s)
         self._saves.report_finished()

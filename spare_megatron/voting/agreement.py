@@ -18,6 +18,7 @@ from spare_megatron.core.actions import CheckpointCandidate, Reading
 from spare_megatron.core.entries import Entry, Fence, decode_entry, encode_entry
 from spare_megatron.core.events import RestartState, VotesRead
 from spare_megatron.core.gradient_guard import GradientFinding
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.core.votes import decode_vote
@@ -43,12 +44,12 @@ class GroupBroken(Exception):
 class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
-    `is_complete`: every rank holds the whole cross-group sum. `loss_sum`: NaN unless complete. Per rank, `num_complete`
+    `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete. Per rank, `num_complete`
     buckets are summed and passes took `compute_s` seconds. `finding`: the worst about the group's own gradients.
     """
 
     is_complete: bool
-    loss_sum: float
+    loss: LossSum | None
     num_complete: tuple[int, ...]
     compute_s: tuple[float, ...] = ()
     finding: GradientFinding = GradientFinding.SOUND
@@ -110,7 +111,7 @@ class GroupAgreement:
         is_complete: bool,
         num_complete: int,
         work_digest: str,
-        loss_sum: float | None,
+        loss: LossSum | None,
         finding: GradientFinding,
         compute_s: float = 0.0,
     ) -> GroupOpinion:
@@ -122,24 +123,24 @@ class GroupAgreement:
             is_complete: Whether this rank holds the whole sum.
             num_complete: Number of buckets whose sums it holds.
             work_digest: Hex digest of the work this rank computed in the step.
-            loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
+            loss: The summed loss where this rank knows it (last pipeline stage), else None.
             finding: About this rank's own gradients.
             compute_s: Seconds of its forward and backward passes in the step.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
-        loss = -math.inf if loss_sum is None else loss_sum
+        known = (-math.inf, -math.inf) if loss is None else loss  # a float64 counts tokens up to 2^53
         num_ranks = self._ranks.size()
         of_ranks = [0.0] * 2 * num_ranks
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
-        own = [float(not is_complete), work, -work, loss, float(finding)]
+        own = [float(not is_complete), work, -work, *known, float(finding)]
         mine = torch.tensor([*own, *of_ranks], dtype=torch.float64)
         self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
-        has_failed, highest, negated_lowest, loss, worst, *of_ranks = mine.tolist()
+        has_failed, highest, negated_lowest, total, num_tokens, worst, *of_ranks = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         return GroupOpinion(
             is_complete=not has_failed,
-            loss_sum=math.nan if has_failed else loss,
+            loss=None if has_failed else LossSum(total, int(num_tokens)),
             num_complete=tuple(map(int, of_ranks[:num_ranks])),
             compute_s=tuple(of_ranks[num_ranks:]),
             finding=GradientFinding(int(worst)),

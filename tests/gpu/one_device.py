@@ -171,8 +171,7 @@ def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
     trainer.begin_step(1)
     trainer.compute(all_work(config))
     thread.join()
-    loss_sum = reduce_alone(trainer).loss_sum
-    trainer.update(loss_sum)
+    trainer.update(reduce_alone(trainer).loss)
     return before, memory[:], _whole_state(trainer)
 
 
@@ -208,7 +207,7 @@ def joined_beside_training(device: torch.device, config: RunConfig) -> tuple[byt
     if failures:
         raise failures[0]
     with source.changing(2):
-        donor.update(reduce_alone(donor).loss_sum)
+        donor.update(reduce_alone(donor).loss)
     server.close()
     taken = _whole_state(newcomer)
     _train(newcomer, config, 1)
@@ -268,4 +267,4 @@ def _whole_state(trainer: GroupTrainer) -> bytes:
 def _train(trainer: GroupTrainer, config: RunConfig, step: int) -> float:
     trainer.begin_step(step)
     trainer.compute(all_work(config))
-    return trainer.update(reduce_alone(trainer).loss_sum).loss
+    return trainer.update(reduce_alone(trainer).loss).loss

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.trainer import GroupTrainer
-from tests.integration.mcore_group import CPU, all_work, reduce_alone
+from tests.integration.mcore_group import CPU, agreed_loss, all_work, reduce_alone
 
 Curve = list[tuple[float, float, float]]
 """Of each step the loss, the norm of the gradient and the learning rate."""
@@ -41,9 +40,7 @@ def train(trainer: GroupTrainer, config: RunConfig, steps: range) -> Curve:
         trainer.begin_step(step)
         trainer.compute(all_work(config))
         reduce_alone(trainer)
-        loss = torch.tensor([trainer.loss_sum() or 0.0], dtype=torch.float64)
-        dist.all_reduce(loss)
-        result = trainer.update(float(loss) / config.layout.tensor_parallel)
+        result = trainer.update(agreed_loss(trainer))
         curve.append((result.loss, result.grad_norm, result.learning_rate))
     return curve
 

@@ -25,10 +25,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.gradients import NUM_EXTRAS, FloatSums, Totals
+from spare_megatron.mcore.data import Corpus, on_device
+from spare_megatron.mcore.gradients import FloatSums, Totals
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
 from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
@@ -155,13 +156,14 @@ def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microba
 def staged(trainer: GroupTrainer) -> torch.Tensor:
     """The local gradient sums of all buckets as they are staged, then their extras; the last of those are those of all.
 
-    These are how many groups' sums are unsound, their count and their loss.
+    These are the tokens that count, where they are counted, how many groups' sums are unsound, their count and loss.
     """
     sums = trainer.gradients
     parts = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
     assert {int(part[-2]) for part in parts} == {int(parts[-1][-2])}
     assert not any(part[-1] for part in parts[:-1])
-    return torch.cat([*(part[:-NUM_EXTRAS] for part in parts), parts[-1][-NUM_EXTRAS:]])
+    gradients = [part[: len(elements)] for part, elements in zip(parts, sums.buckets, strict=True)]
+    return torch.cat([*gradients, sums.extras(parts[-1])])
 
 
 def kept_sums(
@@ -235,9 +237,10 @@ def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
     """Puts a sum over groups of what `staged` gives."""
     sums = trainer.gradients
     for bucket, elements in enumerate(sums.buckets):
-        extras = total[-NUM_EXTRAS:].clone()
+        extras = total[sums.buckets[-1].stop :].clone()
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
+            extras[:-3] = 0
         staging = torch.cat([total[elements.start : elements.stop], extras])
         sums.on_summed(bucket, staging)
         sums.put(bucket, staging)
@@ -249,21 +252,26 @@ def reduce_alone(trainer: GroupTrainer) -> Totals:
     return put_all(trainer, staged(trainer))
 
 
+def agreed_loss(trainer: GroupTrainer) -> LossSum:
+    """The loss of the last stage, on every rank of the group, as its ranks agree on it before a vote."""
+    known = torch.tensor(trainer.loss_sum() or (-math.inf, -math.inf), dtype=torch.float64)
+    dist.all_reduce(known, op=dist.ReduceOp.MAX)
+    total, num_tokens = known.tolist()
+    return LossSum(total, int(num_tokens))
+
+
 def reference_sums(
     config: RunConfig, parameters: Arrays, work: Sequence[Microbatch], step: int = 0
 ) -> tuple[float, Arrays]:
     """Loss and gradients summed over the work of a step, of the full model on one rank, by plain autograd."""
     config = replace(config, layout=replace(config.layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=1))
-    model, corpus = _full_model(config), Corpus(config)
+    model, corpus = _full_model(config, parameters), Corpus(config)
     named = dict(model.named_parameters())
-    assert named.keys() == parameters.keys()
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(torch.from_numpy(parameters[name][: len(parameter)]))
     loss_sum = 0.0
     for microbatch in work:
-        batch = corpus.microbatch(step, microbatch)
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
+        batch = on_device(corpus.microbatch(step, microbatch), config, CPU, model.pg_collection.cp)
+        mask = batch.get("attention_mask")
+        loss = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).sum()
         loss.backward()
         loss_sum += loss.item()
     gradients = {name: np.zeros_like(value) for name, value in parameters.items()}
@@ -272,13 +280,23 @@ def reference_sums(
     return loss_sum, gradients
 
 
-def _full_model(config: RunConfig) -> torch.nn.Module:
-    """With a vocabulary that is not padded."""
+def token_losses(config: RunConfig, parameters: Arrays) -> tuple[Arrays, np.ndarray]:
+    """The batch of step 0, and the loss of each of its tokens by the full model."""
+    model, corpus = _full_model(config, parameters), Corpus(config)
+    batches = [corpus.microbatch(0, microbatch) for microbatch in all_work(config)]
+    with torch.no_grad():
+        losses = [model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]) for batch in batches]
+    whole = {key: torch.stack([batch[key] for batch in batches]).numpy() for key in batches[0]}
+    return whole, torch.stack(losses).numpy()
+
+
+def _full_model(config: RunConfig, parameters: Arrays) -> torch.nn.Module:
+    """With these parameters, and a vocabulary that is not padded."""
     cpu.install()
     transformer = transformer_config(config, CPU)
     spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
-    return GPTModel(
+    model = GPTModel(
         config=transformer,
         transformer_layer_spec=spec,
         vocab_size=config.model.vocab_size,
@@ -288,6 +306,12 @@ def _full_model(config: RunConfig) -> torch.nn.Module:
         rotary_base=config.model.rope_base,
         pg_collection=build_process_groups(config.parallel, CPU, timedelta(seconds=TIMEOUT_S / 2)),
     )
+    named = dict(model.named_parameters())
+    assert named.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(torch.from_numpy(parameters[name][: len(parameter)]))
+    return model
 
 
 def update_once(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays, Arrays]:
@@ -295,12 +319,19 @@ def update_once(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays, Arrays
     trainer = GroupTrainer(config, CPU)
     _whole_step(trainer, config)
     before = _values(trainer)
-    loss_sum = trainer.loss_sum()
     mean = 1.0 / _num_tokens(config)
     assert isinstance(trainer.gradients, FloatSums), "main_grad holds the sums"
     gradients = {named.name: (named.main_grad * mean).numpy() for named in trainer.parameters_named()}
-    result = trainer.update(0.0 if loss_sum is None else loss_sum)
+    result = trainer.update(agreed_loss(trainer))
     return result, before, gradients, _values(trainer)
+
+
+def whole_update(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays]:
+    """The same without gradients, for sums of any kind."""
+    trainer = GroupTrainer(config, CPU)
+    _whole_step(trainer, config)
+    before = _values(trainer)
+    return trainer.update(agreed_loss(trainer)), before, _values(trainer)
 
 
 def update_several(config: RunConfig, num_steps: int) -> list[Arrays]:
@@ -309,7 +340,7 @@ def update_several(config: RunConfig, num_steps: int) -> list[Arrays]:
     values = []
     for step in range(num_steps):
         _whole_step(trainer, config, step)
-        trainer.update(0.0)
+        trainer.update(agreed_loss(trainer))
         values.append(_values(trainer))
     return values
 
@@ -322,7 +353,7 @@ def update_with_a_missing_microbatch(config: RunConfig) -> tuple[str, bool]:
     trainer.compute(all_work(config)[:-1])
     reduce_alone(trainer)
     try:
-        trainer.update(0.0)
+        trainer.update(LossSum(0.0, 0))
     except IncompleteSum as error:
         return str(error), trainer.params_sha256() == before
     return "", False

@@ -15,7 +15,7 @@ from spare_megatron.mcore.corruption import corrupt
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
-from tests.integration.mcore_group import CPU, all_work, reduce_alone
+from tests.integration.mcore_group import CPU, agreed_loss, all_work, reduce_alone
 
 _ODD = 997
 """Bytes of a piece: ends in the middle of tensors and of numbers."""
@@ -157,7 +157,7 @@ def _train(trainer: GroupTrainer, config: RunConfig, step: int) -> UpdateResult:
     trainer.begin_step(step)
     trainer.compute(all_work(config))
     reduce_alone(trainer)
-    return trainer.update(0.0)
+    return trainer.update(agreed_loss(trainer))
 
 
 def _whole(tensors: TensorBytes) -> bytes:

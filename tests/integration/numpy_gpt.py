@@ -15,7 +15,7 @@ def token_losses(model: ModelConfig, parameters: Arrays, tokens: np.ndarray, lab
     table = weights["embedding.word_embeddings.weight"][: model.vocab_size]
     hidden = table[tokens]
     if model.position_embedding == "learned_absolute":
-        hidden = hidden + weights["embedding.position_embeddings.weight"]
+        hidden = hidden + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
     for index in range(model.num_layers):
         prefix = f"decoder.layers.{index}."
         layer = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

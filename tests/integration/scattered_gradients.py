@@ -8,7 +8,7 @@ from spare_megatron.mcore.flat_gradients import flat_parameters
 from spare_megatron.mcore.tied_parameters import needed_everywhere
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import PartitionId
-from tests.integration.mcore_group import CPU, all_work
+from tests.integration.mcore_group import CPU, agreed_loss, all_work
 from tests.integration.stacked_groups import stacked
 
 
@@ -26,8 +26,7 @@ def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
         sums.on_summed(bucket, staged)
     num_counted = min(sums.totals().num_microbatches)
     trainer._num_microbatches = num_counted  # of a step of one group
-    loss = trainer.loss_sum() or 0.0
-    of_parts = trainer.update(loss, squares).grad_norm
+    of_parts = trainer.update(agreed_loss(trainer), squares).grad_norm
     optimizer = stacked(trainer)
     return of_parts, optimizer.step()[0], sum(map(len, parts))
 

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.corruption import flip_bit
@@ -22,7 +23,7 @@ from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from spare_megatron.stacking.layout import GroupId, PartitionId, ShardId
 from spare_megatron.stacking.placement import Placement, make_placement
-from tests.integration.mcore_group import CPU, Arrays, all_work, put_all, staged
+from tests.integration.mcore_group import CPU, Arrays, agreed_loss, all_work, put_all, staged
 from tests.integration.mcore_state_group import hand_over
 
 
@@ -58,7 +59,7 @@ def values_of(trainer: GroupTrainer, number: PartitionId) -> torch.Tensor:
     return out
 
 
-def summed(trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> tuple[torch.Tensor, float]:
+def summed(trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> tuple[torch.Tensor, LossSum]:
     """The sum over groups, each of which computes the shard of its number, and the loss."""
     buffers = []
     for group, trainer in enumerate(trainers):
@@ -67,10 +68,10 @@ def summed(trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> tu
         buffers.append(staged(trainer))
     whole = torch.stack(buffers).sum(dim=0)
     put_all(trainers[0], whole)
-    return whole, trainers[0].loss_sum() or 0.0
+    return whole, agreed_loss(trainers[0])
 
 
-def updated(trainer: GroupTrainer, total: torch.Tensor, loss: float) -> UpdateResult:
+def updated(trainer: GroupTrainer, total: torch.Tensor, loss: LossSum) -> UpdateResult:
     """Applies a sum over groups."""
     put_all(trainer, total)
     return trainer.update(loss)

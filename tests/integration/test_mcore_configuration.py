@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.model_shape import padded_vocab_size
-from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.config.validate_training import COUNTED_WITH
@@ -173,6 +173,14 @@ def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device:
         transformer = transformer_config(config, torch.device(device))
         with pytest.raises(ValueError, match=rf"megatron\.{next(iter(fields))}=.*only layers of transformer-engine"):
             layer_spec(config, transformer, torch.device(device))
+
+
+def test_layers_that_are_not_given_masks_of_documents_are_refused_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gpu = RunConfig(data=DataConfig(reset_attention_mask=True, end_of_document=0)), torch.device("cuda")
+    layer_spec(config, transformer_config(config, gpu), gpu)
+    monkeypatch.setattr("spare_megatron.mcore.model.uses_transformer_engine", lambda *_: True)
+    with pytest.raises(ValueError, match=r"data\.reset_attention_mask=true needs model\.transformer_impl=local"):
+        layer_spec(config, transformer_config(config, gpu), gpu)
 
 
 @pytest.mark.parametrize("field", ["sequence_parallel", "persist_layer_norm"])

@@ -24,9 +24,10 @@ from spare_megatron.config.schema import (
     RunConfig,
     SpareConfig,
     TrainConfig,
+    ValidationCorpus,
 )
 from spare_megatron.mcore.corpus_writer import CorpusCounts, write_corpus
-from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index
+from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index, validation_sets
 from tests.integration.mcore_group import all_work, read_tokens, run_group, work_of
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
@@ -223,6 +224,45 @@ def test_a_split_cuts_documents_where_megatron_cuts_them(config: RunConfig, tmp_
     assert [windows[number].tolist() for number in range(len(windows))] == [
         text[first : first + 17] for first in range(0, len(windows) * 16, 16)
     ]
+
+
+def test_validation_sets_are_whole_corpora_of_their_own_beside_the_split(config: RunConfig, tmp_path: Path) -> None:
+    """Also masks: those of Megatron's dataset for the same text."""
+    end = 5
+    texts = {name: np.random.default_rng(seed).integers(0, 9, 16 * 9 + seed) for seed, name in enumerate("abc")}
+    for name, tokens in texts.items():
+        write_corpus([tokens[:40], tokens[40:]], tmp_path / name)
+    own = tuple(ValidationCorpus(name=name, corpus=str(tmp_path / name)) for name in texts)
+    masked = replace(config.data, validation=own, split="3,1", eod_mask_loss=True, end_of_document=end)
+    sets = validation_sets(replace(config, data=masked))
+    assert list(sets) == ["validation", *texts]
+    split = ValidationWindows(split_in(config, "3,1"))
+    assert [window.tolist() for window in map(split.__getitem__, range(len(split)))] == [
+        window.tolist() for window in map(sets["validation"].__getitem__, range(len(sets["validation"])))
+    ]
+    for name, tokens in texts.items():
+        windows = sets[name]
+        assert len(windows) == (len(tokens) - 1) // 16
+        for number in range(len(windows)):
+            text, sample = tokens[16 * number :][:17], windows.sample(number)
+            assert windows[number].tolist() == text.tolist()
+            assert (sample["tokens"].tolist(), sample["labels"].tolist()) == (text[:-1].tolist(), text[1:].tolist())
+            assert sample["position_ids"].tolist() == list(range(16))
+            assert sample["loss_mask"].tolist() == (text[:-1] != end).tolist()
+    prepare_index(replace(config, data=masked))
+    corpus = Corpus(replace(config, data=masked))
+    assert corpus.microbatch(0, work_of((0, 0))[0]).keys() == sets["a"].sample(0).keys()
+    assert "loss_mask" not in split.sample(0)
+
+
+def test_a_validation_set_of_less_than_a_window_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    write_corpus([bytes(16)], tmp_path / "short")
+    short = ValidationCorpus(name="a", corpus=str(tmp_path / "short"))
+    config = replace(config, data=replace(config.data, validation=(short,)))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/short has 16 tokens, a sample needs model.seq_length \+ 1 = 17"):
+        prepare_index(config)
+    with pytest.raises(ValueError, match=r"data\.validation has no set named b"):
+        ValidationWindows(config, "b")
 
 
 def test_windows_of_a_blend_are_those_of_each_corpus(blended: RunConfig) -> None:

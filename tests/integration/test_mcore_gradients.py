@@ -21,7 +21,6 @@ from spare_megatron.config.schema import (
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.gradients import NUM_EXTRAS
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
 
@@ -77,9 +76,23 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     assert relative_distance(gradients, expected) < 1e-6
     for totals, _ in ranks:
         assert set(totals.num_microbatches) == {len(WORK)}
-    last_stage_losses = [totals.loss_sum for totals, _ in ranks if totals.loss_sum]
+    last_stage_losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
     assert len(last_stage_losses) == config.layout.tensor_parallel
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["four stages", "interleaved"])
+def test_every_stage_masks_documents(make_config: MakeConfig, layout: str) -> None:
+    """Also those in the middle, which read nothing else of a batch."""
+    config = make_config(model={"position_embedding": "rope"}, **LAYOUTS[layout])
+    # Any token may end a document.
+    config = replace(config, data=replace(config.data, reset_attention_mask=True, end_of_document=7))
+    values, gradients = whole_model(run_group(group.compute_sums, config, WORK), config)
+    _, expected = run_group(group.reference_sums, only_rank(config), values, WORK)[0]
+    assert relative_distance(gradients, expected) < 1e-6
+    unmasked = replace(config, data=replace(config.data, reset_attention_mask=False))
+    _, others = run_group(group.reference_sums, only_rank(unmasked), values, WORK)[0]
+    assert relative_distance(gradients, others) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -157,7 +170,7 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
         np.testing.assert_array_equal(kept[:end], 3 * first[:end])
         np.testing.assert_array_equal(kept[end:], whole[end:])
         assert num_kept == 0 or np.any(first[:end])
-        assert np.any(first[end:-NUM_EXTRAS] != whole[end:-NUM_EXTRAS])
+        assert np.any(first[end:-3] != whole[end:-3])
 
 
 def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_config: MakeConfig) -> None:
@@ -169,8 +182,8 @@ def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_
     assert 2**-12 < distance < 2**-8
     assert len(totals.num_microbatches) > 2
     assert set(totals.num_microbatches) == {3 * (593 + len(group.all_work(config)))}
-    assert totals.loss_sum == pytest.approx(3 * loss, rel=1e-6)
-    assert totals.loss_sum > 1.0
+    assert totals.loss.total == pytest.approx(3 * loss, rel=1e-6)
+    assert totals.loss.total > 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What the settings of `[model]` compute, against a GPT written in NumPy; and the vocabulary's padding."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from spare_megatron.config.model_shape import model_shape
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, ValidationCorpus
+from spare_megatron.journal.records import RunRecord
 from spare_megatron.mcore.attention import window_mask
 from spare_megatron.mcore.data import Corpus, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -91,20 +93,23 @@ def test_the_window_mask_is_that_of_every_pair(length: int, num_before: int) -> 
 
 
 def test_a_llama_ends_with_the_bits_of_the_run_without_failures(text_corpus: Path, tmp_path: Path) -> None:
-    """Two stages, a padded vocabulary and a window, in reproducible mode."""
+    """Two stages, a padded vocabulary, a window, and documents apart in attention and loss, in reproducible mode."""
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     model = {**LLAMA, "num_query_groups": 1, "qk_norm": True, "sliding_window": 9, "vocab_size": 300}
     faults = [kill("backward", 1, 1), kill("in_reduce", 2, 2, 1)]
-    runs = [
-        complete_run(
-            tiny_config(text_corpus, layout, mode="reproducible", faults=given, hidden_dropout=0.1, **model),
-            tmp_path / str(len(given)),
-        )
-        for given in ([], faults)
-    ]
+    data = {"eod_mask_loss": True, "reset_attention_mask": True, "end_of_document": ord("\n")}
+    data["validation"] = (ValidationCorpus(name="same", corpus=str(text_corpus)),)
+    runs = []
+    for given in ([], faults):
+        config = tiny_config(text_corpus, layout, mode="reproducible", faults=given, hidden_dropout=0.1, **model)
+        config = replace(config, data=replace(config.data, **data))
+        runs.append(complete_run(config, tmp_path / str(len(given))))
     for run in runs:
         assert_masked(run)
     whole, masked = runs
+    (record,) = masked.journal.of(RunRecord)
+    assert record.validation == f"same: {record.corpus}"
+    assert record.masks == "data.eod_mask_loss=True, data.reset_attention_mask=True, data.end_of_document=10"
     assert losses_of(masked.journal) == losses_of(whole.journal)
     assert params_of(masked) == params_of(whole)
     assert masked.summary.params_sha256 == whole.summary.params_sha256

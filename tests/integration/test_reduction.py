@@ -17,6 +17,7 @@ from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, 
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, UnsoundGradient
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
@@ -79,7 +80,7 @@ class Sums:
         return self.local[elements.start : elements.stop]
 
     def totals(self) -> Totals:
-        return Totals(num_microbatches=(2,) * NUM_BUCKETS, loss_sum=0.0)
+        return Totals(num_microbatches=(2,) * NUM_BUCKETS, loss=LossSum(0.0, 1))
 
 
 class Communicator:
@@ -159,7 +160,7 @@ class Agreement:
     def settle(self, *, is_complete: bool, num_complete: int, finding: GradientFinding, **_rest: Any) -> GroupOpinion:
         return GroupOpinion(
             is_complete=is_complete,
-            loss_sum=0.0,
+            loss=LossSum(0.0, 1),
             num_complete=(num_complete,),
             compute_s=(0.5,),
             finding=max(finding, self.found),
@@ -197,7 +198,7 @@ class Rank:
         buckets = BucketExchange(
             position=0,
             is_alone=is_alone,
-            trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
+            trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1)),
             communicator=self.communicator,
             bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),

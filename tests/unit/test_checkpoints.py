@@ -357,6 +357,24 @@ def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() 
     assert differences(earlier, silu) == [], "a checkpoint of an earlier version"
 
 
+def test_what_counts_for_the_loss_is_a_term_of_the_training_where_not_every_token_does() -> None:
+    masked = replace(CONFIG, data=replace(CONFIG.data, eod_mask_loss=True, end_of_document=0))
+    assert terms_of(masked).keys() - terms_of(CONFIG).keys() == {"data.eod_mask_loss", "data.end_of_document"}
+    unused = replace(CONFIG, data=replace(CONFIG.data, end_of_document=0))
+    assert terms_of(unused) == terms_of(CONFIG)
+    assert "data.eod_mask_loss = True, and the checkpoint was trained with False; set it to that" in differences(
+        terms_of(CONFIG), masked
+    )
+    assert "data.eod_mask_loss = False, and the checkpoint was trained with True; set it to that" in differences(
+        terms_of(masked), CONFIG
+    )
+    other = replace(masked, data=replace(masked.data, end_of_document=1))
+    assert differences(terms_of(masked), other) == [
+        "data.end_of_document = 1, and the checkpoint was trained with 0; set it to that"
+    ]
+    assert differences(terms_of(masked), masked) == []
+
+
 def reading(identity: str, config: RunConfig = CONFIG, *, is_allowed: bool = False) -> RunConfig:
     checkpoint = replace(config.checkpoint, allow_other_corpus=is_allowed)
     return replace(config, data=replace(config.data, corpus="OTHER", identity=identity), checkpoint=checkpoint)

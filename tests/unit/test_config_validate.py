@@ -273,6 +273,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["control.startup_timeout_s=1e10"], "control.startup_timeout_s=1e+10 exceeds 1e+08 (three years), and longer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
+        (
+            ["data.reset_position_ids=true", "model.position_embedding=rope"],
+            "data.reset_position_ids=true has no effect on model.position_embedding=rope, which ignores the ids of",
+        ),
     ],
 )
 def test_a_problem_names_the_value_and_the_setting(overrides: list[str], expected: str) -> None:
@@ -297,6 +301,38 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
     assert "data.corpus=c has 1073741824 sequences in an epoch, whose sample index takes 12 GiB to build, but" in text
     assert "this machine has 8 GiB of memory for it" in text
     assert problems(configured("train.steps=1000000000000", "model.seq_length=128"), machine) == []
+
+
+def test_documents_are_kept_apart_by_layers_without_transformer_engine_alone() -> None:
+    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    engine = ("data.reset_attention_mask=true", "model.transformer_impl=transformer_engine")
+    assert "needs attention by torch, but model.transformer_impl=tr" in only_problem(*engine, machine=machine)
+    text = only_problem("data.reset_attention_mask=true", "layout.context_parallel=2", machine=machine)
+    assert "with layout.context_parallel=2 is that of transformer-engine; set model.transformer_impl=local" in text
+    assert problems(configured("data.reset_attention_mask=true", "data.reset_position_ids=true"), machine) == []
+    assert problems(configured("data.reset_attention_mask=true", "model.position_embedding=rope"), machine) == []
+
+
+def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:
+    machine = dataclasses.replace(CPU, corpus=corpus_with())
+    text = only_problem("data.eod_mask_loss=true", machine=machine)
+    assert "no note of `spare preprocess` names one for all of data.corpus=c; write it anew, or set" in text
+    assert problems(configured("data.eod_mask_loss=true", "data.end_of_document=255"), machine) == []
+    assert "data.end_of_document=256 is not below model.vocab_size=256" in only_problem(
+        "data.eod_mask_loss=true", "data.end_of_document=256", machine=machine
+    )
+    noted = dataclasses.replace(CPU, corpus=corpus_with(end_of_document=0))
+    assert problems(configured("data.eod_mask_loss=true"), noted) == []
+    assert "by its note data.corpus=c ends documents with token 0; clear the setting" in only_problem(
+        "data.eod_mask_loss=true", "data.end_of_document=1", machine=noted
+    )
+
+
+def test_more_groups_or_tokens_than_fp32_counts_are_refused_where_tokens_are_counted() -> None:
+    counted = ("data.eod_mask_loss=true", "data.end_of_document=0", "train.micro_batch_size=4294967296")
+    text = only_problem(*counted, machine=dataclasses.replace(CPU, corpus=corpus_with()))
+    assert "reduce.mode=fast in up to 4096 groups and 68719476736 tokens of a step, not in 4 groups and" in text
+    assert problems(configured(*counted, "reduce.mode=reproducible"), CPU) == []
 
 
 def test_ranks_that_the_kernel_would_kill_for_memory_are_a_problem_on_cpus_only() -> None:

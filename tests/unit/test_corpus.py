@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,16 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config import corpus as corpus_module
-from spare_megatron.config.corpus import CorpusFacts, is_same_corpus, judge_corpus, note_of, read_corpus
-from spare_megatron.config.schema import BlendedCorpus, DataConfig
+from spare_megatron.config.corpus import (
+    CorpusFacts,
+    is_same_corpus,
+    judge_corpus,
+    note_of,
+    read_corpus,
+    validation_names,
+)
+from spare_megatron.config.schema import BlendedCorpus, DataConfig, ModelConfig, RunConfig, ValidationCorpus
+from spare_megatron.config.validate import Machine, problems
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
@@ -227,6 +236,76 @@ def test_a_tokenizer_counts_where_both_name_one() -> None:
     assert not is_same_corpus(unknown, "ab12, 10 tokens, tokenizer byte")
 
 
+# --------------------------------------------------------------------------------------------------- validation sets
+
+
+@pytest.fixture
+def with_sets(prefix: Path, tmp_path: Path) -> DataConfig:
+    """A corpus whose facts fit the default model, with two validation sets."""
+    for name in ("one", "two"):
+        write_tiny_corpus(tmp_path / name, [list(range(100))])
+    sets = tuple(ValidationCorpus(name=name, corpus=str(tmp_path / name)) for name in ("one", "two"))
+    return DataConfig(corpus=str(prefix), validation=sets)
+
+
+def problems_of(data: DataConfig, **model: Any) -> list[str]:
+    facts, failure = judge_corpus(data)
+    machine = Machine(num_gpus=0, num_cores=64, has_corpus=facts is not None, corpus_failure=failure, corpus=facts)
+    return problems(RunConfig(data=data, model=ModelConfig(**model)), machine)
+
+
+def test_each_validation_set_is_found_and_named(with_sets: DataConfig) -> None:
+    facts, failure = judge_corpus(with_sets)
+    assert (failure, facts is not None) == ("", True)
+    assert facts is not None
+    assert facts.validation == tuple(read_corpus(one.corpus) for one in with_sets.validation)
+    assert validation_names(with_sets) == ("one", "two")
+    assert validation_names(replace(with_sets, split="9,1")) == ("validation", "one", "two")
+    assert validation_names(replace(with_sets, split="9,0,1")) == ("one", "two")
+    assert problems_of(with_sets) == []
+
+
+def test_validation_sets_that_cannot_be_read_are_refused_before_anything_starts(
+    with_sets: DataConfig, tmp_path: Path
+) -> None:
+    one = f"data.validation: name=one, corpus={tmp_path}/one"
+    assert problems_of(with_sets, vocab_size=257, seq_length=99) == []
+    assert problems_of(with_sets, vocab_size=257, seq_length=100) == [
+        f"data.validation: name={name}, corpus={tmp_path}/{name} has 100 tokens, a window needs model.seq_length + 1 = "
+        f"101; use a larger corpus or shorter sequences"
+        for name in ("one", "two")
+    ]
+    twice = replace(with_sets, split="1,1", validation=(replace(with_sets.validation[0], name="validation"),))
+    (found,) = problems_of(twice)
+    assert "name=validation is the name of two validation sets, one of them that of data.split; rename one" in found
+    assert problems_of(replace(twice, split="")) == []
+    assert (
+        "use at most 64 letters"
+        in problems_of(replace(with_sets, validation=(replace(with_sets.validation[0], name="a/b"),)))[0]
+    )
+    other = replace(with_sets, validation=(replace(with_sets.validation[0], identity="ab12, 9 tokens"),))
+    assert (
+        f"{one} is '{read_corpus(tmp_path / 'one').identity}', not identity='ab12, 9 tokens'" in problems_of(other)[0]
+    )
+    write_tiny_corpus(tmp_path / "one", [[300] * 100])
+    assert problems_of(with_sets) == [
+        f"{one}: {tmp_path}/one.bin has token ids up to 300, but model.vocab_size=256; raise that to at least 301"
+    ]
+    (tmp_path / "one.idx").unlink()
+    assert problems_of(with_sets) == [f"{one}: its .bin or .idx is missing; write them with `spare preprocess`"]
+
+
+def test_a_validation_set_has_the_tokenizer_and_ends_of_the_text_that_is_trained_on(with_sets: DataConfig) -> None:
+    written = zip((with_sets.corpus, with_sets.validation[0].corpus), ("byte", "bpe"), (0, 7), strict=True)
+    for corpus, tokenizer, end in written:
+        facts = replace(read_corpus(corpus), tokenizer=tokenizer, vocab_size=256, end_of_document=end)
+        Path(f"{corpus}.json").write_text(note_of(facts))
+    (found,) = problems_of(with_sets)
+    assert f"was written with tokenizer bpe, and data.corpus={with_sets.corpus} with byte; write both with" in found
+    _, found = problems_of(replace(with_sets, eod_mask_loss=True))
+    assert f"ends documents with token 7, data.corpus={with_sets.corpus} with 0; write both alike" in found
+
+
 # --------------------------------------------------------------------------------------------------------------- notes
 
 
@@ -268,6 +347,7 @@ def test_what_preprocess_has_noted_is_not_read_again(tmp_path: Path, num_reads: 
     facts = facts_of(tmp_path / "text")
     assert len(num_reads) == 0
     assert (facts.largest_token, facts.tokenizer, facts.vocab_size) == (ord("x"), "byte", 256)
+    assert facts.end_of_document == 0
     assert facts.identity == f"{facts.digest}, 5 tokens, tokenizer byte"
     for ending in (".bin", ".idx"):  # as copies have another time
         os.utime(tmp_path / f"text{ending}", ns=(1, 1))
@@ -281,7 +361,7 @@ def test_a_note_of_another_corpus_says_nothing_of_this_one(prefix: Path) -> None
     Path(f"{prefix}.json").write_text(json.dumps(note))
     assert facts_of(prefix) == facts
     Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": "byte", "vocab_size": 256}))  # of an earlier version
-    assert facts_of(prefix) == replace(facts, tokenizer="byte", vocab_size=256)
+    assert facts_of(prefix) == replace(facts, tokenizer="byte", vocab_size=256, end_of_document=0)
 
 
 def test_where_no_note_can_be_kept_the_corpus_is_read_each_time(
@@ -335,6 +415,16 @@ def test_the_identity_of_a_blend_names_each_corpus_with_its_share(blend: DataCon
 def test_a_weight_that_is_no_share_is_refused(blend: DataConfig, weight: float) -> None:
     _, failure = judge_corpus(replace(blend, blend=(blend.blend[0], replace(blend.blend[1], weight=weight))))
     assert failure == f"data.blend: corpus={blend.blend[1].corpus} has weight={weight}; set it to a number above 0"
+
+
+def test_a_blend_ends_its_documents_with_the_token_that_all_of_its_corpora_end_them_with(blend: DataConfig) -> None:
+    for ends, expected in (((7, 7), 7), ((7, 8), None), ((7, None), None)):
+        for part, end in zip(blend.blend, ends, strict=True):
+            facts = replace(read_corpus(part.corpus), tokenizer="bpe", vocab_size=256, end_of_document=end)
+            Path(f"{part.corpus}.json").write_text(note_of(facts))
+        facts, _ = judge_corpus(blend)
+        assert facts is not None
+        assert facts.end_of_document == expected
 
 
 def test_corpora_of_different_tokenizers_do_not_blend(blend: DataConfig) -> None:

@@ -132,6 +132,7 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
     """They have no order of samples, which was the first one."""
     terms = {name: place for place, name in enumerate(TERMS)}
     earlier = hashlib.sha256(json.dumps([*range(len(TERMS))], separators=(",", ":")).encode()).hexdigest()
-    assert digest_of_terms({**terms, "order": 1, "weights": "", "ramp": []}) == earlier
-    assert digest_of_terms({**terms, "order": 2, "weights": "", "ramp": []}) != earlier
-    assert digest_of_terms({**terms, "order": 1, "weights": "", "ramp": [1, 1, 2]}) != earlier
+    defaults = {"order": 1, "weights": "", "validation": "", "masks": "", "ramp": []}
+    assert digest_of_terms({**terms, **defaults}) == earlier
+    assert digest_of_terms({**terms, **defaults, "order": 2}) != earlier
+    assert digest_of_terms({**terms, **defaults, "ramp": [1, 1, 2]}) != earlier

@@ -1,13 +1,16 @@
 """What rides in a staged bucket beside its gradients: whether they are unsound, judged without waiting for a device."""
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.gradients import FixedPoint, FixedPointSums, FloatSums
 
 NUM_ELEMENTS = 10
@@ -16,16 +19,17 @@ LAST = 2
 FIXED = FixedPoint(scale=2.0**20, largest=2.0**40)
 
 
-def make_sums(mode: str, device: str = "cpu") -> Any:
+def make_sums(mode: str, device: str = "cpu", all_count: int | None = None) -> Any:
     """Sums of a model with a single parameter, in three buckets; all gradients are zero."""
     parameter = torch.nn.Parameter(torch.zeros(NUM_ELEMENTS, device=device))
     parameter.main_grad = torch.zeros(NUM_ELEMENTS, device=device)
     buffer = SimpleNamespace(grad_data=parameter.main_grad, param_index_map={parameter: (0, NUM_ELEMENTS, 0)})
     module = SimpleNamespace(buffers=[buffer], zero_grad_buffer=parameter.main_grad.zero_)
     chunks: Any = [SimpleNamespace(module=module)]
-    if mode == "fast":
-        return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * 4, torch.float32)
-    return FixedPointSums(chunks, torch.device(device), BUCKET_ELEMENTS * 8, FIXED)
+    if mode == "reproducible":
+        return FixedPointSums(chunks, torch.device(device), BUCKET_ELEMENTS * 8, FIXED, all_count)
+    dtype = torch.float32 if mode == "fast" else torch.bfloat16
+    return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count)
 
 
 def add(sums: Any, element: int, value: float) -> None:
@@ -96,7 +100,7 @@ def test_a_value_that_is_not_finite_is_unsound_from_its_bucket_on(value: float) 
 
 def test_a_loss_that_is_not_finite_is_unsound_in_the_last_bucket() -> None:
     sums = make_sums("fast")
-    sums.add_loss(torch.tensor(math.nan))
+    sums.add_loss(torch.tensor(math.nan), torch.tensor(1))
     assert unsound_over([sums]) == [0, 0, 1]
 
 
@@ -114,3 +118,58 @@ def test_a_new_attempt_judges_anew() -> None:
     sums.mark_kept(0)
     assert float(sums.stage(1, sums.new_staging())[-3]) == 0.0
     assert sums.norms() == {}
+
+
+# ---------------------------------------------------------------------------------------------------- tokens that count
+
+
+def summed(groups: list[Any]) -> Any:
+    """What the first group has after the last bucket is summed over groups in the format that is sent."""
+    staged = [sums.extras(sums.stage(LAST, sums.new_staging())) for sums in groups]
+    staging = groups[0].new_staging()
+    groups[0].extras(groups[0].stage(LAST, staging)).copy_(functools.reduce(torch.add, staged))
+    groups[0].on_summed(LAST, staging)
+    return groups[0].totals().loss
+
+
+@pytest.mark.parametrize("mode", ["fast", "fast_bf16", "reproducible"])
+def test_tokens_are_counted_exactly_where_fp32_would_round_their_number(mode: str) -> None:
+    counts = [2**24 + 1, 2**24 + 3, 2**33 - 1, *range(4090, 4100)]
+    assert int(functools.reduce(np.add, np.array(counts, np.float32))) != sum(counts)
+    groups = [make_sums(mode) for _ in counts]
+    for sums, count in zip(groups, counts, strict=True):
+        for part in (count // 3, count - count // 3):
+            sums.add_loss(torch.tensor(0.5), torch.tensor(part))
+    assert summed(groups) == LossSum(1.0 * len(counts), sum(counts))
+
+
+def test_most_groups_and_tokens_that_fp32_counts_are_counted() -> None:
+    """As many groups as the configuration allows, each of which has one token less than a carry."""
+    sums = make_sums("fast")
+    sums.add_loss(torch.tensor(0.0), torch.tensor(2**24 - 1))
+    staged = sums.extras(sums.stage(LAST, sums.new_staging()))
+    whole = torch.zeros_like(staged)
+    for _ in range(2**12):
+        whole += staged
+    staging = sums.new_staging()
+    sums.extras(sums.stage(LAST, staging)).copy_(whole)
+    sums.on_summed(LAST, staging)
+    assert sums.totals().loss.num_tokens == 2**12 * (2**24 - 1)
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_where_all_tokens_count_their_number_is_that_of_the_microbatches(mode: str) -> None:
+    """And what is sent is as long as it was: an all-reduce adds in an order that depends on that."""
+    sums = make_sums(mode, all_count=100)
+    sums.add_loss(torch.tensor(2.0), None)
+    sums.add_count(3)
+    assert len(sums.stage(LAST, sums.new_staging())) == len(sums.buckets[LAST]) + 3
+    assert summed([sums]) == LossSum(2.0, 300)
+
+
+def test_a_new_step_counts_anew() -> None:
+    for mode in ("fast", "reproducible"):
+        sums = make_sums(mode)
+        sums.add_loss(torch.tensor(2.0), torch.tensor(5))
+        sums.reset()
+        assert summed([sums]) == LossSum(0.0, 0)

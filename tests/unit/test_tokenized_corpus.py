@@ -160,6 +160,7 @@ def test_the_note_names_the_tokenizer_and_training_refuses_a_smaller_vocabulary(
     note = json.loads(Path(f"{prefix}.json").read_text())
     largest = max(max(document) for document in documents_of(prefix))
     assert (note["tokenizer"], note["vocab_size"], note["largest_token"]) == (figures["tokenizer"], 300, largest)
+    assert {note["end_of_document"]} == {document[-1] for document in documents_of(prefix)}
     facts, _ = judge_corpus(DataConfig(corpus=str(prefix)))
     assert facts is not None
     assert facts.identity.endswith(f"tokenizer {figures['tokenizer']}")

@@ -17,6 +17,7 @@ from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.events import and_others, text_of_entry, text_of_loss
 from spare_megatron.journal.follow import Follower
+from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
@@ -234,6 +235,7 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
     yield from ((name, str(count)) for name, count in counts.items() if count is not None)
     if summary.verdict != NOT_RUN:
         yield "final loss", "none" if summary.final_loss is None else f"{summary.final_loss:.4f}"
+    yield from ((f"loss of {name}", text_of_evaluation(last)) for name, last in summary.eval.items())
     yield "spare check", summary.verdict
     yield "run directory", str(run_dir)
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from spare_megatron.journal.events import EventLine, describe_storage
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
+from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.quantities import format_duration, format_large
 from spare_megatron.journal.records import RunRecord, UpdateRecord
 from spare_megatron.journal.run_state import GroupStatus, RunState, SavePlan
@@ -138,6 +139,8 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
     reason = "" if run_state.end is None else run_state.end.reason
     outcome = f"{run_state.outcome}: {reason}" if reason else run_state.outcome
     yield f"{step_line(run_state, now_s)}  ({outcome})"
+    for name, last in run_state.evaluated.items():
+        yield f"loss of {name}: {text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)
     if goodput is not None:
         yield _describe_goodput(goodput)

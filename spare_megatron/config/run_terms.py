@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.evaluation import microbatches_per_shard
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
@@ -41,6 +42,8 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "weights": config.checkpoint.weights_identity,
         "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
+        "eval_every_steps": config.eval.every_steps,
+        "eval_microbatches_per_shard": microbatches_per_shard(config),
     }
 
 

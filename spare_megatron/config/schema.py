@@ -209,6 +209,16 @@ class ParameterRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Evaluation while training, on the text that `data.split` holds out and on the sets of `data.validation`."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; one more follows the last step. 0 evaluates never."""
+    sequences: PositiveInt | None = None
+    """Most sequences that an evaluation reads of each validation set; as many as a step trains on if absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """Adam with weight decay, and its schedule."""
 
@@ -515,6 +525,7 @@ class RunConfig:
     spare: SpareConfig = field(default_factory=SpareConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     control: ControlConfig = field(default_factory=ControlConfig)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spare_megatron.config.corpus import CorpusFacts
+from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
 from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.resolved import settings as settings_of
@@ -93,6 +94,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_documents(config),
         *_schedule(config),
         *optimizer_problems(config),
+        *evaluation_problems(config),
         *_timeouts(config),
         *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
         *launcher_problems(config),

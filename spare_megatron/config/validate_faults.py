@@ -4,7 +4,13 @@ from collections.abc import Iterator
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_OF_A_JOIN, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.core.fault_points import (
+    PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_JOIN,
+    PHASES_OF_AN_EVALUATION,
+    PHASES_WITH_SLICES,
+    FaultPoint,
+)
 
 _WHILE_SUMS_GROW = (
     FaultPoint.FORWARD,
@@ -75,10 +81,23 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
         )
     elif fault.phase is FaultPoint.REPAIR:
         yield from _unreachable_repair(where, index, fault)
+    if fault.phase in PHASES_OF_AN_EVALUATION:
+        yield from _unreachable_evaluation(config, where, index, fault)
     if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)
     yield from _impossible_corruption(config, where, fault)
+
+
+def _unreachable_evaluation(config: RunConfig, where: str, index: int, fault: FaultConfig) -> Iterator[str]:
+    every = config.eval.every_steps
+    if not every or not fault.step or fault.step % every:
+        yield (
+            f"{where}.phase={fault.phase} is reached only after as many steps as eval.every_steps={every} divides, "
+            f"before the step that {where}.step names; set both so"
+        )
+    if fault.phase is FaultPoint.EVALUATION_PATCH and index == 0:
+        yield f"{where}.phase={fault.phase} is never reached: no group is lost before it; add a fault before it"
 
 
 def _unreachable_repair(where: str, index: int, fault: FaultConfig) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Actions: what the controller asks a driver to do.
 
 With state partitions, GatherParams follows every update, and StartRepairs every loss, return or finished copy. The last
-step is followed by AttemptFinish and the entry Finish. See docs/protocol.md.
+step is followed by AttemptFinish and the entry Finish. In an evaluation AttemptEvaluation takes the place of
+AttemptReduce. See docs/protocol.md.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from spare_megatron.core.cadence import Cadence
 from spare_megatron.core.entries import Entry
+from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId, ShardId
 from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, PartitionCopy, Repair
@@ -116,6 +118,25 @@ class StartRepairs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEvaluation:
+    """Vote with the sums of what this group has computed in the evaluation after `step` committed steps."""
+
+    step: int
+    attempt: int
+    voters: tuple[Member, ...]
+    plan_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEvaluation:
+    """The evaluation after `step` committed steps is decided."""
+
+    step: int
+    attempt: int
+    sums: tuple[SetSum, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFinish:
     """Vote on the state after the last step: parameters held, and digests of what the last checkpoint contains."""
 
@@ -201,11 +222,11 @@ class AttemptReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeStep:
-    """Start a step from zero sums and compute this group's part of the plan, unless that is done.
+    """Start a step or an evaluation from zero sums and compute this group's part of the plan, unless that is done.
 
     Plan and patches are sent again if some group lacked parameters; their digests show what this group has computed. A
     group that lacks parameters computes nothing. `into`: the attempt that complete buckets may enter during the
-    computation; None if a patch follows.
+    computation; None if a patch follows, and in an evaluation.
     """
 
     plan: StepPlan
@@ -312,7 +333,9 @@ Action = (
     ComputeStep
     | ComputePatch
     | AttemptReduce
+    | AttemptEvaluation
     | AttemptFinish
+    | ReportEvaluation
     | BuildCommunicator
     | ReadVotes
     | AppendEntry

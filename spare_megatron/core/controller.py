@@ -10,6 +10,7 @@ from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
@@ -20,6 +21,7 @@ from spare_megatron.core.actions import (
     LoadCheckpoint,
     ReadEntry,
     ReadVotes,
+    ReportEvaluation,
     SaveCheckpoint,
     StartRepairs,
     StopHalted,
@@ -29,14 +31,15 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
-from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry
+from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Retry
+from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarted, VotesRead, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
-from spare_megatron.stacking.order import Granularity, Order, initial_order
+from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
@@ -61,6 +64,7 @@ class ControllerSetup:
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
     snapshots: SnapshotPolicy | None = None
+    evaluation: EvaluationPolicy | None = None
     ramp: BatchRamp | None = None
     """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
 
@@ -84,13 +88,17 @@ class Controller:
         self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
         self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
-        self._start_order()
-        self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
+        self._deal_step()
+        policy = setup.evaluation
+        self._evaluation_dealing = None if policy is None else self._deal(policy.microbatches_per_shard)
+        self._is_evaluating = False  # after `step` committed steps, before the next one
+        self._plans: list[StepPlan] = []  # of this step or evaluation: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
         self._num_steps = setup.num_steps  # lowered by a commit that is the last
         self._is_end_requested = False
         self._is_over = False  # all of them are committed
+        self._votes_on_end = False  # parameters are left to gather then, or a save to compare
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # a group with wrong state contributed to the attempt
@@ -107,7 +115,7 @@ class Controller:
         match event:
             case RunStarted():
                 self._clock.start(now_s)
-                return (self._build_communicator(), *self._begin_step())
+                return (self._build_communicator(), *self._begin())
             case EntryRead(index=index, entry=entry):
                 if index != self.head:
                     raise ValueError(f"log entry {index} read, but the next one to fold is {self.head}")
@@ -121,6 +129,11 @@ class Controller:
             case EndRequested():
                 self._is_end_requested = True
                 return ()
+
+    def _deal(self, num_microbatches: int) -> Dealing:
+        setup = self._setup
+        order = initial_order(setup.placement, num_microbatches, setup.granularity, last_resort=setup.last_resort)
+        return Dealing(order, self._all_groups)
 
     # ------------------------------------------------------------------------------------------- folding the log
 
@@ -136,12 +149,13 @@ class Controller:
                 return self._lose(entry)
             case Commit(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
-                if self._is_discarded:
-                    raise ValueError(f"log entry {entry} commits a sum that was discarded")
                 return self._commit(entry, now_s)
             case Retry(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._retry(entry)
+            case Evaluated(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._evaluated(entry)
             case Finish(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return (FinishRun(step=step),)
@@ -157,6 +171,10 @@ class Controller:
     def _expect(self, entry: Entry, step: int, attempt: int) -> None:
         if (step, attempt) != (self.step, self.attempt):
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
+        if isinstance(entry, Commit | Evaluated) and self._is_discarded:
+            raise ValueError(f"log entry {entry} commits a sum that was discarded")
+        if isinstance(entry, Commit | Evaluated) and isinstance(entry, Evaluated) != self._is_evaluating:
+            raise ValueError(f"log entry {entry} is none of {'an evaluation' if self._is_evaluating else 'a step'}")
 
     def _lose(self, fence: Fence) -> tuple[Action, ...]:
         group = fence.group
@@ -199,12 +217,12 @@ class Controller:
         if commit.is_last:
             self._num_steps = self.step
         is_last = self._is_over = self.step == self._num_steps
+        self._is_evaluating = self._is_evaluation_due()
         if commit.save:
             actions.append(self._save(commit.at_s, is_last=is_last))
-        if is_last and self.ownership is None and not commit.save:
-            return (*actions, FinishRun(step=self.step))
         if is_last:
-            return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
+            self._votes_on_end = self.ownership is not None or commit.save
+            return (*actions, *self._begin())
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
         # The commit may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
@@ -219,7 +237,15 @@ class Controller:
             admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
             actions += [admit, self._build_communicator()]
             actions += self._own(self.ownership and self.ownership.for_members(self.voters))
-        return (*actions, *self._begin_step())
+        return (*actions, *self._begin())
+
+    def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
+        self.attempt += 1
+        self._is_evaluating = False
+        self._retries_without_loss = 0
+        self._last_error = ""
+        report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
+        return (report, *self._begin())
 
     def _restart(self, restart: Restart, now_s: float) -> tuple[Action, ...]:
         step = restart.step
@@ -239,12 +265,13 @@ class Controller:
         self._is_discarded = False
         self._retries_without_loss = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
-        self._start_order()
-        self._is_over = step == self._num_steps  # the state saved after the last step has yet to be compared
-        actions = (load, self._build_communicator(), *self._own(ownership))
-        if self._is_over and self.voters:
-            return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
-        return (*actions, *self._begin_step())
+        self._step_dealing.start_over()
+        if self._evaluation_dealing is not None:
+            self._evaluation_dealing.start_over()
+        # The state saved after the last step has yet to be compared.
+        self._is_over = self._votes_on_end = step == self._num_steps
+        self._is_evaluating = self._is_evaluation_due()
+        return (load, self._build_communicator(), *self._own(ownership), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -255,21 +282,22 @@ class Controller:
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
             return (StopHalted(step=self.step, reason=reason),)
-        gather = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
-        if self._is_over:
-            # The checkpoint of the last step may have been refused.
-            again = (self._save(self._clock.at_s, is_last=True),) if self._saves.lacks_last(self.step) else ()
-            return (*build, *gather, *again, self._attempt_finish(), ReadEntry(index=self.head))
-        if retry.recompute:
-            return (*build, *gather, *self._begin_step())
+        state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
+        if self._is_over and self._saves.lacks_last(self.step):
+            # The checkpoint of the last step has been refused.
+            state = (*state, self._save(self._clock.at_s, is_last=True))
+            self._votes_on_end = True
+        if retry.recompute or (self._is_over and not self._is_evaluating):
+            return (*build, *state, *self._begin())
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
-        reduce = self._attempt_reduce(retry.kept)
+            return self._wiped_out(wipe_out, (*build, *state))
+        attempt = self._attempt(retry.kept)
+        into = attempt if isinstance(attempt, AttemptReduce) else None
         # A group that lacked parameters has all of the step's work still to do.
-        compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
-        return (*build, *gather, *compute, reduce, ReadEntry(index=self.head))
+        compute = _compute(self._plans[:1], self._plans[1:], into) if retry.gather else _compute([], [patch], into)
+        return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
@@ -289,6 +317,7 @@ class Controller:
             voters=self._attempted_by,
             is_discarded=self._is_discarded,
             is_over=self._is_over,
+            is_evaluation=self._is_evaluating,
             ownership=self.ownership,
         )
         ends_at_s = self._setup.ends_at_s
@@ -301,36 +330,59 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- planning
 
-    def _begin_step(self) -> tuple[Action, ...]:
+    def _begin(self) -> tuple[Action, ...]:
+        """Begins the evaluation that is due, else the next step, else the end of the run."""
+        if self._is_over and not self._is_evaluating and self.voters:
+            return self._end()
         try:
-            plan = self._plan_step()
+            plan = self._plan()
         except WipeOut as wipe_out:
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
-        reduce = self._attempt_reduce()
-        return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
+            return self._wiped_out(wipe_out)
+        attempt = self._attempt()
+        into = attempt if isinstance(attempt, AttemptReduce) else None
+        return (ComputeStep(plan=plan, into=into), attempt, ReadEntry(index=self.head))
 
-    def _start_order(self) -> None:
-        """Sets the order to the first one of this step's number of microbatches."""
-        setup, self._ordered_size = self._setup, self._ramp.at(self.step)
-        self._order: Order = initial_order(
-            setup.placement, self._ordered_size, setup.granularity, last_resort=setup.last_resort
+    def _deal_step(self) -> None:
+        """Starts to deal as many microbatches as this step has."""
+        self._dealt = self._ramp.at(self.step)
+        self._step_dealing = self._deal(self._dealt)
+
+    def _wiped_out(self, wipe_out: WipeOut, prepare: tuple[Action, ...] = ()) -> tuple[Action, ...]:
+        if self._is_over and self.voters:  # all steps are committed: no restart for an evaluation
+            self._is_evaluating = False
+            return (*prepare, *self._end())
+        return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+
+    def _end(self) -> tuple[Action, ...]:
+        if not self._votes_on_end:
+            return (FinishRun(step=self.step),)
+        return (self._attempt_finish(), ReadEntry(index=self.head))
+
+    def _is_evaluation_due(self) -> bool:
+        policy = self._setup.evaluation
+        # A run evaluates nothing before its first step.
+        return (
+            policy is not None
+            and self.step > self._setup.first_step
+            and policy.is_due(self.step, is_last=self._is_over)
         )
-        self._ordered_for = self._all_groups
 
-    def _plan_step(self) -> StepPlan:
-        if self._ordered_size != self._ramp.at(self.step):
-            self._start_order()
-        if self._ordered_for != self.members:
-            self._order = self._order.for_groups(frozenset(self.members))
-            self._ordered_for = self.members
+    @property
+    def _dealing(self) -> Dealing:
+        return self._evaluation_dealing if self._is_evaluating and self._evaluation_dealing else self._step_dealing
+
+    def _plan(self) -> StepPlan:
+        if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
+            self._deal_step()
+        work = self._dealing.work(self.members)
         self._orphans = []
-        self._plans = [make_plan(self.step, self.epoch, self._order.work)]
+        self._plans = [make_plan(self.step, self.epoch, work, is_evaluation=self._is_evaluating)]
         return self._plans[0]
 
     def _plan_patch(self) -> StepPlan:
-        patch = self._order.patch(frozenset(self.members), self._orphans)
+        patch, after = self._dealing.patch(self.members, self._orphans), self._plan_digest
         self._orphans = []
-        self._plans.append(make_plan(self.step, self.epoch, patch, after=self._plan_digest))
+        self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self._is_evaluating))
         return self._plans[-1]
 
     @property
@@ -357,9 +409,13 @@ class Controller:
         self._is_communicator_unused = True
         return BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
 
-    def _attempt_reduce(self, kept: tuple[int, ...] = ()) -> AttemptReduce:
+    def _attempt(self, kept: tuple[int, ...] = ()) -> AttemptReduce | AttemptEvaluation:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
+        if self._is_evaluating:
+            return AttemptEvaluation(
+                step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plan_digest
+            )
         return AttemptReduce(
             step=self.step,
             attempt=self.attempt,
@@ -381,7 +437,7 @@ class Controller:
         return AttemptFinish(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plan_digest)
 
 
-def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce) -> list[Action]:
+def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce | None) -> list[Action]:
     """The computations of a step, in order; only the last may send sums into the attempt."""
     asked = [patch for patch in patches if patch.work.num_microbatches]
     intos = [None] * (len(plans) + len(asked) - 1) + [into]

@@ -1,14 +1,15 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
 First come objections (different plans or state, see `core.comparison`), then Commit if every survivor holds the
-complete sum; otherwise Retry, which keeps the buckets whose sums all survivors hold. Groups whose votes are missing too
-long are fenced.
+complete sum; otherwise Retry, which keeps the buckets whose sums all survivors hold. An evaluation is decided by the
+sums in the votes, so each loss takes work away and needs a Retry. Groups whose votes are missing too long are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spare_megatron.core.comparison import by_value, objection
-from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Halt, Retry
+from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, Retry
+from spare_megatron.core.evaluation import added
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.votes import Attempted, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -28,7 +29,8 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     objection = _objection(attempted, votes, different)
     if objection is not None:
         return objection
-    if attempted.is_discarded or not all(vote.is_complete for vote in different):
+    is_work_lost = attempted.is_evaluation and len(attempted.members) < len(attempted.voters)
+    if attempted.is_discarded or is_work_lost or not all(vote.is_complete for vote in different):
         return Retry(
             step=attempted.step,
             attempt=attempted.attempt,
@@ -36,6 +38,9 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
             recompute=attempted.is_discarded,
             gather=(attempted.is_discarded and attempted.is_shared) or any(vote.lacks_params for vote in different),
         )
+    if attempted.is_evaluation:
+        sums = added(vote.sums for vote in counted)
+        return Evaluated(step=attempted.step, attempt=attempted.attempt, sums=sums)
     if attempted.is_over:
         return Finish(step=attempted.step, attempt=attempted.attempt)
     has_digests = any(vote.slice_digests for vote in different)

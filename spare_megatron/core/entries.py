@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
+from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
@@ -83,7 +84,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """The attempt failed on some survivor: compute what is missing and reduce again.
+    """The attempt failed on some survivor, or lost work of an evaluation: compute what is missing and try again.
 
     Attributes:
         kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
@@ -96,6 +97,15 @@ class Retry:
     kept: tuple[int, ...] = ()
     recompute: bool = False
     gather: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The evaluation after `step` committed steps: the sums of each validation set over all groups."""
+
+    step: int
+    attempt: int
+    sums: tuple[SetSum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +140,7 @@ class Halt:
     """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
 
 
-Entry = Commit | Fence | Retry | Finish | Restart | GiveUp | Halt
+Entry = Commit | Fence | Retry | Evaluated | Finish | Restart | GiveUp | Halt
 
 _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}
 
@@ -159,7 +169,12 @@ def decode_entry(text: str) -> Entry:
     kind = values.pop("entry", None)
     if kind not in _ENTRY_KINDS:
         raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
-    for name, of in (("admit", Member), ("members", Member), ("save_ends", SaveEnd)):  # JSON knows no tuples
+    for name, of in (
+        ("admit", Member),
+        ("members", Member),
+        ("save_ends", SaveEnd),
+        ("sums", SetSum),
+    ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
     if "kept" in values:

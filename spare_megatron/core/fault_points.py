@@ -54,6 +54,14 @@ class FaultPoint(StrEnum):
     """The tensors of a checkpoint are read, and not all of them are in their places."""
     LOAD_DONE = "load_done"
     """A checkpoint is loaded, and no step has begun."""
+    EVALUATION = "evaluation"
+    """Before the forward pass of a microbatch of an evaluation; `step` is then the number of committed steps."""
+    EVALUATION_PATCH = "evaluation_patch"
+    """Before the microbatches of a group that was lost in an evaluation are computed."""
+    EVALUATION_COMPUTED = "evaluation_computed"
+    """The group's part of an evaluation is computed, and the group has not voted."""
+    EVALUATION_VOTED = "evaluation_voted"
+    """The group has voted on an evaluation, whose result is not decided as far as this rank knows."""
     SAVE = "save"
     """Before the state of a checkpoint is copied, between two steps."""
     SAVE_WRITE = "save_write"
@@ -81,6 +89,16 @@ PHASES_AFTER_A_WIPE_OUT = frozenset({FaultPoint.LOAD_SEARCH, FaultPoint.LOAD_WAI
 
 PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {FaultPoint.LOAD, FaultPoint.LOAD_READ, FaultPoint.LOAD_DONE}
 """Phases of loading a checkpoint. After a wipe-out they belong to the step that was wiped out."""
+
+PHASES_OF_AN_EVALUATION = frozenset(
+    {
+        FaultPoint.EVALUATION,
+        FaultPoint.EVALUATION_PATCH,
+        FaultPoint.EVALUATION_COMPUTED,
+        FaultPoint.EVALUATION_VOTED,
+    }
+)
+"""Reached only with `eval.every_steps`, between two steps or after the last."""
 
 PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
 """The step at which they are reached is not known beforehand: such a fault strikes at or after its step."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from spare_megatron.core.entries import SaveEnd
+from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership
 
@@ -37,12 +38,14 @@ class Vote:
     """The vote of one group on one attempt, cast once. For digests see `Digests`.
 
     Attributes:
-        is_complete: Every rank of the group holds the whole cross-group sum of this attempt.
+        is_complete: Every rank of the group holds the whole cross-group sum of this attempt; in an evaluation, the
+            group has computed its part.
         plan_digest: Digest of all the work of the step in the group's view.
         num_complete: For each rank of the group, the number of leading buckets whose sums it holds; may be empty.
         lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
         restored: Partitions of which the group has completed a requested copy; repeated until a commit makes it a host.
         save_ends: Saves of the group that have ended; repeated until a commit includes them.
+        sums: In an evaluation, of each validation set over all microbatches that the group has computed.
     """
 
     is_complete: bool
@@ -55,6 +58,7 @@ class Vote:
     slice_digests: tuple[PartitionDigest, ...] = ()
     state_digest: str = ""
     copied_from: GroupId | None = None
+    sums: tuple[SetSum, ...] = ()
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}
@@ -73,7 +77,11 @@ def encode_vote(vote: Vote) -> str:
 
 def decode_vote(text: str) -> Vote:
     values = json.loads(text)
-    for name, of in (("save_ends", SaveEnd), ("slice_digests", PartitionDigest)):  # JSON knows no tuples
+    for name, of in (
+        ("save_ends", SaveEnd),
+        ("slice_digests", PartitionDigest),
+        ("sums", SetSum),
+    ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
     for name in ("num_complete", "restored"):
@@ -86,8 +94,8 @@ def decode_vote(text: str) -> Vote:
 class Attempted:
     """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
-    A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed, the attempt
-    decides whether the run can end.
+    A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
+    the attempt decides whether the run can end.
     """
 
     step: int
@@ -96,6 +104,7 @@ class Attempted:
     voters: tuple[Member, ...]
     is_discarded: bool
     is_over: bool
+    is_evaluation: bool = False
     ownership: Ownership | None = None
 
     @property

@@ -25,6 +25,7 @@ from spare_megatron.observe.metrics import (
 )
 from spare_megatron.process.processes import report_held
 from spare_megatron.process.reports import (
+    EvaluationDecided,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -59,6 +60,9 @@ class LiveGoodput:
 
     def on_loss(self) -> None:
         self._met.add("fence")
+
+    def on_evaluation(self) -> None:
+        self._met.add("evaluated")
 
     def on_rejoin(self) -> None:
         self._has_newcomers = True
@@ -161,12 +165,13 @@ class Telemetry:
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._store: dict[str, Value] = {}
         self._next_step = 0
+        self._evaluated_by = -1  # attempt
         self._goodput = LiveGoodput(groups, clock())
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
 
     def on_event(self, event: object) -> None:
-        """Updates the counters by an event, and writes a step or a checkpoint."""
+        """Updates the counters by an event, and writes a step, a checkpoint or an evaluation."""
         match event:
             case SaveReported(record=record):
                 self._write(_of_checkpoint(record))
@@ -190,6 +195,10 @@ class Telemetry:
                 self._store = {"spare/store_bytes": space.used_bytes}
                 if space.limit_bytes is not None:
                     self._store["spare/store_limit_bytes"] = space.limit_bytes
+            case EvaluationDecided(attempt=attempt) if attempt > self._evaluated_by:
+                self._evaluated_by = attempt
+                self._goodput.on_evaluation()
+                self._write(_of_evaluation(event))
             case StepCommitted(step=step):
                 self._keep_recoveries(event.recoveries)
                 if step >= self._next_step:
@@ -268,6 +277,15 @@ def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
         "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK, Operation.STORAGE),
     }
     return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
+
+
+def _of_evaluation(event: EvaluationDecided) -> dict[str, Value]:
+    return {
+        "step": event.step - 1,  # the last step before it
+        "eval/loss": event.loss,
+        **{f"eval/{name}/loss": loss for name, loss in event.losses.items()},
+        "eval/spent_s": round(event.spent_s, 6),
+    }
 
 
 def _of_checkpoint(record: CheckpointRecord) -> dict[str, Value]:

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.core.fault_points import (
+    PHASES_BETWEEN_STEPS,
+    PHASES_OF_AN_EVALUATION,
+    PHASES_WITH_SLICES,
+    FaultPoint,
+)
 from spare_megatron.faults.mix import kind_weights
 from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
 from spare_megatron.stacking.layout import GroupId
@@ -78,7 +83,8 @@ _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
 
 _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
 
-_PHASES = tuple(phase for phase in FaultPoint if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
+_NOT_IN_EVERY_STEP = PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES
+_PHASES = tuple(phase for phase in FaultPoint if phase not in _NOT_IN_EVERY_STEP)
 
 _PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
 """Without IN_GATHER, which is not reached if another group is lost in the same gather."""

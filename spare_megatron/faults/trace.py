@@ -17,7 +17,12 @@ from spare_megatron.stacking.placement import Placement, make_placement
 PHASES_OF_A_MICROBATCH = frozenset({FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.RECEIVE, FaultPoint.BACKWARD})
 """Phases that a rank reaches at least once per microbatch."""
 
-PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {FaultPoint.PATCH, FaultPoint.REBUILD, FaultPoint.REPAIR}
+PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {
+    FaultPoint.PATCH,
+    FaultPoint.REBUILD,
+    FaultPoint.REPAIR,
+    FaultPoint.EVALUATION_PATCH,
+}
 """Phases reached only after a loss: in its step, or any time later by a repair or a join."""
 
 _WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from spare_megatron.journal.check_evaluations import check_evaluations
 from spare_megatron.journal.check_state import (
     check_compared,
     check_last_params,
@@ -37,24 +38,28 @@ from spare_megatron.stacking.placement import Placement, make_placement
 def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
     """Whether the run reached the moment of a planned fault, in a committed step, with the group to be hit.
 
-    `rebuild` also needs another group to be fenced first in the step, and `patch` a retry after that.
+    `rebuild` also needs another group to be fenced first in the step, and a patch a retry after that. The evaluation
+    before a step belongs to it.
     """
     commits = {commit.step: commit for commit in fold.kept}
     commit = commits.get(fault["step"])
     if commit is None or fault["group"] not in commit.began_with:
         return False
-    if fault["phase"] not in ("patch", "rebuild"):
+    end = commit.index
+    if fault["phase"].startswith("evaluation"):
+        end = {evaluation.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
+        if end < 0:
+            return False
+    if fault["phase"] not in ("patch", "rebuild", "evaluation_patch"):
         return True
     before = commits.get(fault["step"] - 1)
     first = 0 if before is None else before.index + 1
-    lost_at = [index for index in sorted(fold.fenced) if first <= index < commit.index]
+    lost_at = [index for index in sorted(fold.fenced) if first <= index < end]
     if not lost_at or fold.fenced[lost_at[0]][0] == fault["group"]:
         return False
     if fault["phase"] == "rebuild":
         return True
-    return any(
-        fold.entries[index]["entry"] == "retry" for index in range(lost_at[0], commit.index) if index in fold.entries
-    )
+    return any(fold.entries[index]["entry"] == "retry" for index in range(lost_at[0], end) if index in fold.entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +195,7 @@ def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
     if run.last_resort:
         return
     placement = _placement(run)
-    for place, record in part.contributions:
+    for place, record in (*part.contributions, *part.evaluations):
         for shard in record.microbatches:
             if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
                 reason = f"step {record.step}: group {record.group} computed shard {shard} without hosting it"
@@ -274,6 +279,7 @@ _RULES_OF_ATTEMPTS: Sequence[_Rule] = (
     check_votes,
     check_applied,
     check_updates,
+    check_evaluations,
 )
 
 _RULES_OF_STEPS: Sequence[_Rule] = (check_restored, check_params, check_last_params, check_compared)

@@ -10,7 +10,14 @@ from itertools import zip_longest
 
 from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Severity
 from spare_megatron.journal.journal_view import Attempts
-from spare_megatron.journal.records import ContributionRecord, RunRecord, UpdateRecord, VoteRecord, digest_of_work
+from spare_megatron.journal.records import (
+    ContributionRecord,
+    EvaluationRecord,
+    RunRecord,
+    UpdateRecord,
+    VoteRecord,
+    digest_of_work,
+)
 
 
 def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -63,7 +70,7 @@ def _check_attempt(
         yield "unknown", f"step {step}: the contribution of group {group} is not in the journal"
     counted = Counter(microbatches_of(records))
     if records and not missing and (set(counted) != expected or set(counted.values()) != {1}):
-        yield "invalid", f"step {step}: {_miscount(counted, expected)}"
+        yield "invalid", f"step {step}: {miscount(counted, expected)}"
 
 
 def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -88,7 +95,7 @@ def was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:
     return opened is not None and opened.get(record.group) != record.incarnation
 
 
-def microbatches_of(records: Sequence[ContributionRecord]) -> Iterator[tuple[int, int]]:
+def microbatches_of(records: Sequence[ContributionRecord | EvaluationRecord]) -> Iterator[tuple[int, int]]:
     """(shard, index) of every contributed microbatch, with repetitions."""
     for record in records:
         for shard, indices in record.microbatches.items():
@@ -96,7 +103,8 @@ def microbatches_of(records: Sequence[ContributionRecord]) -> Iterator[tuple[int
                 yield int(shard), index
 
 
-def _miscount(counted: Counter[tuple[int, int]], expected: set[tuple[int, int]]) -> str:
+def miscount(counted: Counter[tuple[int, int]], expected: set[tuple[int, int]]) -> str:
+    """What was not counted exactly once."""
     missing = sorted(expected - set(counted))
     twice = sorted(item for item, times in counted.items() if times > 1)
     strange = sorted(set(counted) - expected)
@@ -122,10 +130,10 @@ def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[F
 
 
 def check_voted_work(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """A group's contribution to an attempt is the work that its ranks agreed on in the vote."""
+    """A group's contribution to an attempt, or its part of an evaluation, is what its ranks agreed on in the vote."""
     voted = {(record.attempt, record.group): record.work_digest for _, record in part.votes}
     last: dict[int, tuple[object, str]] = {}  # group -> its last work and digest, which mostly repeat
-    for place, record in part.contributions:
+    for place, record in (*part.contributions, *part.evaluations):
         work, digest = last.get(record.group, (None, ""))
         if work != record.microbatches:
             digest = digest_of_work(microbatches_of([record]))

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import (
     CheckpointRecord,
@@ -111,6 +112,9 @@ def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
         case {"entry": "commit", "step": step} if taken_in:
             take = "take" if len(taken_in) > 1 else "takes"
             return f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on"
+        case {"entry": "evaluated", "step": step}:
+            losses = [f"{name} loss {loss:.4f}" for name, loss in losses_of(entry.get("sums", ())).items()]
+            return f"evaluated after {step} steps: {', '.join(losses)}"
         case {"entry": "restart", "step": step}:
             source = "the snapshot" if entry.get("snapshot") is not None else "the checkpoint"
             where = f"{source} after {step} steps" if step else "the beginning"

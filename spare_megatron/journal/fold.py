@@ -62,6 +62,17 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A decided evaluation after `step` committed steps, by the members (group -> incarnation) that all voted."""
+
+    index: int
+    step: int
+    attempt: int
+    members: Mapping[int, int]
+    sums: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """State after the first `num_entries` entries, of which none is missing.
 
@@ -91,6 +102,7 @@ class Fold:
 
     entries: Mapping[int, dict[str, Any]]
     commits: tuple[Committed, ...]
+    evaluations: tuple[Evaluation, ...]
     last_fenced_at: Mapping[int, int]
     fenced: Mapping[int, tuple[int, int]]
     discarded: Mapping[tuple[int, int], Members]
@@ -133,6 +145,9 @@ class Folding:
         self.discarded: dict[tuple[int, int], Members] = {}
         self.computed_anew: set[tuple[int, int]] = set()
         self.commits: list[Committed] = []
+        self.evaluations: list[Evaluation] = []
+        self.is_evaluation_due = False
+        self.votes_on_end = False  # after the last step, where parameters are left to gather or a save to compare
         self.undone: set[int] = set()
         self.last_fenced_at: dict[int, int] = {}
         self.fenced: dict[int, tuple[int, int]] = {}
@@ -158,6 +173,9 @@ class Folding:
             case "retry":
                 self._decided(entry)
                 self._retry(entry)
+                self._open(entry["attempt"] + 1)
+            case "evaluated":
+                self._evaluate(index, entry)
                 self._open(entry["attempt"] + 1)
             case "restart":
                 self._restart(entry)
@@ -236,7 +254,10 @@ class Folding:
         self.step = commit.step + 1
         # Without a save or state partitions, nothing remains to compare or gather and no finish entry follows.
         is_last = commit.is_last or commit.step + 1 == self.run.num_steps
-        self.is_over = is_last and not commit.saved and not self.run.slice_redundancy
+        if self.is_evaluation_due:
+            self.errors.append(f"step {commit.step} is committed before the evaluation that was due")
+        self.votes_on_end = commit.saved or bool(self.run.slice_redundancy)
+        self._next(is_last=is_last)
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
@@ -244,6 +265,31 @@ class Folding:
             if not admitted.keys() <= self.members:
                 self._set_members(admitted | dict(self.incarnations))
         self.began_with = self.members
+
+    def _next(self, *, is_last: bool) -> None:
+        """What follows the committed steps: an evaluation, a vote on the end, or nothing."""
+        every = self.run.eval_every_steps
+        is_due = every and (is_last or self.step % every == 0)
+        self.is_evaluation_due = bool(is_due) and self.step > self.run.first_step
+        self.is_over = is_last and not self.votes_on_end and not self.is_evaluation_due
+
+    def _evaluate(self, index: int, entry: Mapping[str, Any]) -> None:
+        if not self.is_evaluation_due or entry["step"] != self.step:
+            self.errors.append(f"attempt {entry['attempt']} evaluates after {entry['step']} steps, which was not due")
+        if self.is_discarded:
+            self.errors.append(f"the evaluation after {entry['step']} steps was discarded, and is decided")
+        evaluation = Evaluation(
+            index=index,
+            step=entry["step"],
+            attempt=entry["attempt"],
+            members=self.incarnations,
+            sums=entry.get("sums", ()),
+        )
+        self.evaluations.append(evaluation)
+        self.attempts.clear()
+        self.is_evaluation_due = False
+        is_last = self.step == self.run.num_steps or (bool(self.commits) and self.commits[-1].is_last)
+        self.is_over = is_last and not self.votes_on_end
 
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
@@ -265,7 +311,8 @@ class Folding:
         self.kept = ()
         self.attempts.clear()
         self.restarted_at.append(entry["step"])
-        self.is_over = False
+        self.votes_on_end = True
+        self._next(is_last=self.step == self.run.num_steps)
 
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
@@ -282,6 +329,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     return Fold(
         entries=entries,
         commits=commits,
+        evaluations=tuple(folding.evaluations),
         last_fenced_at=folding.last_fenced_at,
         fenced=folding.fenced,
         discarded=folding.discarded,

@@ -33,8 +33,8 @@ class Goodput:
         lost_s: The rest, by cause. `rework`: up to the last step that a restart undid. `end`: after the last commit.
             The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the
             rework to the next commit. `recovery`: steps with a loss. `admission`: first steps with admitted groups.
-            `fault`: with a fault that cost no group. `fewer_groups`: other steps without all groups. `scatter`: quiet
-            steps.
+            `evaluation`: steps after one. `fault`: with a fault that cost no group. `fewer_groups`: other steps without
+            all groups. `scatter`: quiet steps.
     """
 
     wall_s: float
@@ -68,7 +68,9 @@ def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> st
         return "start"
     if "fence" in met:
         return "recovery"
-    return "admission" if has_newcomers else ""
+    if has_newcomers:
+        return "admission"
+    return "evaluation" if "evaluated" in met else ""
 
 
 class Stretches:

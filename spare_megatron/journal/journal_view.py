@@ -11,12 +11,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
+from spare_megatron.journal.fold import Committed, Evaluation, Fold, FoldedAttempt
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
     EntryRecord,
+    EvaluationRecord,
     FaultRecord,
     LossRecord,
     ParamsRecord,
@@ -38,8 +39,8 @@ Place = tuple[float, int, int]
 Placed = tuple[Place, Any]
 """A place and its record."""
 
-FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
-"""Records that every group writes in every step, apart from log entries."""
+FREQUENT = (ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord, ParamsRecord)
+"""Records that every group writes in every step or evaluation, apart from log entries."""
 RARE = (
     RunRecord,
     RankRecord,
@@ -110,13 +111,14 @@ class JournalView(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Records of consecutive attempts; contributions, votes and updates with their places.
+    """Records of consecutive attempts; contributions, evaluations, votes and updates with their places.
 
     Attributes:
-        went_on: (group, attempt) of each contribution to these attempts and the next one.
+        went_on: (group, attempt) of each contribution or evaluation in these attempts and the next one.
         commits: (number among the commits, commit) of each commit on one of these attempts.
         decided: For each of these attempts of a committed step: number of the commit, position among the step's
             attempts, the commit, the attempt, and the step's next attempt or None.
+        evaluated: (number among the evaluations, evaluation) of each that was decided on one of these attempts.
     """
 
     contributions: Sequence[Placed]
@@ -125,6 +127,8 @@ class Attempts:
     went_on: Collection[tuple[int, int]]
     commits: Sequence[tuple[int, Committed]]
     decided: Sequence[tuple[int, int, Committed, FoldedAttempt, FoldedAttempt | None]]
+    evaluations: Sequence[Placed]
+    evaluated: Sequence[tuple[int, Evaluation]]
 
 
 def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
@@ -132,18 +136,25 @@ def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     commits = _Sorted(commit.attempt for commit in fold.commits)
     places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
     decided = _Sorted(fold.commits[number].attempts[which].attempt for number, which in places)
+    evaluated = _Sorted(evaluation.attempt for evaluation in fold.evaluations)
     for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
-        kinds = (ContributionRecord, VoteRecord, UpdateRecord)
+        kinds = (ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)
         found = view.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
         here = {kind: [placed for placed in found[kind] if placed[1].attempt in stretch] for kind in kinds}
         yield Attempts(
             contributions=here[ContributionRecord],
             votes=here[VoteRecord],
             updates=here[UpdateRecord],
-            went_on={(record.group, record.attempt) for _, record in found[ContributionRecord]},
+            went_on={
+                (record.group, record.attempt)
+                for kind in (ContributionRecord, EvaluationRecord)
+                for _, record in found[kind]
+            },
             commits=[(number, fold.commits[number]) for number in commits.within(first, end)],
             decided=[_decided(fold, *places[position]) for position in decided.within(first, end)],
+            evaluations=here[EvaluationRecord],
+            evaluated=[(number, fold.evaluations[number]) for number in evaluated.within(first, end)],
         )
 
 

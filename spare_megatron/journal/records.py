@@ -85,6 +85,10 @@ class RunRecord:
     """Name and corpus of each validation set of its own; empty in earlier versions."""
     masks: str = ""
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
+    eval_every_steps: int = 0
+    """Steps between evaluations; 0 if there are none, as in earlier versions."""
+    eval_microbatches_per_shard: int = 0
+    """Microbatches of a shard in an evaluation, over all validation sets."""
     ramp: list[int] = field(default_factory=list)
     """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
     `microbatches_per_shard`; empty if there are as many in every step."""
@@ -160,6 +164,20 @@ class VoteRecord:
     incarnation: int = 0
     num_complete: list[int] = field(default_factory=list)
     """For each rank, the number of leading buckets whose sums it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """What a group found in an evaluation after `step` committed steps; written before its vote, which carries it."""
+
+    group: int
+    step: int
+    attempt: int
+    microbatches: dict[str, list[int]]
+    """Shard -> indices, counted over all validation sets."""
+    sums: list[list[Any]]
+    """Name, loss in 2^-32 nats (null if not finite) and tokens of each validation set."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +419,7 @@ Record = (
     | RankRecord
     | ContributionRecord
     | VoteRecord
+    | EvaluationRecord
     | EntryRecord
     | UpdateRecord
     | ParamsRecord
@@ -450,7 +469,15 @@ TERMS = (
 )
 """Run record fields that the settings fix: every group knows them on its own."""
 
-_LATER_TERMS = {"order": 1, "weights": "", "validation": "", "masks": "", "ramp": []}
+_LATER_TERMS = {
+    "order": 1,
+    "weights": "",
+    "validation": "",
+    "masks": "",
+    "eval_every_steps": 0,
+    "eval_microbatches_per_shard": 0,
+    "ramp": [],
+}
 """Terms that earlier versions did not have, with what they meant then."""
 
 

@@ -14,6 +14,7 @@ from spare_megatron.journal.events import EventLine, text_of_end, text_of_entry,
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
+from spare_megatron.journal.losses import LastLosses, told_losses
 from spare_megatron.journal.paces import RankPaces
 from spare_megatron.journal.records import (
     LOST_A_PEER,
@@ -125,7 +126,7 @@ GroupStatus = Literal["alive", "slow", "rejoining", "lost", "given up"]
 PARAMS = "params"
 """Kind of parameter digests: a long run has many, and only comparisons of two runs read them."""
 
-UNREAD = ("vote", "snapshot", "redundancy", "repair", "terms", "rank")
+UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "rank")
 """Kinds of records that the state of a run does not depend on."""
 
 
@@ -171,6 +172,7 @@ class RunState:
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
         # restarts and committed steps before it, and kind of digest
         self._params: dict[tuple[int, int, str], set[str]] = {}
+        self.evaluated: LastLosses = {}
         self.num_rejoined = self.num_recomputed = 0
         self.num_lines = 0
         self.damage: list[str] = []
@@ -304,6 +306,8 @@ class RunState:
                 self._fenced.add((entry["group"], entry.get("incarnation", 0)))
             if entry["entry"] == "restart":
                 self._rejected.clear()
+            if entry["entry"] == "evaluated":
+                self.evaluated |= told_losses(entry)
             if entry["entry"] == "halt":
                 self._halted_by = entry["reason"]
             if text := text_of_entry(entry, self.folding.members - members):
@@ -450,6 +454,7 @@ class RunState:
         yield "steps_lost", len(self.folding.undone) if self.folding else 0
         yield "restarts", self.folding.num_restarts if self.folding else 0
         yield "final_loss", self.loss
+        yield "eval", self.evaluated
         yield "groups_lost", len(self._fenced)
         yield "groups_rejoined", self.num_rejoined
         yield "microbatches_recomputed", self.num_recomputed

@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spare_megatron.journal.check import check
@@ -14,6 +14,7 @@ from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
+from spare_megatron.journal.losses import LastLosses, last_losses
 from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import (
@@ -54,6 +55,8 @@ class Summary:
     """Incarnations of groups that came back and voted."""
     microbatches_recomputed: int | None = None
     final_loss: float | None = None
+    eval: LastLosses = field(default_factory=dict)
+    """Validation set -> `step` (committed ones) and `loss` of its last evaluation; no loss if it was not finite."""
     params_sha256: str | None = None
     """Of the parameters at the end; None also if no group was left to record it."""
     recoveries: tuple[Recovery, ...] = ()
@@ -86,6 +89,7 @@ def sum_up(view: JournalView) -> Summary:
         groups_rejoined=len(counts.rejoined),
         microbatches_recomputed=counts.num_recomputed,
         final_loss=None if counts.update is None else counts.update.loss,
+        eval=last_losses(view.entries),
         params_sha256=None if counts.params is None else counts.params.sha256 or None,
         recoveries=find_recoveries(rare),
         slices_repaired=sum(not record.is_move for record in rare.of(RepairRecord)),
@@ -108,6 +112,7 @@ def with_end(summary: Summary, end: EndRecord) -> Summary:
         steps_committed=summary.steps_committed + num_missing,
         steps_left=summary.steps_left - num_missing,
         final_loss=None if num_missing else summary.final_loss,
+        eval={} if num_missing else summary.eval,
         params_sha256=None if num_missing else summary.params_sha256,
     )
 

@@ -38,12 +38,15 @@ class ProbedCommunicator(P2PCommunicator):
     def __init__(self, group: torch.distributed.ProcessGroup, transformer: TransformerConfig, probe: Probe) -> None:
         super().__init__(group, transformer)
         self._probe = probe
+        self.is_training = True
+        """Whether transfers are fault points; those of an evaluation are not."""
 
     def _communicate(self, **transfer: Any) -> Any:
         # All nine public transfers call this one, and only this one knows what is really sent and received.
-        if transfer["tensor_send_next"] is not None or transfer["tensor_send_prev"] is not None:
+        is_sending = transfer["tensor_send_next"] is not None or transfer["tensor_send_prev"] is not None
+        if self.is_training and is_sending:
             self._probe(FaultPoint.SEND)
-        if transfer["recv_prev"] or transfer["recv_next"]:
+        if self.is_training and (transfer["recv_prev"] or transfer["recv_next"]):
             self._probe(FaultPoint.RECEIVE)
         with self._probe.during(Operation.TRANSFER):
             return super()._communicate(**transfer)
@@ -71,35 +74,42 @@ class Pipeline:
             "model": [chunk.module for chunk in chunks],
             "seq_length": config.model.seq_length,
             "micro_batch_size": config.train.micro_batch_size,
-            "forward_only": False,
             "pg_collection": groups,
         }
-        if num_stages > 1:
-            self._fixed_arguments["p2p_communicator"] = ProbedCommunicator(groups.pp, transformer, probe)
+        self._transfers = ProbedCommunicator(groups.pp, transformer, probe) if num_stages > 1 else None
+        if self._transfers is not None:
+            self._fixed_arguments["p2p_communicator"] = self._transfers
 
     def num_passes(self, work: Sequence[Microbatch]) -> int:
         """Backward passes of each chunk in `run`, padding included."""
         return len(pad(work, self._multiple)) if work else 0
 
-    def run(self, work: Sequence[Microbatch], forward_step: ForwardStep) -> None:
-        """Adds gradients to the buffers. Collective over: all ranks of the group, with the same work in order."""
+    def run(self, work: Sequence[Microbatch], forward_step: ForwardStep, *, is_forward_only: bool = False) -> None:
+        """Adds gradients to the buffers, unless `is_forward_only`.
+
+        Collective over: all ranks of the group, with the same work in order.
+        """
         if not work:
             # Megatron's schedule for one stage would run one microbatch even if there is none.
             return
         items = pad(work, self._multiple)
+        if self._transfers is not None:
+            self._transfers.is_training = not is_forward_only
 
         def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
             item = next(iterator)
             with self._probe.forward(item.microbatch):
                 output, loss_function = forward_step(self._chunks[id(module)], item)
-            # The schedule runs the backward pass, which starts with the gradient of this output.
-            output.register_hook(lambda _: self._probe.backward(item.microbatch))
+            if not is_forward_only:
+                # The schedule runs the backward pass, which starts with the gradient of this output.
+                output.register_hook(lambda _: self._probe.backward(item.microbatch))
             return output, loss_function
 
         self._schedule(
             forward_step_func=step,
             data_iterator=[iter(items) for _ in self._chunks],
             num_microbatches=len(items),
+            forward_only=is_forward_only,
             **self._fixed_arguments,
         )
 

@@ -19,6 +19,7 @@ from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
@@ -108,6 +109,16 @@ class GroupTrainer:
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config)
+        self._evaluator: Evaluator | None = None
+        if config.eval.every_steps:
+            self._evaluator = Evaluator(
+                config,
+                chunks=self.chunks,
+                groups=groups,
+                pipeline=self._pipeline,
+                device=device,
+                probe=self._probe,
+            )
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
@@ -154,6 +165,11 @@ class GroupTrainer:
             self._pipeline.run(work, self._forward)
         count()
         return list(self._seen)
+
+    @property
+    def evaluator(self) -> Evaluator:
+        assert self._evaluator is not None, "only a run with eval.every_steps evaluates"
+        return self._evaluator
 
     # ----------------------------------------------------------------------------------------------- committing
 

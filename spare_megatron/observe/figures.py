@@ -92,7 +92,7 @@ def _lines(num_runs: int) -> Sequence[tuple[str, float]]:
 
 
 def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:
-    """Loss over steps as in `step_curves`, with marks at steps that lost a group."""
+    """Loss over steps as in `step_curves`, with marks at steps that lost a group, and the losses of evaluations."""
     figure = step_curves(curves, "loss, nats per token")
     for (name, (history, loss)), (colour, width) in zip(curves.items(), _lines(len(curves)), strict=True):
         steps = history.steps
@@ -106,6 +106,14 @@ def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:
             marker={"color": colour, "symbol": "x", "size": 8 + width},
             text=[f"lost: {groups_named(steps.lost[index])}" for index in hit.tolist()],
         )
+        for of_set, losses in history.evaluations.items():
+            figure.add_scatter(
+                x=[step - 1 for step in losses],  # the last step before it
+                y=list(losses.values()),
+                name=f"{name}: {of_set}",
+                mode="lines+markers",
+                line={"color": colour, "width": width, "dash": "dot"},
+            )
     figure.update_layout(showlegend=True)
     return _titled(figure, "step", "loss, nats per token")
 

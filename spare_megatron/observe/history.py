@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from spare_megatron.journal.fold import Committed
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
+from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.paces import over_others
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
@@ -106,6 +107,7 @@ class History:
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
         lasted_s: Seconds from then to its end, or to now.
         checkpoints: How saves ended, each with its seconds since the run's record.
+        evaluations: Validation set -> committed steps and loss of each evaluation, the last one of a step.
         params: As `RunState.params` returns them, as far as they have been read.
     """
 
@@ -120,6 +122,7 @@ class History:
     began_s: float | None
     lasted_s: float
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    evaluations: Mapping[str, Mapping[int, float]]
     params: Mapping[tuple[int, str], frozenset[str]]
 
     def tokens_per_s(self) -> Floats | None:
@@ -159,8 +162,18 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         checkpoints=[
             (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
         ],
+        evaluations=_evaluations(run_state),
         params=run_state.params(),
     )
+
+
+def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
+    assert run_state.folding is not None, "a run has a log"
+    found: dict[str, dict[int, float]] = {}
+    for evaluation in run_state.folding.evaluations:
+        for name, loss in losses_of(evaluation.sums).items():
+            found.setdefault(name, {})[evaluation.step] = loss
+    return found
 
 
 def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:

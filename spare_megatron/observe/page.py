@@ -156,6 +156,9 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
     yield "last loss", f"{loss:.4f}" if loss else "none"
+    for name, losses in history.evaluations.items():
+        step, found = list(losses.items())[-1]
+        yield f"last evaluation, {name}", f"{found:.4f} after {step} steps"
     yield from _speed_of(history)
     if history.checkpoints:
         counts = Counter(record.outcome for _, record in history.checkpoints)

@@ -96,6 +96,21 @@ class StepCommitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDecided:
+    """An evaluation after `step` committed steps is decided; sent and forwarded as StepCommitted is."""
+
+    group: GroupId
+    step: int
+    attempt: int
+    loss: float
+    """Over all validation sets; NaN if not finite."""
+    losses: Mapping[str, float]
+    """Of each."""
+    spent_s: float
+    """Since the update before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankRaised:
     """An exception ended the rank; `concerns_all` if its cause holds for all groups: a setting, or missing groups."""
 
@@ -160,6 +175,7 @@ RankReport = (
     | RestartAwaited
     | GroupRestarted
     | StepCommitted
+    | EvaluationDecided
     | SaveReported
     | RankRaised
     | RunStopped

@@ -21,6 +21,7 @@ from spare_megatron.process.piece_wire import Address
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import check_shared_data, choose_device, join_group
+from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.params_gather import ParamsGather
@@ -149,8 +150,17 @@ class Assembly:
             probe=probe,
             progress=progress,
         )
+        evaluation = Evaluation(
+            trainer=self.trainer,
+            voting=self._voting,
+            digests=digests,
+            reports=reports,
+            probe=probe,
+            progress=progress,
+        )
         return Executors(
             steps=steps,
+            evaluation=evaluation,
             reduction=reduction,
             log=GroupLog(voting=self._voting, digests=digests, reports=reports, probe=probe, progress=progress),
             restorer=self._build_restorer(),

@@ -10,7 +10,7 @@ from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.agreement import Fenced
-from spare_megatron.voting.finish import vote_to_finish
+from spare_megatron.voting.unreduced_vote import vote_unreduced
 from spare_megatron.voting.voting import Voting
 
 
@@ -66,4 +66,4 @@ class GroupLog:
         """Votes on whether the run can end. Returns as `Reduction.attempt`."""
         digests, lacks_params = self._digests.for_vote(), self._progress.lacks_params
         journal = self._reports.journal
-        return vote_to_finish(action, self._voting, journal, self._probe, digests, lacks_params=lacks_params)
+        return vote_unreduced(action, self._voting, journal, self._probe, digests, lacks_params=lacks_params)

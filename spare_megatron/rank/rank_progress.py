@@ -9,13 +9,14 @@ from spare_megatron.stacking.plans import Microbatch
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """The step under way.
+    """The step or evaluation under way.
 
     Attributes:
         started_s: Monotonic time.
         makespan: Largest load of the plan, in microbatches.
         computed: The microbatches in the rank's local sums.
         plans: Digests of the plans that are computed.
+        is_evaluation: It is the evaluation after `step` committed steps.
         num_recomputed: Microbatches recomputed by all groups.
         epoch: Epoch of the last attempt.
     """
@@ -28,6 +29,7 @@ class StepUnderWay:
     plans: list[str] = field(default_factory=list)
     num_recomputed: int = 0
     epoch: int = 0
+    is_evaluation: bool = False
 
     @property
     def spent_s(self) -> float:

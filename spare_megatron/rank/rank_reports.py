@@ -3,12 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from spare_megatron.core.actions import ReportEvaluation
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.losses import losses_of, mean_loss
 from spare_megatron.journal.records import Record, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.process.reports import GroupRejoined, GroupRestarted, SaveReported, StepCommitted
+from spare_megatron.process.reports import (
+    EvaluationDecided,
+    GroupRejoined,
+    GroupRestarted,
+    SaveReported,
+    StepCommitted,
+)
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.recovery_clock import RecoveryClock
 from spare_megatron.stacking.layout import GroupId
@@ -25,7 +33,7 @@ class RankReports:
         *,
         group: GroupId,
         journal: JournalWriter,
-        send: Callable[[StepCommitted | GroupRejoined | GroupRestarted | SaveReported], None],
+        send: Callable[[StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | SaveReported], None],
         is_leader: bool,
         sends_steps: bool,
         probe: RankProbe,
@@ -89,6 +97,21 @@ class RankReports:
             epoch=step.epoch,
             num_recomputed=step.num_recomputed,
             recoveries=tuple(recoveries),
+        )
+        self.send(report)
+
+    def send_evaluation(self, action: ReportEvaluation) -> None:
+        """Reports the result of an evaluation, if this rank does."""
+        spent_s = sum(self._probe.take_split().values())  # not the next step's
+        if not self._sends_steps:
+            return
+        report = EvaluationDecided(
+            group=self._group,
+            step=action.step,
+            attempt=action.attempt,
+            loss=mean_loss(action.sums),
+            losses=losses_of(action.sums),
+            spent_s=spent_s,
         )
         self.send(report)
 

@@ -1,4 +1,4 @@
-"""Computes a step and its patches on one rank, and updates the model once the step is committed."""
+"""Computes a step or evaluation and its patches on one rank, and updates the model once a step is committed."""
 
 import time
 
@@ -44,13 +44,13 @@ class StepExecutor:
         self._progress = progress
 
     def compute_step(self, action: ComputeStep, num_alive: int) -> None:
-        """Starts the step and computes this group's part of the plan from zero sums.
+        """Starts the step or evaluation and computes this group's part of the plan from zero sums.
 
         Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes
         nothing.
         """
         plan, before = action.plan, self._progress.step
-        if before is not None and before.step != plan.step:
+        if before is not None and (before.step, before.is_evaluation) != (plan.step, plan.is_evaluation):
             before = None
         if before is not None and plan.digest in before.plans:
             return
@@ -61,10 +61,14 @@ class StepExecutor:
             makespan=plan.work.makespan,
             num_alive=num_alive,
             num_recomputed=0 if before is None else before.num_recomputed + plan.work.num_microbatches,
+            is_evaluation=plan.is_evaluation,
         )
         if self._progress.lacks_params:
             return
-        self._trainer.begin_step(plan.step)
+        if plan.is_evaluation:
+            self._trainer.evaluator.reset()
+        else:
+            self._trainer.begin_step(plan.step)
         self._compute(plan, action.into)
         if before is not None and before.computed:
             self._reports.clock.on_patched(len(self._progress.now.computed))
@@ -77,7 +81,7 @@ class StepExecutor:
             return
         self._progress.now.num_recomputed += action.plan.work.num_microbatches
         self._start_attempt(action.into)
-        self._probe(FaultPoint.PATCH)
+        self._probe(FaultPoint.EVALUATION_PATCH if action.plan.is_evaluation else FaultPoint.PATCH)
         self._compute(action.plan, action.into)
         self._reports.clock.on_patched(len(action.plan.work.of(self._group)))
 
@@ -86,7 +90,10 @@ class StepExecutor:
         now, work, on_ready = self._progress.now, plan.work.of(self._group), None
         if into is not None and work:
             on_ready = self._reduction.send_early(into, [*now.computed, *work])
-        now.computed.extend(self._trainer.compute(work, on_ready))
+        if plan.is_evaluation:
+            now.computed.extend(self._trainer.evaluator.compute(work))
+        else:
+            now.computed.extend(self._trainer.compute(work, on_ready))
         now.plans.append(plan.digest)
 
     def _start_attempt(self, into: AttemptReduce | None) -> None:

@@ -9,6 +9,7 @@ from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
@@ -19,6 +20,7 @@ from spare_megatron.core.actions import (
     ReadEntry,
     ReadVotes,
     RefuseCheckpoint,
+    ReportEvaluation,
     SaveCheckpoint,
     StartRepairs,
     StopWipeOut,
@@ -27,6 +29,7 @@ from spare_megatron.core.actions import (
 )
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import EndRequested, Event, RunStarted
+from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.reduction import Reduction
@@ -41,6 +44,7 @@ class Executors:
     """The objects that carry out the controller's actions on one rank; `stacked` only with stacked optimizer state."""
 
     steps: StepExecutor
+    evaluation: Evaluation
     reduction: Reduction
     log: GroupLog
     restorer: StateRestorer
@@ -103,6 +107,10 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             executors.stacked.gather_params(action)
         case StartRepairs() if executors.stacked is not None:
             executors.stacked.start_repairs(action)
+        case AttemptEvaluation():
+            return executors.evaluation.attempt(action)
+        case ReportEvaluation():
+            executors.evaluation.report(action)
         case AttemptFinish():
             return executors.log.attempt_finish(action)
         case _:

@@ -44,6 +44,29 @@ def initial_order(
     return SingleMicrobatches(placement, initial_owners(placement, num_microbatches), last_resort=last_resort)
 
 
+class Dealing:
+    """Deals the microbatches of each step, or of each evaluation, to the groups that take part."""
+
+    def __init__(self, first: Order, all_groups: tuple[GroupId, ...]) -> None:
+        self._first = first
+        self._all_groups = all_groups
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Returns to the order before any loss."""
+        self._order, self._dealt_to = self._first, self._all_groups
+
+    def work(self, members: tuple[GroupId, ...]) -> Work:
+        """The work of exactly these groups, with the fewest moves since the last time. Raises WipeOut."""
+        if self._dealt_to != members:
+            self._order, self._dealt_to = self._order.for_groups(frozenset(members)), members
+        return self._order.work
+
+    def patch(self, members: tuple[GroupId, ...], orphans: Sequence[Microbatch]) -> Work:
+        """The orphans spread over these groups. Raises WipeOut."""
+        return self._order.patch(frozenset(members), orphans)
+
+
 class SingleMicrobatches:
     def __init__(self, placement: Placement, owners: Owners, *, last_resort: bool = False) -> None:
         self._placement = placement

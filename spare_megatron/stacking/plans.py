@@ -67,18 +67,21 @@ def work_of(by_group: Mapping[GroupId, Sequence[Microbatch]], shape: tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The work of one step, or of one patch of it, for the epoch's set of surviving groups.
+    """The work of one step or evaluation, or of one patch of it, for the epoch's set of surviving groups.
 
-    The digest is equal on two ranks exactly if step, epoch, work and all earlier plans of the step are.
+    The digest is equal on two ranks exactly if step, epoch, work and all earlier plans of the step are; no evaluation
+    has that of a step.
     """
 
     step: int
     epoch: int
     work: Work
     digest: str
+    is_evaluation: bool = False
 
 
-def make_plan(step: int, epoch: int, work: Work, *, after: str = "") -> StepPlan:
+def make_plan(step: int, epoch: int, work: Work, *, after: str = "", is_evaluation: bool = False) -> StepPlan:
     """A plan whose digest extends `after`, the digest of the plan that it patches."""
-    digest = hashlib.sha256(f"{after}|{step}|{epoch}|{work.digest}".encode()).hexdigest()[:16]
-    return StepPlan(step=step, epoch=epoch, work=work, digest=digest)
+    kind = "evaluation|" if is_evaluation else ""
+    digest = hashlib.sha256(f"{kind}{after}|{step}|{epoch}|{work.digest}".encode()).hexdigest()[:16]
+    return StepPlan(step=step, epoch=epoch, work=work, digest=digest, is_evaluation=is_evaluation)

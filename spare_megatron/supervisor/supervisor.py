@@ -11,6 +11,7 @@ from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.processes import close_or_report, report_held
 from spare_megatron.process.reports import (
     EndEarly,
+    EvaluationDecided,
     ExitCode,
     FaultStruck,
     FaultWanted,
@@ -54,6 +55,8 @@ from spare_megatron.supervisor.store_link import (
 )
 from spare_megatron.voting.log_follower import controller_setup
 
+_OF_THE_LEADER = StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted
+"""Reports of which only those of the leader, rank 0, are forwarded."""
 _SAVING_S = 60.0
 """Time that ranks have to save their state once the control store is given up."""
 _FAREWELL_S = 5.0
@@ -207,9 +210,9 @@ class Supervisor:
             case FaultWanted():
                 self._faults.inflict(report)
                 return True
-        if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
+        if isinstance(report, _OF_THE_LEADER) and self._ranks.pipes[pipe][1] > 0:
             self._timeline.on_event(report)
-            return True  # only the report of the leader, rank 0, is forwarded
+            return True
         self._driver.report(report)
         return True
 

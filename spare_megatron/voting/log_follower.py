@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from spare_megatron.config.evaluation import microbatches_per_shard
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Restart, decode_entry
+from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
@@ -52,6 +54,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,
         partitions=partitions,
         snapshots=_snapshots(config),
+        evaluation=_evaluation(config),
     )
 
 
@@ -65,6 +68,12 @@ def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
         groups_per_domain=config.spare.groups_per_domain,
         num_partitions=config.layout.num_groups if config.optimizer.sharding == "stacked" else 0,
     )
+
+
+def _evaluation(config: RunConfig) -> EvaluationPolicy | None:
+    if not config.eval.every_steps:
+        return None
+    return EvaluationPolicy(every_steps=config.eval.every_steps, microbatches_per_shard=microbatches_per_shard(config))
 
 
 class LogFollower:

@@ -30,6 +30,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "cadence": ("--intervals 0.2 --steps 24 --mean-steps 2", {"ratio", "outcomes"}, ()),
     "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14",)),
     "checkpoint_stall": ("--pairs 1 --steps 5", {"ratio", "asynchronous"}, TWO_GROUPS),
+    "evaluation": ("--steps 3", {"ratio", "evaluation_s"}, TWO_GROUPS),
     "fault_free_overhead": (
         "--pairs 1 --steps 8",
         {"ratio", "ours_step_s", "ratio_of_means", "plain_mean_step_s"},

@@ -177,6 +177,11 @@ def entries_of(journal: Journal) -> list[dict[str, Any]]:
     return [entries[index] for index in sorted(entries)]
 
 
+def evaluations_of(journal: Journal) -> list[tuple[int, list[list[Any]]]]:
+    """Committed steps and exact sums of each evaluation."""
+    return [(entry["step"], entry["sums"]) for entry in entries_of(journal) if entry["entry"] == "evaluated"]
+
+
 def fenced_groups(journal: Journal) -> set[int]:
     return {entry["group"] for entry in entries_of(journal) if entry["entry"] == "fence"}
 

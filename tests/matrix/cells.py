@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.core.fault_points import (
+    PHASES_BETWEEN_STEPS,
+    PHASES_OF_AN_EVALUATION,
+    PHASES_WITH_SLICES,
+    FaultPoint,
+)
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
@@ -17,10 +22,14 @@ NUM_STEPS = 5
 PARTITION_REDUNDANCY = 3
 """Hosts of each state partition, where there are any: one more than groups are lost."""
 STEP = 2
-"""The step that is hit: operations have been done before, so that their usual duration is known."""
+"""The step that is hit, or the evaluation before it: operations have been done before, so that their usual duration is
+known.
+"""
 
 PHASES_OF_EVERY_STEP = tuple(
-    phase for phase in FaultPoint if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
+    phase
+    for phase in FaultPoint
+    if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES
 )
 """Phases that some rank of every group reaches in every step."""
 
@@ -33,9 +42,9 @@ class Moment:
 
     Attributes:
         phase: Moment of the step.
-        in_recovery: Whether another group has been killed in a forward pass of this step, so that the moment belongs to
-            the recovery from that: its patch, its rebuild, the second attempt to reduce the step, or a copy of a
-            partition that the other group held.
+        in_recovery: Whether another group has been killed in a forward pass of this step, or of the evaluation before
+            it, so that the moment belongs to the recovery from that: its patch, its rebuild, the second attempt to
+            reduce the step, or a copy of a partition that the other group held.
     """
 
     phase: FaultPoint
@@ -62,6 +71,11 @@ MOMENTS: tuple[Moment, ...] = (
     *(Moment(phase=phase, in_recovery=True) for phase in (FaultPoint.PATCH, FaultPoint.REBUILD, *_OF_EACH_ATTEMPT)),
     *(Moment(phase=phase, in_recovery=False) for phase in (FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER)),
     Moment(phase=FaultPoint.REPAIR, in_recovery=True),
+    *(
+        Moment(phase=phase, in_recovery=phase is FaultPoint.EVALUATION_PATCH)
+        for phase in FaultPoint
+        if phase in PHASES_OF_AN_EVALUATION
+    ),
 )
 
 
@@ -98,7 +112,8 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
     ranks = [int(rank) for rank in generator.integers(NUM_STAGES, size=2)]
     if cell.moment.phase is FaultPoint.REPAIR:
         victim = int(generator.choice(_receivers(first)))
-    before = FaultConfig(phase=FaultPoint.FORWARD, step=STEP, group=first, rank=ranks[0])
+    forward = FaultPoint.EVALUATION if cell.moment.phase in PHASES_OF_AN_EVALUATION else FaultPoint.FORWARD
+    before = FaultConfig(phase=forward, step=STEP, group=first, rank=ranks[0])
     fault = FaultConfig(phase=cell.moment.phase, step=STEP, group=victim, rank=ranks[1], kind=cell.kind)
     return (before, fault) if cell.moment.in_recovery else (fault,)
 

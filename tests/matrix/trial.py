@@ -2,13 +2,22 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema import (
+    ClusterConfig,
+    EvalConfig,
+    FaultConfig,
+    FaultKind,
+    LayoutConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from spare_megatron.config.validate import problems
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
@@ -22,6 +31,7 @@ from tests.integration.whole_run import (
     assert_masked,
     complete_run,
     entries_of,
+    evaluations_of,
     losses_of,
     params_of,
     retries_of,
@@ -101,6 +111,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert losses_of(run.journal) == losses_of(expected.journal), "losses differ from those of the run without faults"
     assert params_of(run) == params_of(expected), "parameters differ from those of the run without faults"
     assert run.summary.params_sha256 == expected.summary.params_sha256
+    assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
     causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
     assert all(_CAUSES[cell.kind].match(cause) for cause in causes), causes
     found_s = _found_after_s(run, victim)
@@ -117,17 +128,24 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
 def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
     stacked = OptimizerConfig(sharding="stacked", redundancy=PARTITION_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
-    return alert_config(
+    config = alert_config(
         corpus,
         LAYOUT,
         steps=NUM_STEPS,
-        faults=faults,
         mode="reproducible",
         cluster=cluster,
         optimizer=stacked if is_stacked else REPLICATED,
         hidden_dropout=0.1,
         attention_dropout=0.1,
     )
+    config = replace(
+        config,
+        data=replace(config.data, split="9,1"),
+        eval=EvalConfig(every_steps=STEP),
+        faults=replace(config.faults, trace=tuple(faults)),
+    )
+    assert problems(config, look_at_machine(config)) == []
+    return config
 
 
 def _found_within_s(run: Run, cell: Cell) -> float:

@@ -13,6 +13,7 @@ from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
@@ -25,6 +26,7 @@ from spare_megatron.core.actions import (
     ReadEntry,
     ReadVotes,
     RefuseCheckpoint,
+    ReportEvaluation,
     SaveCheckpoint,
     StartRepairs,
     StopHalted,
@@ -79,6 +81,7 @@ class Group:
         self._controller = controller
         self._world = world
         self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
+        self._evaluation = world.evaluation_type()
         self._computed: list[str] = []  # digests of this step's plans
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
@@ -152,8 +155,10 @@ class Group:
                 self._links.release()
                 communicator = self._links.communicator = self._world.communicators.named(key, members)
                 self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
-            case AttemptReduce() | AttemptFinish():
+            case AttemptReduce() | AttemptEvaluation() | AttemptFinish():
                 return (yield from self._attempt(action))
+            case ReportEvaluation(step=step, sums=sums):
+                self._world.invariants.evaluated(self.name, self._generation, step, sums)
             case ReadVotes():
                 votes = yield from self._relaying.read_votes(action)
                 return [(yield from self._links.with_waiting(votes))] if votes else []
@@ -174,12 +179,7 @@ class Group:
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
-                for _ in range(MOVES_OF_STATE):
-                    yield None
-                given = Content("", "") if self._lacks_params else self._content
-                self._state_reports.is_due |= not self._lacks_params
-                self._state_reports.is_whole |= self.held is None
-                self._world.states.setdefault((self._generation, step), {})[self.member] = given
+                yield from self._give_state(step)
             case SaveCheckpoint(step=step, member=member):
                 yield None
                 self._state_reports.save(step, lacks_params=self._lacks_params)
@@ -197,6 +197,14 @@ class Group:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
 
+    def _give_state(self, step: int) -> Steps:
+        for _ in range(MOVES_OF_STATE):
+            yield None
+        given = Content("", "") if self._lacks_params else self._content
+        self._state_reports.is_due |= not self._lacks_params
+        self._state_reports.is_whole |= self.held is None
+        self._world.states.setdefault((self._generation, step), {})[self.member] = given
+
     def _load(self, step: int, hosted: Sequence[int]) -> None:
         self._params, self._spoiled = self._world.invariants.saves.params[step], ""
         self._state_reports.is_due = True
@@ -210,11 +218,17 @@ class Group:
         if self._lacks_params or plan.digest in self._computed:
             return
         self._has_params(plan.step)
-        if is_patch:
-            self._buckets.patch(plan.work.of(self.group))
-        else:
-            self._buckets.compute(plan.work.of(self.group))
+        work = plan.work.of(self.group)
+        if not is_patch:
             self._computed = []
+        if plan.is_evaluation:
+            if not is_patch:
+                self._evaluation.begin()
+            self._evaluation.add(self._params, work)
+        elif is_patch:
+            self._buckets.patch(work)
+        else:
+            self._buckets.compute(work)
         self._computed.append(plan.digest)
 
     def _update(self, action: UpdateModel) -> None:
@@ -373,7 +387,7 @@ class Group:
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def _attempt(self, action: AttemptReduce | AttemptFinish) -> Steps:
+    def _attempt(self, action: AttemptReduce | AttemptEvaluation | AttemptFinish) -> Steps:
         self._world.invariants.attempted(self.name, action, self._controller.epoch)
         yield None
         num_complete: tuple[int, ...] = ()
@@ -384,7 +398,8 @@ class Group:
             if self._buckets.has_posted_unsound:
                 raise RaisesForGradients
             num_complete = (self._buckets.window.num_complete,)
-        is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
+        is_reduced = not isinstance(action, AttemptReduce) or self._buckets.sums() is not None
+        is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
         vote = Vote(
             is_complete=is_complete,
@@ -396,6 +411,7 @@ class Group:
             slice_digests=() if self.held is None else self.held.digests(is_compared=is_compared),
             state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
             copied_from=self._state_reports.copied_from,
+            sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

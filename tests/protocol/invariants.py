@@ -14,7 +14,9 @@
    a host for every shard; or a group says why not.
 7. No run ends with a checkpoint that is wrong, if it is the last, or by a group fenced for wrong state (`saved`). When
    one is refused, another is left, if there ever was one.
-8. No log entry is written twice; no communicator's name is used twice (`communicators`).
+8. An evaluation is decided where it is due, and nowhere else. It counts each of its microbatches once; unless
+   parameters are wrong, its value is that of the parameters after so many steps.
+9. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
@@ -22,14 +24,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from spare_megatron.core.actions import AttemptFinish, AttemptReduce, FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry, decode_entry
+from spare_megatron.core.actions import (
+    AttemptEvaluation,
+    AttemptFinish,
+    AttemptReduce,
+    FinishRun,
+    StopHalted,
+    StopWipeOut,
+)
+from spare_megatron.core.entries import (
+    Commit,
+    Entry,
+    Evaluated,
+    Fence,
+    Finish,
+    GiveUp,
+    Halt,
+    Restart,
+    Retry,
+    decode_entry,
+)
+from spare_megatron.core.evaluation import EvaluationPolicy, SetSum
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
+from tests.protocol.evaluations import SET, loss_of
 from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
 from tests.protocol.violation import Violation
@@ -51,7 +73,12 @@ class Invariants:
     """Sees all entries, votes, reductions, updates and ends of one history."""
 
     def __init__(
-        self, placement: Placement, sizes: Sequence[int], num_steps: int, partitions: PartitionObserver
+        self,
+        placement: Placement,
+        sizes: Sequence[int],
+        num_steps: int,
+        partitions: PartitionObserver,
+        evaluation: EvaluationPolicy | None = None,
     ) -> None:
         self.partitions = partitions
         self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}
@@ -60,6 +87,13 @@ class Invariants:
             for size in sizes
         ]
         self._num_steps = num_steps
+        self._eval_every = evaluation.every_steps if evaluation else 0
+        self._evaluated = [
+            Microbatch(shard, k)
+            for shard in range(placement.num_groups)
+            for k in range(evaluation.microbatches_per_shard if evaluation else 0)
+        ]
+        self._is_evaluation_due = False
         self.entries: list[Entry] = []
         self.members: frozenset[Incarnation] = frozenset((group, 0) for group in range(placement.num_groups))
         self._fenced: set[Incarnation] = set()
@@ -70,6 +104,7 @@ class Invariants:
         self._opened = {0: Opening(0, self.members, 0)}
         self._commits: dict[int, tuple[int, frozenset[Incarnation]]] = {}  # by attempt: step, members
         self._generation = 0  # restarts
+        self._began_with = self.members  # the step, or the evaluation before it
         self.saves = Saved()
         self._was_wiped_out = self._is_given_up = False
         self._votes: dict[tuple[Incarnation, int], Vote] = {}
@@ -95,7 +130,7 @@ class Invariants:
                 if discard:
                     self._discarded(f"{group}.{incarnation}", writer)
                 self._lost(group, incarnation)
-            case Commit() | Retry() | Finish():
+            case Commit() | Retry() | Evaluated() | Finish():
                 self._decided(entry, writer)
             case Restart():
                 self._restarted(entry, writer)
@@ -120,6 +155,7 @@ class Invariants:
         self._admitted |= self.members
         self.epoch += 1
         self.step = entry.step
+        self._is_evaluation_due = self._evaluates_now()
         self.attempt += 1
         self._is_discarded = False
         self._generation += 1
@@ -193,7 +229,11 @@ class Invariants:
         self.members |= latest
         self._admitted |= latest
 
-    def _decided(self, entry: Commit | Retry | Finish, writer: str) -> None:
+    def _evaluates_now(self) -> bool:
+        is_last = self.step == self._num_steps
+        return bool(self._eval_every and self.step and (is_last or self.step % self._eval_every == 0))
+
+    def _decided(self, entry: Commit | Retry | Evaluated | Finish, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
         if incarnation_of(writer) not in self.members:
@@ -203,9 +243,11 @@ class Invariants:
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
         is_anew = self._compared(entry, writer)
-        if isinstance(entry, Commit) and self._is_discarded:
+        if isinstance(entry, Commit | Evaluated) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a fenced group, by its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
+        if self._is_evaluation_due:  # what the lost have computed is lost
+            is_complete &= self.members == self._opened[self.attempt].members
         lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
         if isinstance(entry, Retry) == (is_complete and not is_anew):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
@@ -217,8 +259,8 @@ class Invariants:
             self.counts["retry that keeps buckets"] += any(entry.kept)
         if isinstance(entry, Retry) and entry.gather != (lacks_params or (is_anew and self.partitions.exist)):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
-        if not isinstance(entry, Retry) and isinstance(entry, Finish) != (self.step == self._num_steps):
-            raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps")
+        if not isinstance(entry, Retry):
+            self._expect(entry, writer)
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
@@ -233,15 +275,27 @@ class Invariants:
             self.step += 1
             if self.step < self._num_steps:
                 self._admit(entry.admit)
+            self._is_evaluation_due = self._evaluates_now()
+            self._began_with = self.members
         self._is_discarded = False
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+
+    def _expect(self, entry: Commit | Evaluated | Finish, writer: str) -> None:
+        """An attempt that is not retried leads to what is due."""
+        is_over = self.step == self._num_steps
+        due = Evaluated if self._is_evaluation_due else Finish if is_over else Commit
+        is_skipped = is_over and isinstance(entry, Finish) and self._was_wiped_out
+        if not isinstance(entry, due) and not is_skipped:
+            raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps, not {due}")
+        self._is_evaluation_due = False
+        self.counts["evaluation after a loss"] += isinstance(entry, Evaluated) and self.members != self._began_with
 
     def _compared(self, entry: Entry, writer: str) -> bool:
         """Whether no sum of the attempt may stay, by what all who voted said of their state."""
         votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
         members = [vote for incarnation, vote in votes.items() if incarnation in self.members]
-        if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Finish):
+        if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Evaluated | Finish):
             return self._is_discarded
         states = {(digest.partition, digest.value) for vote in members for digest in vote.slice_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
@@ -252,7 +306,7 @@ class Invariants:
         all_right = {index for index, sha256 in states if not sha256.startswith(WRONG)}
         is_wrong = any(vote.params_digest.startswith(WRONG) for vote in members)
         if (
-            isinstance(entry, Commit | Finish)
+            isinstance(entry, Commit | Evaluated | Finish)
             and is_wrong
             and all_right
             and len(all_right) == self.partitions.num_partitions
@@ -269,7 +323,7 @@ class Invariants:
 
     # -------------------------------------------------------------------------------------------------- the groups
 
-    def attempted(self, process: str, action: AttemptReduce | AttemptFinish, epoch: int) -> None:
+    def attempted(self, process: str, action: AttemptReduce | AttemptEvaluation | AttemptFinish, epoch: int) -> None:
         """A process starts an attempt."""
         opening = self._opened.get(action.attempt)
         if opening != Opening(action.step, frozenset(action.voters), epoch):
@@ -304,6 +358,15 @@ class Invariants:
         self.counts["step with buckets of several attempts"] += any(sums != buckets[0] for sums in buckets)
         return repr((step, attempt, [sorted(sums.items()) for sums in buckets]))
 
+    def evaluated(self, process: str, generation: int, step: int, sums: Sequence[SetSum]) -> None:
+        """A process learns the value of an evaluation."""
+        [(name, loss, num_counted)] = sums
+        params = self._params.get((generation, step))
+        expected = None if params is None else sum(loss_of(params, item) for item in self._evaluated)
+        is_right = self._corrupted or (name, loss) == (SET, expected)
+        if not is_right or num_counted != len(self._evaluated):
+            raise Violation(f"{process} learns {sums} after {step} steps, of {len(self._evaluated)} and {expected}")
+
     def corrupted(self, process: str) -> None:
         """The parameters of a process have changed behind its back."""
         self._corrupted.add(process)
@@ -334,7 +397,7 @@ class Invariants:
     def stopped(self, process: str, stop: object) -> None:
         """A process comes to the end of the run."""
         self.counts[type(stop).__name__] += 1
-        if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
+        if isinstance(stop, FinishRun) and self._is_done:
             return
         # Others may have gone on without one that is late to hear of a wipe-out.
         if isinstance(stop, StopWipeOut) and (
@@ -358,7 +421,9 @@ class Invariants:
 
     @property
     def _is_done(self) -> bool:
-        return self.step == self._num_steps and self._is_finished
+        # An evaluation after the last step is no reason to go back if a shard has no host.
+        is_evaluated = not self._is_evaluation_due or (self._is_wiped_out() and bool(self.members))
+        return self.step == self._num_steps and self._is_finished and is_evaluated
 
     def ended(self, running: list[str], *, may_restart: bool) -> None:
         """Nothing moves any more.

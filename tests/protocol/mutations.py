@@ -17,6 +17,7 @@ from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Retry
+from spare_megatron.core.evaluation import SetSum
 from spare_megatron.core.events import Event, VotesRead, WaitingRead
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
@@ -28,6 +29,7 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Sums
+from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.partitions import PartitionStates
 
 
@@ -51,18 +53,19 @@ class ReusesCommunicatorNames(Controller):
 class KeepsTheFirstBatch(Controller):
     """Deals every step as many microbatches as the first one has."""
 
-    def _plan_step(self) -> StepPlan:
-        self._ordered_size = self._ramp.at(self.step)
-        return super()._plan_step()
+    def _plan(self) -> StepPlan:
+        self._dealt = self._ramp.at(self.step)
+        return super()._plan()
 
 
 class RestartsWithTheLargerBatch(Controller):
     """Deals the steps after a restart as many microbatches as the step had that was under way."""
 
-    def _start_order(self) -> None:
-        earlier = self._order if self.head else None
-        super()._start_order()
-        self._order = self._order if earlier is None else max(earlier, self._order, key=lambda o: o.work.owners.size)
+    def _deal_step(self) -> None:
+        earlier = (self._dealt, self._step_dealing) if self.head else None
+        super()._deal_step()
+        if earlier is not None and earlier[0] > self._dealt:
+            self._step_dealing = earlier[1]
 
 
 class PatchesTwice(Controller):
@@ -371,6 +374,40 @@ class ReportsNoBreak(GroupAgreement):
         pass
 
 
+class PatchesEvaluations(Controller):
+    """Takes the work of an evaluation for a part of the next step: after a loss it is computed for a gradient."""
+
+    def _plan(self) -> StepPlan:
+        before = [plan for plan in self._plans if plan.is_evaluation]
+        plan = super()._plan()
+        self._plans = [*before, plan]
+        return plan
+
+
+class KeepsFirstSums(EvaluationSums):
+    """Votes again with the value of an attempt that was retried."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._first: tuple[SetSum, ...] = ()
+
+    def sums(self) -> tuple[SetSum, ...]:
+        self._first = self._first or super().sums()
+        return self._first
+
+
+class EvaluatesWithoutTheLost(Controller):
+    """Decides an evaluation with the sums of those who are left."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        attempted_by = self._attempted_by
+        if self._is_evaluating:
+            self._attempted_by = self.voters
+        actions = super()._decide(event, now_s)
+        self._attempted_by = attempted_by
+        return actions
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol:
     """The parts under test."""
@@ -380,6 +417,7 @@ class Protocol:
     partitions_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
     buckets_type: type[Buckets] = Buckets
+    evaluation_type: type[EvaluationSums] = EvaluationSums
     votes_type: type[BlockVotes] = BlockVotes
     reliance_type: type[Reliance] = Reliance
     voice_type: type[GroupAgreement] = GroupAgreement
@@ -431,6 +469,11 @@ MUTATIONS_OF_COMPARISONS = {
 MUTATIONS_OF_GRADIENTS = {
     "applies sums with unsound parts": Protocol(buckets_type=AppliesUnsoundSums),
     "keeps sums with unsound parts": Protocol(buckets_type=CountsUnsoundSums),
+}
+MUTATIONS_OF_EVALUATIONS = {
+    "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),
+    "keeps the value of a retried evaluation": Protocol(evaluation_type=KeepsFirstSums),
+    "evaluates without what the lost have computed": Protocol(controller_type=EvaluatesWithoutTheLost),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

@@ -1,7 +1,7 @@
 """What a history begins with, and which faults may strike in it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
 
@@ -39,6 +39,9 @@ class Scene:
     """After a wipe-out."""
     fan_in: int = 1
     """Most groups whose votes one of them casts."""
+    eval_every_steps: int = 0
+    """Steps between evaluations; 0: none."""
+    eval_microbatches_per_shard: int = 1
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
     ramp_steps: int = 0
@@ -87,6 +90,17 @@ class Scene:
             fan_in=random.choice((1, 1, 2, 3)),
             keep_last=random.choice((1, 9)),
             ramp_steps=0 if num_steps % 2 else num_steps // 2,
+        )
+
+    @classmethod
+    def draw_evaluations(cls, random: Random) -> "Scene":
+        """One of any kind that is evaluated often."""
+        kinds = (cls.draw, cls.draw, cls.draw_wipe_outs, cls.draw_corruptions, cls.draw_unsound, cls.draw_returns)
+        scene = random.choice(kinds)(random)
+        return replace(
+            scene,
+            eval_every_steps=random.randint(1, 2),
+            eval_microbatches_per_shard=random.randint(1, scene.microbatches_per_shard),
         )
 
     @classmethod

@@ -12,6 +12,7 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Communicators
+from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.invariants import Invariants
 from tests.protocol.partitions import PartitionStates
 from tests.protocol.post import Post
@@ -45,6 +46,7 @@ class Surroundings(Protocol):
     num_buckets: int
     window_type: type[BucketWindow]
     buckets_type: type[Buckets]
+    evaluation_type: type[EvaluationSums]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]
     states: dict[tuple[int, int], dict[Member, Content]]

@@ -15,6 +15,7 @@ NUM_WIPE_OUT_HISTORIES = 150
 NUM_CORRUPTION_HISTORIES = 100
 NUM_UNSOUND_HISTORIES = 150
 NUM_RETURN_HISTORIES = 300
+NUM_EVALUATION_HISTORIES = 150
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -93,6 +94,13 @@ def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 
+def test_no_history_of_evaluations_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_EVALUATION_HISTORIES), draw=Scene.draw_evaluations)
+    assert sample.violations == {}
+    least = {"Evaluated": 200, "evaluation after a loss": 10, "Restart": 5, "FinishRun": 100, "discard": 5}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
 @st.composite
 def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
     """Scenes that shrink to few groups, few steps and few faults."""
@@ -111,6 +119,7 @@ def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
         max_restarts=draw(st.integers(0, 2)),
         num_buckets=draw(st.integers(1, 5)),
         fan_in=draw(st.integers(1, most_fan_in)),
+        eval_every_steps=draw(st.integers(0, 2)),
         ramp_steps=draw(st.integers(0, num_steps)),
     )
 

@@ -11,6 +11,7 @@ from tests.protocol.mutations import (
     CORRECT,
     MUTATIONS,
     MUTATIONS_OF_COMPARISONS,
+    MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
     MUTATIONS_OF_RESTARTS,
     Protocol,
@@ -57,6 +58,9 @@ FOUND_AS = {
     "leaves votes to lost relays": "no progress|no end",
     "applies sums with unsound parts": "which counts",
     "keeps sums with unsound parts": "which counts",
+    "counts an evaluation into a gradient": "which counts|named twice",
+    "keeps the value of a retried evaluation": "learns",
+    "evaluates without what the lost have computed": "though the members voted",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
     "does not report a broken gather": "no progress|no end",
@@ -200,6 +204,15 @@ def test_the_simulation_of_wipe_outs_finds_a_protocol_that(mutation: str) -> Non
 def test_the_simulation_of_unsound_gradients_finds_a_protocol_that(mutation: str) -> None:
     protocol = MUTATIONS_OF_GRADIENTS[mutation]
     found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_unsound)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_EVALUATIONS)
+def test_the_simulation_of_evaluations_finds_a_protocol_that(mutation: str) -> None:
+    protocol = MUTATIONS_OF_EVALUATIONS[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_evaluations)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

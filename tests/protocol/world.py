@@ -14,6 +14,7 @@ from typing import Any
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.entries import Fence, encode_entry
+from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
@@ -72,6 +73,7 @@ class World:
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.reliance_type = protocol.reliance_type
         self.window_type, self.buckets_type = protocol.window_type, protocol.buckets_type
+        self.evaluation_type = protocol.evaluation_type
         self.refusal_in_log = protocol.refusal_in_log
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
@@ -80,7 +82,9 @@ class World:
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
-        self.invariants = Invariants(placement, scene.sizes, scene.num_steps, observer)
+        every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
+        evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
+        self.invariants = Invariants(placement, scene.sizes, scene.num_steps, observer, evaluation)
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -108,6 +112,7 @@ class World:
             granularity=scene.granularity,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
+            evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )
         for group in self.groups:
@@ -206,8 +211,9 @@ class World:
                 break
             if self._random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
-            if self.num_moves > self._scene.fault_moves + MAX_MOVES_AFTER_FAULTS:
-                raise Violation(f"no end {MAX_MOVES_AFTER_FAULTS} moves after the last fault")
+            most_moves = MAX_MOVES_AFTER_FAULTS * (2 if self._scene.eval_every_steps else 1)  # twice as many attempts
+            if self.num_moves > self._scene.fault_moves + most_moves:
+                raise Violation(f"no end {most_moves} moves after the last fault")
         running = [process.name for process in self._processes if process.member is not None]
         self.invariants.ended(running, may_restart=self.may_restart)
 

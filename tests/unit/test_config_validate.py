@@ -328,6 +328,22 @@ def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:
     )
 
 
+def test_an_evaluation_needs_held_out_text_that_all_shards_share_evenly() -> None:
+    assert "eval.every_steps=5 needs a validation set, and data.split=empty holds no text out" in only_problem(
+        "eval.every_steps=5"
+    )
+    evaluated = ("eval.every_steps=5", "data.split=9,1")
+    assert problems(configured(*evaluated), CPU) == []
+    text = only_problem(*evaluated, "eval.sequences=20")
+    assert "eval.sequences=20 is no multiple of layout.num_groups x train.micro_batch_size=8; set it to 24" in text
+    fault = '{phase="evaluation", step=%d}'
+    assert problems(configured(*evaluated, f"faults.trace=[{fault % 10}]"), CPU) == []
+    unreached = "is reached only after as many steps as eval.every_steps=5 divides"
+    assert unreached in only_problem(*evaluated, f"faults.trace=[{fault % 7}]")
+    patch = '{phase="evaluation_patch", step=5}'
+    assert "no group is lost before it" in only_problem(*evaluated, f"faults.trace=[{patch}]")
+
+
 def test_more_groups_or_tokens_than_fp32_counts_are_refused_where_tokens_are_counted() -> None:
     counted = ("data.eod_mask_loss=true", "data.end_of_document=0", "train.micro_batch_size=4294967296")
     text = only_problem(*counted, machine=dataclasses.replace(CPU, corpus=corpus_with()))

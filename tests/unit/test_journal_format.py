@@ -129,10 +129,19 @@ def test_a_journal_whose_run_has_not_begun_is_read(tmp_path: Path) -> None:
 
 
 def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
-    """They have no order of samples, which was the first one."""
+    """They have no order of samples, which was the first one, no weights and no evaluations."""
     terms = {name: place for place, name in enumerate(TERMS)}
     earlier = hashlib.sha256(json.dumps([*range(len(TERMS))], separators=(",", ":")).encode()).hexdigest()
-    defaults = {"order": 1, "weights": "", "validation": "", "masks": "", "ramp": []}
-    assert digest_of_terms({**terms, **defaults}) == earlier
-    assert digest_of_terms({**terms, **defaults, "order": 2}) != earlier
-    assert digest_of_terms({**terms, **defaults, "ramp": [1, 1, 2]}) != earlier
+    later = {
+        "order": 1,
+        "weights": "",
+        "validation": "",
+        "masks": "",
+        "eval_every_steps": 0,
+        "eval_microbatches_per_shard": 0,
+        "ramp": [],
+    }
+    assert digest_of_terms({**terms, **later}) == earlier
+    assert digest_of_terms({**terms, **later, "order": 2}) != earlier
+    assert digest_of_terms({**terms, **later, "eval_every_steps": 5}) != earlier
+    assert digest_of_terms({**terms, **later, "ramp": [1, 1, 2]}) != earlier

@@ -28,10 +28,11 @@ def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
         FaultPoint.PATCH,
         FaultPoint.REBUILD,
         FaultPoint.REPAIR,
+        FaultPoint.EVALUATION_PATCH,
     } | AGAIN
     assert {m.phase for m in MOMENTS if m.is_again} == AGAIN
     assert {m.phase for m in MOMENTS if m.is_stacked} == PHASES_WITH_SLICES
-    assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) - 1 == 89
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) - 1 == 109
 
 
 @pytest.mark.parametrize("seed", range(20))

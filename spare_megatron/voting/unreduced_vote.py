@@ -1,27 +1,34 @@
-"""The vote to end the run after the last step, where state is left to compare or parameters are left to gather."""
+"""Votes on attempts that reduce nothing: evaluations, and the end of a run with state left to compare or to gather."""
 
-from spare_megatron.core.actions import AttemptFinish
+from collections.abc import Sequence
+
+from spare_megatron.core.actions import AttemptEvaluation, AttemptFinish
+from spare_megatron.core.evaluation import SetSum
 from spare_megatron.core.events import Event
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.voting.voting import Voting
 
 
-def vote_to_finish(
-    action: AttemptFinish,
+def vote_unreduced(
+    action: AttemptFinish | AttemptEvaluation,
     voting: Voting,
     journal: JournalWriter,
     probe: RankProbe,
     digests: Digests,
     *,
     lacks_params: bool,
+    computed: Sequence[Microbatch] = (),
+    sums: tuple[SetSum, ...] = (),
 ) -> list[Event]:
-    """The leader votes on whether the run can end; returns all votes if its cast may have been the last, else nothing.
+    """The leader votes; returns all votes if its cast may have been the last, else nothing.
 
-    `lacks_params`: some parameters of the group are those of an earlier step.
+    `lacks_params`: some parameters of the group are those of an earlier step. `computed` and `sums` are of an
+    evaluation.
     """
     agreement = voting.agreement
     if not agreement.is_leader:
@@ -32,7 +39,7 @@ def vote_to_finish(
         step=action.step,
         attempt=action.attempt,
         is_complete=not lacks_params,
-        work_digest=digest_of_work([]),
+        work_digest=digest_of_work(computed),
         incarnation=member.incarnation,
     )
     journal.write(record)
@@ -44,6 +51,7 @@ def vote_to_finish(
         slice_digests=digests.partitions,
         state_digest=digests.state,
         copied_from=digests.copied_from,
+        sums=sums,
     )
     with probe.during(Operation.VOTE):
         cast = voting.vote(action.attempt, vote, action.voters)

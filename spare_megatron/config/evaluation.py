@@ -1,0 +1,42 @@
+"""What an evaluation reads by the configuration: its validation sets, and their division into microbatches."""
+
+from collections.abc import Iterator
+
+from spare_megatron.config.corpus import validation_names
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import global_batch
+
+
+def sequences_per_set(config: RunConfig) -> int:
+    """The most sequences that an evaluation reads of each validation set."""
+    return config.eval.sequences or global_batch(config)
+
+
+def microbatches_per_shard(config: RunConfig) -> int:
+    """Microbatches of a shard in an evaluation, those of all sets together; 0 if the run has none."""
+    if not config.eval.every_steps:
+        return 0
+    per_index = config.layout.num_groups * config.train.micro_batch_size
+    return len(validation_names(config.data)) * (sequences_per_set(config) // per_index)
+
+
+def evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Every reason why the run cannot evaluate."""
+    settings = config.eval
+    if not settings.every_steps:
+        return
+    per_index = config.layout.num_groups * config.train.micro_batch_size
+    if settings.sequences is not None and settings.sequences % per_index:
+        yield (
+            f"eval.sequences={settings.sequences} is no multiple of layout.num_groups x train.micro_batch_size="
+            f"{per_index}; set it to {-(-settings.sequences // per_index) * per_index}"
+        )
+    try:
+        has_sets = bool(validation_names(config.data))
+    except ValueError:
+        return  # reported with the corpus
+    if not has_sets:
+        yield (
+            f"eval.every_steps={settings.every_steps} needs a validation set, and data.split="
+            f"{config.data.split or 'empty'} holds no text out; set it as in 99,1, or name a corpus in data.validation"
+        )

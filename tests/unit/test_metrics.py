@@ -28,6 +28,7 @@ from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (
+    EvaluationDecided,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -187,6 +188,18 @@ def test_speed_is_that_of_the_models_own_operations() -> None:
     assert "perf/mfu" not in recorded(committed(0))[0]
 
 
+def test_an_evaluation_is_written_once_and_again_when_a_restart_repeats_it() -> None:
+    first = EvaluationDecided(
+        group=GroupId(1), step=2, attempt=2, loss=1.5, losses={"validation": 2.0, "wiki": 1.0}, spent_s=0.25
+    )
+    restarted = GroupRestarted(member=Member(GroupId(0), 1), step=2)
+    found = recorded(
+        committed(0), committed(1), first, replace(first, group=GroupId(0)), restarted, replace(first, attempt=5)
+    )
+    of_sets = {"eval/validation/loss": 2.0, "eval/wiki/loss": 1.0}
+    assert found[2:] == [{"step": 1, "eval/loss": 1.5, **of_sets, "eval/spent_s": 0.25}] * 2
+
+
 def test_the_page_has_every_key_and_no_other() -> None:
     times = dict.fromkeys(("computed_at_s", "noticed_at_s", "agree_s", "patch_s", "rebuild_s", "reduce_s"), 0.0)
     recovery = RecoveryRecord(group=0, step=1, lost=[1], num_patched=1, **times)
@@ -203,6 +216,8 @@ def test_the_page_has_every_key_and_no_other() -> None:
         SaveReported(record=saved),
         GroupRestarted(member=Member(GroupId(0), 1), step=4),
         committed(4),
+        EvaluationDecided(group=GroupId(0), step=5, attempt=6, loss=1.0, losses={}, spent_s=1.0),
+        committed(5),
     ]
     found = recorded(*events, config=replace(CONFIG, metrics=MetricsConfig(peak_tflops=1.0)))
     keys = {key for values in found for key in values} - {"step"}

@@ -78,10 +78,11 @@ class Throughput:
 
 
 def training_alone(config: RunConfig) -> RunConfig:
-    """The configuration without faults, checkpoints, snapshots, metrics and time limit, which are not compared."""
+    """The configuration with one batch, and without faults, checkpoints, snapshots, metrics and time limit."""
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, max_minutes=None),
+        spare=dataclasses.replace(config.spare, ramp_start=None, ramp_steps=None),
         faults=FaultsConfig(),
         # The restart settings stay: other settings were chosen to fit them.
         checkpoint=dataclasses.replace(

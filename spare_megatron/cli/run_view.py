@@ -123,10 +123,11 @@ def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterato
         yield f"loss {update.loss:.4f}"
         yield f"lr {update.learning_rate:.2e}"
         yield f"grad norm {update.grad_norm:.3f}"
-    tokens = tokens_per_second(run, update.step_s)
+    whole_s = update.step_s / run.size_of_step(update.step)
+    tokens = tokens_per_second(run, whole_s)
     if tokens is not None:
         yield f"{format_large(tokens)} tokens/s"
-    utilization = flops_utilization(run, update.step_s, num_groups * run.ranks_per_group)
+    utilization = flops_utilization(run, whole_s, num_groups * run.ranks_per_group)
     if utilization is not None:
         yield f"MFU {utilization:.1%}"
     yield f"groups {num_groups}/{run.num_groups}"

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from spare_megatron.config.model_shape import model_shape
 from spare_megatron.config.rank_memory import RankMemory, rank_memory, state_bytes_per_parameter
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import global_batch
+from spare_megatron.config.terms import global_batch, sequences_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """Derived sizes of a run; counts per step cover all groups, `checkpoint_bytes` counts all state once."""
+    """Derived sizes of a run; `checkpoint_bytes` counts all state once.
+
+    Counts per step cover all groups, and are those after the ramp of the batch.
+    """
 
     num_ranks: int
     ranks_per_group: int
@@ -36,7 +39,7 @@ def run_sizes(config: RunConfig) -> RunSizes:
         microbatches_per_step=config.layout.num_groups * config.spare.microbatches_per_shard,
         sequences_per_step=sequences,
         tokens_per_step=tokens,
-        tokens=tokens * config.train.steps,
+        tokens=sequences_before(config, config.train.steps) * config.model.seq_length,
         bucket_mib=config.bucket_mib,
         memory=rank_memory(config),
         checkpoint_bytes=num_parameters * sum(state_bytes_per_parameter(config)),

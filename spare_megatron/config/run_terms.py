@@ -23,6 +23,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline,
         "redundancy": spare.redundancy,
         "microbatches_per_shard": spare.microbatches_per_shard,
+        "ramp": [spare.ramp.start, spare.ramp.increment, spare.ramp.steps] if spare.ramp.steps else [],
         "placement": spare.placement,
         "groups_per_domain": spare.groups_per_domain,
         "granularity": spare.granularity,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spare_megatron.config.corpus import cache_folder, corpus_files, split_shares
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import ORDER, global_batch
+from spare_megatron.config.terms import ORDER, sequences_before
 
 NUM_KEPT = 8
 LEASE_S = 7 * 24 * 3600.0
@@ -26,7 +26,7 @@ _PREFIX, _LEASE = "samples-", ".lease-"
 
 def num_samples(config: RunConfig) -> int:
     """Sequences that the whole run consumes."""
-    return config.train.steps * global_batch(config)
+    return sequences_before(config, config.train.steps)
 
 
 def epoch_seed(seed: int, place: int, epoch: int) -> int:

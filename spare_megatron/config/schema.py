@@ -13,6 +13,7 @@ from spare_megatron.config.limits import (
     ShareBelowOne,
 )
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
 
 
@@ -90,7 +91,13 @@ class SpareConfig:
     redundancy: PositiveInt = 3
     """Hosts of each shard, which is also the number of shards in a group's stack (r)."""
     microbatches_per_shard: PositiveInt = 4
-    """Microbatches per shard (m)."""
+    """Microbatches per shard (m); with a ramp those at its end."""
+    ramp_start: PositiveInt | None = None
+    """Microbatches per shard of the first step, from which they grow; constant if absent."""
+    ramp_increment: PositiveInt = 1
+    """Microbatches per shard that each increase of the ramp adds."""
+    ramp_steps: PositiveInt | None = None
+    """Step from which on a shard has `microbatches_per_shard`; the increases before it are equally far apart."""
     placement: Literal["golomb", "consecutive"] = "golomb"
     """Choice of a shard's hosts; golomb lets any two shards share at most one host where possible."""
     groups_per_domain: PositiveInt = 1
@@ -102,6 +109,18 @@ class SpareConfig:
     """Groups per node for which processes are kept ready to replace those of a lost group; 0 starts new processes."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
     """Unit of work that moves after a loss: a microbatch, or a whole shard (stack) as in the SPARe paper."""
+
+    @property
+    def ramp(self) -> BatchRamp:
+        """Microbatches per shard as a function of the step."""
+        if self.ramp_start is None or self.ramp_steps is None:
+            return BatchRamp.constant(self.microbatches_per_shard)
+        return BatchRamp(
+            largest=self.microbatches_per_shard,
+            start=self.ramp_start,
+            increment=self.ramp_increment,
+            steps=self.ramp_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ def terms_of(config: RunConfig) -> Terms:
         _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
         _PROGRAM: config.program.sha256,
+        _RAMP: _ramp_of(config),
         **masks_of(config),
     }
 
@@ -113,6 +114,8 @@ _WEIGHTS = "checkpoint.weights_identity"
 
 _PROGRAM = "program.sha256"
 
+_RAMP, _NO_RAMP = "spare.ramp_start, ramp_increment and ramp_steps, in sequences", "none"
+
 _ANY = (_WEIGHTS, "")
 """A term that fits every checkpoint."""
 
@@ -122,8 +125,23 @@ _BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_s
 
 
 def global_batch(config: RunConfig) -> int:
-    """Sequences in a step."""
-    return config.layout.num_groups * config.spare.microbatches_per_shard * config.train.micro_batch_size
+    """Sequences in a step, after a ramp."""
+    return sequences_per_microbatch(config) * config.spare.microbatches_per_shard
+
+
+def sequences_before(config: RunConfig, step: int) -> int:
+    """Sequences in all steps before this one."""
+    return sequences_per_microbatch(config) * config.spare.ramp.before(step)
+
+
+def sequences_per_microbatch(config: RunConfig) -> int:
+    """Sequences in one microbatch of every shard."""
+    return config.layout.num_groups * config.train.micro_batch_size
+
+
+def _ramp_of(config: RunConfig) -> str:
+    ramp, size = config.spare.ramp, sequences_per_microbatch(config)
+    return f"{size * ramp.start} + {size * ramp.increment} in {ramp.steps} steps" if ramp.steps else _NO_RAMP
 
 
 def _function_of(config: RunConfig) -> str:
@@ -138,7 +156,7 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = {**_UNMASKED, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", _RAMP: _NO_RAMP, **_UNMASKED, **theirs}
     apart = (_CORPUS, _ORDER, _PROGRAM)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:

@@ -16,6 +16,7 @@ from spare_megatron.config.validate_checkpoint import checkpoint_problems, snaps
 from spare_megatron.config.validate_cluster import (
     launcher_problems,
     launcher_warnings,
+    ramp_problems,
     spare_problems,
     store_problems,
     store_warnings,
@@ -90,6 +91,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_infinite(config),
         *_redundancy(config),
         *spare_problems(config),
+        *ramp_problems(config),
         *_indivisible(config),
         *_rotation(config),
         *_window(config),

@@ -147,6 +147,28 @@ def spare_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def ramp_problems(config: RunConfig) -> Iterator[str]:
+    """Why microbatches per shard cannot grow as configured."""
+    spare = config.spare
+    start, most, end = spare.ramp_start, spare.microbatches_per_shard, spare.ramp_steps
+    if (start is None) != (end is None):
+        lacks, has = ("ramp_start", f"ramp_steps={end}") if start is None else ("ramp_steps", f"ramp_start={start}")
+        yield f"spare.{has} has no effect without spare.{lacks}; set both, or neither"
+    if start is None or end is None:
+        return
+    step = spare.ramp_increment
+    if start >= most or (most - start) % step:
+        yield (
+            f"spare.ramp_start={start} does not reach spare.microbatches_per_shard={most} by steps of "
+            f"spare.ramp_increment={step}; change one of them"
+        )
+    elif end < (most - start) // step:
+        yield (
+            f"spare.ramp_steps={end} is below the {(most - start) // step} increases from spare.ramp_start={start} to "
+            f"spare.microbatches_per_shard={most}; raise it, or spare.ramp_increment"
+        )
+
+
 def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_listen: bool = True) -> Iterator[str]:
     """Every reason why the control store cannot be reached; `brings_etcd` if the run can start an etcd of its own."""
     try:

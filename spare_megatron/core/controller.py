@@ -37,6 +37,7 @@ from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarte
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
+from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.placement import Placement
@@ -64,6 +65,8 @@ class ControllerSetup:
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
     snapshots: SnapshotPolicy | None = None
     evaluation: EvaluationPolicy | None = None
+    ramp: BatchRamp | None = None
+    """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
 
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -84,7 +87,8 @@ class Controller:
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
         self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
-        self._step_dealing = self._deal(setup.microbatches_per_shard)
+        self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
+        self._deal_step()
         policy = setup.evaluation
         self._evaluation_dealing = None if policy is None else self._deal(policy.microbatches_per_shard)
         self._is_evaluating = False  # after `step` committed steps, before the next one
@@ -338,6 +342,11 @@ class Controller:
         into = attempt if isinstance(attempt, AttemptReduce) else None
         return (ComputeStep(plan=plan, into=into), attempt, ReadEntry(index=self.head))
 
+    def _deal_step(self) -> None:
+        """Starts to deal as many microbatches as this step has."""
+        self._dealt = self._ramp.at(self.step)
+        self._step_dealing = self._deal(self._dealt)
+
     def _wiped_out(self, wipe_out: WipeOut, prepare: tuple[Action, ...] = ()) -> tuple[Action, ...]:
         if self._is_over and self.voters:  # all steps are committed: no restart for an evaluation
             self._is_evaluating = False
@@ -363,6 +372,8 @@ class Controller:
         return self._evaluation_dealing if self._is_evaluating and self._evaluation_dealing else self._step_dealing
 
     def _plan(self) -> StepPlan:
+        if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
+            self._deal_step()
         work = self._dealing.work(self.members)
         self._orphans = []
         self._plans = [make_plan(self.step, self.epoch, work, is_evaluation=self._is_evaluating)]

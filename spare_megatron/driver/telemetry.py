@@ -228,7 +228,7 @@ class Telemetry:
             "train/grad_norm": event.grad_norm,
             "train/learning_rate": event.learning_rate,
             **{f"train/{name}": mean for name, mean in event.terms.items()},
-            "train/tokens": (event.step + 1) * self._run.tokens_per_step,
+            "train/tokens": self._run.tokens_before(event.step + 1),
             "spare/groups_alive": event.num_alive,
             "spare/makespan": event.makespan,
             "spare/epoch": event.epoch,
@@ -242,7 +242,8 @@ class Telemetry:
         }
         if self._config.data.access == "stacked":
             values["spare/fewest_hosts"] = self._fewest_hosts()
-        values |= self._speed(step_s, event.num_alive * self._run.ranks_per_group)
+        whole_s = step_s / self._run.size_of_step(event.step)
+        values |= self._speed(whole_s, event.num_alive * self._run.ranks_per_group)
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 
     def _keep_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:

@@ -335,7 +335,7 @@ def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[Grou
 
 
 def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.random.Generator) -> Fault:
-    num_times = config.spare.microbatches_per_shard if draw.phase in PHASES_OF_A_MICROBATCH else 1
+    num_times = config.spare.ramp.at(step) if draw.phase in PHASES_OF_A_MICROBATCH else 1
     return Fault(
         step=step,
         group=group,

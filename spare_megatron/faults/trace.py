@@ -85,7 +85,7 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
             kind=fault.kind,
             seconds=fault.seconds,
             bit=fault.bit,
-            ordinal=_choose_ordinal(config, fault, share[3]),
+            ordinal=_choose_ordinal(config, fault, step, share[3]),
         )
         for fault, step, group, share in zip(trace, steps, groups, shares, strict=True)
     )
@@ -96,10 +96,10 @@ def _pick(num_choices: int, share: float) -> int:
     return int(share * num_choices)
 
 
-def _choose_ordinal(config: RunConfig, fault: FaultConfig, share: float) -> int:
+def _choose_ordinal(config: RunConfig, fault: FaultConfig, step: int, share: float) -> int:
     if fault.phase not in PHASES_OF_A_MICROBATCH:
         return 1
-    return 1 + _pick(config.spare.microbatches_per_shard, share)
+    return 1 + _pick(config.spare.ramp.at(step), share)
 
 
 def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence[float]) -> list[int]:

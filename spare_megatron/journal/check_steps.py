@@ -25,13 +25,16 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
     by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
     for _, record in part.contributions:
         by_attempt[record.attempt].append(record)
-    expected = {(s, k) for s in range(run.num_groups) for k in range(run.microbatches_per_shard)}
+    expected: dict[int, set[tuple[int, int]]] = {}  # by microbatches of a shard
     for number, which, commit, attempted, following in part.decided:
         if following is not None and not _more_than(attempted.kept, following.kept):
             continue  # the step holds no sums of it
         place, records = (number, which), by_attempt.get(attempted.attempt, [])
+        size = run.microbatches_of_a_shard(commit.step)
+        if size not in expected:
+            expected[size] = {(s, k) for s in range(run.num_groups) for k in range(size)}
         is_told = attempted.attempt in fold.opened  # else the entry that says what was kept is missing
-        for severity, reason in _check_attempt(commit.step, attempted, records, expected, is_told=is_told):
+        for severity, reason in _check_attempt(commit.step, attempted, records, expected[size], is_told=is_told):
             yield Finding(severity=severity, reason=reason, place=place)
         for record in records:
             if was_fenced(record, fold):
@@ -204,7 +207,7 @@ def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
 
 
 def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]) -> Iterator[tuple[Severity, str]]:
-    total = run.num_groups * run.microbatches_per_shard
+    total = run.num_groups * run.microbatches_of_a_shard(commit.step)
     if any(record.num_microbatches != total for record in records):
         yield "invalid", f"the sum did not count {total} microbatches"
     if len({(record.loss, record.grad_norm) for record in records}) > 1:

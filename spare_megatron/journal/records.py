@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spare_megatron.stacking.batch_ramp import BatchRamp
+
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 
 SaveOutcome = Literal["saved", "failed", "skipped"]
@@ -89,8 +91,29 @@ class RunRecord:
     """Steps between evaluations; 0 if there are none, as in earlier versions."""
     eval_microbatches_per_shard: int = 0
     """Microbatches of a shard in an evaluation, over all validation sets."""
+    ramp: list[int] = field(default_factory=list)
+    """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
+    `microbatches_per_shard`; empty if there are as many in every step."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
+
+    def microbatches_of_a_shard(self, step: int) -> int:
+        return self._ramp.at(step)
+
+    def size_of_step(self, step: int) -> float:
+        """The global batch of a step in those of `tokens_per_step` and `flops_per_step`."""
+        return self._ramp.at(step) / self.microbatches_per_shard
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of all earlier steps; 0 if unknown."""
+        return self.tokens_per_step // self.microbatches_per_shard * self._ramp.before(step)
+
+    @property
+    def _ramp(self) -> BatchRamp:
+        if not self.ramp:
+            return BatchRamp.constant(self.microbatches_per_shard)
+        start, increment, steps = self.ramp
+        return BatchRamp(largest=self.microbatches_per_shard, start=start, increment=increment, steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +481,7 @@ _LATER_TERMS = {
     "program": "",
     "eval_every_steps": 0,
     "eval_microbatches_per_shard": 0,
+    "ramp": [],
 }
 """Terms that earlier versions did not have, with what they meant then."""
 

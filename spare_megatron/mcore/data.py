@@ -352,7 +352,7 @@ class Corpus:
         """Reads `dataset`, by default the corpora of the settings. Raises ValueError as `corpus_dataset` does."""
         self._samples = dataset or corpus_dataset(config)
         self._num_shards = config.layout.num_groups
-        self._microbatches_per_shard = config.spare.microbatches_per_shard
+        self._ramp = config.spare.ramp
         self._micro_batch_size = config.train.micro_batch_size
         self._num_steps = config.train.steps
 
@@ -368,7 +368,8 @@ class Corpus:
         Raises ValueError if one of them cannot be read.
         """
         digest = sha256()
-        for step, index in ((0, 0), (self._num_steps - 1, self._microbatches_per_shard - 1)):
+        last = self._num_steps - 1
+        for step, index in ((0, 0), (last, self._ramp.at(last) - 1)):
             for shard in range(self._num_shards):
                 try:
                     batch = self.microbatch(step, Microbatch(ShardId(shard), index))
@@ -380,8 +381,8 @@ class Corpus:
 
     def first_sample(self, step: int, microbatch: Microbatch) -> int:
         """Sequences consumed before a microbatch's first sample; its others follow."""
-        shards_before = step * self._num_shards + microbatch.shard
-        microbatches_before = shards_before * self._microbatches_per_shard + microbatch.index
+        in_shards_before = microbatch.shard * self._ramp.at(step)
+        microbatches_before = self._num_shards * self._ramp.before(step) + in_shards_before + microbatch.index
         return microbatches_before * self._micro_batch_size
 
 

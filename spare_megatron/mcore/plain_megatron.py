@@ -70,7 +70,7 @@ def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) ->
             forward_step_func=_forward,
             data_iterator=_batches(config, corpus, step, shard, device),
             model=[chunk.module],
-            num_microbatches=config.spare.microbatches_per_shard,
+            num_microbatches=config.spare.ramp.at(step),
             seq_length=config.model.seq_length,
             micro_batch_size=config.train.micro_batch_size,
             forward_only=False,
@@ -116,7 +116,7 @@ def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> D
 def _batches(
     config: RunConfig, corpus: Corpus, step: int, shard: ShardId, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    for index in range(config.spare.microbatches_per_shard):
+    for index in range(config.spare.ramp.at(step)):
         batch = corpus.microbatch(step, Microbatch(shard, index))
         yield on_device(batch, config, device, parallel_state.get_context_parallel_group())
 

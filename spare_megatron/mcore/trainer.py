@@ -129,12 +129,11 @@ class GroupTrainer:
                 device=device,
                 probe=self._probe,
             )
-        self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._is_random = dropout > 0.0 or bool(config.program.file)
-        self._step = -1
+        self._step = 0
         self._seen: list[Microbatch] = []
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
@@ -202,12 +201,13 @@ class GroupTrainer:
         IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a step.
         """
         self._terms.check_totals(loss, terms)
+        num_microbatches = self._config.layout.num_groups * self._config.spare.ramp.at(self._step)
         counted = self.gradients.totals().num_microbatches
         for bucket, num_counted in enumerate(counted):
-            if num_counted != self._num_microbatches:
+            if num_counted != num_microbatches:
                 raise IncompleteSum(
                     f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
-                    f"the step has {self._num_microbatches}"
+                    f"the step has {num_microbatches}"
                 )
         self.gradients.finish(1.0 / loss.divisor)
         sum_inside_group(self.chunks, self.process_groups)

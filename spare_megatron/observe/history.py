@@ -127,15 +127,16 @@ class History:
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
-        return tokens_per_second(self.run, self._step_s())
+        return tokens_per_second(self.run, self._whole_batch_s())
 
     def utilization(self) -> Floats | None:
         """Model FLOPs utilization of the groups that committed each step; NaN and None as in `tokens_per_s`."""
         num_ranks = np.array([len(members) for members in self.steps.members], np.float64) * self.run.ranks_per_group
-        return flops_utilization(self.run, self._step_s(), num_ranks)
+        return flops_utilization(self.run, self._whole_batch_s(), num_ranks)
 
-    def _step_s(self) -> Floats:
-        taken_s = self.steps.taken_s
+    def _whole_batch_s(self) -> Floats:
+        """Seconds of each step, had it the batch that the run has after the ramp."""
+        taken_s = self.steps.taken_s / [self.run.size_of_step(step) for step in self.steps.step.tolist()]
         taken_s[:1] = np.nan
         return np.where(taken_s > 0, taken_s, np.nan)  # a clock may have been set back
 

@@ -32,6 +32,15 @@ Disturbance = Literal["", "start", "join", "loss", "fault"]
 """Why a step does not represent those without a loss; empty if it does."""
 
 
+def refuse_ramp(run: RunRecord) -> None:
+    """Raises ValueError for a run whose batch grew: costs per step are fitted to, and simulated with, one batch."""
+    if run.ramp:
+        raise ValueError(
+            f"its global batch grew from {run.ramp[0]} to {run.microbatches_per_shard} microbatches per shard, and the "
+            f"simulator has one batch for all steps; measure a run without spare.ramp_start"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
     """The times of a committed step. Times that every group reports are medians over the groups.

@@ -36,6 +36,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
     return ControllerSetup(
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
         microbatches_per_shard=spare.microbatches_per_shard,
+        ramp=spare.ramp,
         num_steps=config.train.steps,
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",

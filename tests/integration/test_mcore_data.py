@@ -88,6 +88,17 @@ def test_every_sample_of_the_run_has_one_address(config: RunConfig) -> None:
     assert first == list(range(0, 4 * 3 * 2 * 2, config.train.micro_batch_size))
 
 
+def test_every_sample_of_a_run_whose_batch_grows_has_one_address(config: RunConfig) -> None:
+    config = replace(config, spare=replace(config.spare, microbatches_per_shard=4, ramp_start=1, ramp_steps=3))
+    prepare_index(config)
+    corpus = Corpus(config)
+    sizes = [1, 2, 3, 4]
+    addresses = [work_of(*((shard, k) for shard in range(3) for k in range(size))) for size in sizes]
+    first = [corpus.first_sample(step, address) for step, work in enumerate(addresses) for address in work]
+    assert first == list(range(0, 3 * sum(sizes) * 2, config.train.micro_batch_size))
+    assert corpus.digest() != Corpus(replace(config, train=replace(config.train, steps=3))).digest()
+
+
 def test_an_index_that_memory_has_no_room_for_names_the_setting(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

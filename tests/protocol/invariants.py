@@ -75,16 +75,17 @@ class Invariants:
     def __init__(
         self,
         placement: Placement,
-        microbatches_per_shard: int,
+        sizes: Sequence[int],
         num_steps: int,
         partitions: PartitionObserver,
         evaluation: EvaluationPolicy | None = None,
     ) -> None:
         self.partitions = partitions
         self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}
-        self._batch = Counter(
-            Microbatch(shard, k) for shard in range(placement.num_groups) for k in range(microbatches_per_shard)
-        )
+        self._batches = [
+            Counter(Microbatch(shard, k) for shard in range(placement.num_groups) for k in range(size))
+            for size in sizes
+        ]
         self._num_steps = num_steps
         self._eval_every = evaluation.every_steps if evaluation else 0
         self._evaluated = [
@@ -348,10 +349,11 @@ class Invariants:
             raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
         if buckets is None:
             raise Violation(f"{process} has no sum of attempt {attempt}, which is committed")
+        batch = self._batches[step]
         for sums in buckets:
             counted = Counter(item for brought in sums.values() for item in brought)
-            if counted != self._batch:
-                wrong = {tuple(item): counted[item] for item in {*counted, *self._batch} if counted[item] != 1}
+            if counted != batch:
+                wrong = {tuple(item): counted[item] for item in {*counted, *batch} if counted[item] != 1}
                 raise Violation(f"{process} applies step {step}, which counts {wrong} times: {dict(sums)}")
         self.counts["step with buckets of several attempts"] += any(sums != buckets[0] for sums in buckets)
         return repr((step, attempt, [sorted(sums.items()) for sums in buckets]))

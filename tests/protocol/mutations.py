@@ -50,6 +50,24 @@ class ReusesCommunicatorNames(Controller):
         return replace(super()._build_communicator(), key=self.epoch)
 
 
+class KeepsTheFirstBatch(Controller):
+    """Deals every step as many microbatches as the first one has."""
+
+    def _plan(self) -> StepPlan:
+        self._dealt = self._ramp.at(self.step)
+        return super()._plan()
+
+
+class RestartsWithTheLargerBatch(Controller):
+    """Deals the steps after a restart as many microbatches as the step had that was under way."""
+
+    def _deal_step(self) -> None:
+        earlier = (self._dealt, self._step_dealing) if self.head else None
+        super()._deal_step()
+        if earlier is not None and earlier[0] > self._dealt:
+            self._step_dealing = earlier[1]
+
+
 class PatchesTwice(Controller):
     """Does not forget what it has patched: a second patch in the step computes it again."""
 
@@ -411,6 +429,7 @@ CORRECT = Protocol()
 MUTATIONS = {
     "commits without all votes": Protocol(controller_type=CommitsWithoutAllVotes),
     "reuses the names of communicators": Protocol(controller_type=ReusesCommunicatorNames),
+    "keeps the batch of the first step": Protocol(controller_type=KeepsTheFirstBatch),
     "counts a patch twice": Protocol(controller_type=PatchesTwice),
     "ignores fences": Protocol(controller_type=IgnoresFences),
     "commits what was discarded": Protocol(controller_type=IgnoresDiscards),
@@ -459,4 +478,5 @@ MUTATIONS_OF_EVALUATIONS = {
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),
     "restarts without hosts": Protocol(controller_type=RestartsWithoutHosts),
+    "restarts with the larger batch": Protocol(controller_type=RestartsWithTheLargerBatch),
 }

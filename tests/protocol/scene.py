@@ -1,8 +1,11 @@
 """What a history begins with, and which faults may strike in it."""
 
+import math
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from random import Random
 
+from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.order import Granularity
 
 MAX_BREAKS = 4
@@ -41,6 +44,23 @@ class Scene:
     eval_microbatches_per_shard: int = 1
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
+    ramp_steps: int = 0
+    """Steps over which shards grow from one microbatch; 0 if they have as many in every step."""
+
+    @property
+    def ramp(self) -> BatchRamp | None:
+        if not self.ramp_steps:
+            return None
+        return BatchRamp(largest=self.microbatches_per_shard, start=1, steps=self.ramp_steps)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Microbatches of a shard in each step, without the code under test."""
+        most = self.microbatches_per_shard
+        if not self.ramp_steps:
+            return [most] * self.num_steps
+        increases = [math.ceil(Fraction(k * self.ramp_steps, most - 1)) for k in range(1, most)]
+        return [1 + sum(step >= increase for increase in increases) for step in range(self.num_steps)]
 
     @classmethod
     def draw(cls, random: Random) -> "Scene":
@@ -69,6 +89,7 @@ class Scene:
             num_buckets=random.choice((1, 1, 5)),
             fan_in=random.choice((1, 1, 2, 3)),
             keep_last=random.choice((1, 9)),
+            ramp_steps=0 if num_steps % 2 else num_steps // 2,
         )
 
     @classmethod
@@ -108,6 +129,7 @@ class Scene:
             partition_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
             fan_in=random.choice((1, 1, 2)),
             keep_last=random.choice((1, 9)),
+            ramp_steps=0 if num_steps % 2 else num_steps - 1,
         )
 
     @classmethod

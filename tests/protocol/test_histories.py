@@ -121,6 +121,7 @@ def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
         num_buckets=draw(st.integers(1, 5)),
         fan_in=draw(st.integers(1, most_fan_in)),
         eval_every_steps=draw(st.integers(0, 2)),
+        ramp_steps=draw(st.integers(0, num_steps)),
     )
 
 

@@ -27,6 +27,8 @@ MAX_SEEDS = 1500
 FOUND_AS = {
     "commits without all votes": "without the votes of groups|whose parameters are right|have different parameters",
     "reuses the names of communicators": "is built (twice|for)|meet in one collective",
+    "keeps the batch of the first step": "which counts",
+    "restarts with the larger batch": "which counts",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced|no end",
     "commits what was discarded": "the sum of a fenced group|though the members hold",

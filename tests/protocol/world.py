@@ -84,7 +84,7 @@ class World:
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
         every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
         evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
-        self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps, observer, evaluation)
+        self.invariants = Invariants(placement, scene.sizes, scene.num_steps, observer, evaluation)
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -107,6 +107,7 @@ class World:
         self._setup = ControllerSetup(
             placement=placement,
             microbatches_per_shard=scene.microbatches_per_shard,
+            ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),

@@ -55,6 +55,16 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "spare.groups_per_domain=2 keeps the hosts of a shard apart",
         ),
         (["spare.microbatches_per_shard=0"], "spare.microbatches_per_shard=0 must be at least 1"),
+        (["spare.ramp_start=2"], "spare.ramp_start=2 has no effect without spare.ramp_steps; set both, or neither"),
+        (["spare.ramp_steps=9"], "spare.ramp_steps=9 has no effect without spare.ramp_start; set both, or neither"),
+        (
+            ["spare.ramp_start=1", "spare.ramp_increment=2", "spare.ramp_steps=9"],
+            "spare.ramp_start=1 does not reach spare.microbatches_per_shard=4 by steps of spare.ramp_increment=2",
+        ),
+        (
+            ["spare.ramp_start=1", "spare.ramp_steps=2"],
+            "spare.ramp_steps=2 is below the 3 increases from spare.ramp_start=1 to spare.microbatches_per_shard=4",
+        ),
         (["train.micro_batch_size=0"], "train.micro_batch_size=0 must be at least 1"),
         (["train.steps=0"], "train.steps=0 must be at least 1"),
         (["layout.tensor_parallel=0"], "layout.tensor_parallel=0 must be at least 1"),

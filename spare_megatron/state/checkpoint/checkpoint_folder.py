@@ -18,7 +18,7 @@ from typing import Any
 
 from spare_megatron import __version__
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
-from spare_megatron.config.terms import CHECKPOINT_NAME, EMERGENCY_CHECKPOINT_NAME, global_batch, step_of, terms_of
+from spare_megatron.config.terms import CHECKPOINT_NAME, EMERGENCY_CHECKPOINT_NAME, sequences_before, step_of, terms_of
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.process.lock import LOCK
@@ -104,7 +104,7 @@ def manifest_of(
         optimizer |= {"num_slices": len(action.hosts), "redundancy": config.optimizer.redundancy, "writers": groups}
     return Manifest(
         step=action.step,
-        num_samples=action.step * global_batch(config),
+        num_samples=sequences_before(config, action.step),
         terms=terms_of(config),
         layout=asdict(layout),
         placement={

@@ -42,6 +42,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "weights": config.checkpoint.weights_identity,
         "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
         "program": config.program.sha256,
+        "offset": config.data.offset,
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
         "eval_every_steps": config.eval.every_steps,
         "eval_microbatches_per_shard": microbatches_per_shard(config),

@@ -171,6 +171,9 @@ class DataConfig:
     """Counts positions from 0 in each document; for learned positions."""
     end_of_document: NonNegativeInt | None = None
     """Token id that ends a document, for the three settings above; the one that `spare preprocess` noted if absent."""
+    offset: int = 0
+    """Sequences by which the place in the data is ahead of the run's batch times its steps, where a checkpoint of other
+    batches was loaded; follows from `checkpoint.load`."""
     cache: str = ""
     """Folder for sample indices; `cache` beside the first corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"

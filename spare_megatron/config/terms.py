@@ -53,7 +53,7 @@ _ROTATION: Mapping[str, object] = {"rotary_base": 10000.0, "rope_scaling_factor"
 
 
 def terms_of(config: RunConfig) -> Terms:
-    """What fixes the model and the order of its data, by key; layout, optimizer and number of steps may change."""
+    """What fixes the model and the order of its data, by key; layout, batch, optimizer and length may change."""
     model, train = config.model, config.train
     return {
         "model.num_layers": model.num_layers,
@@ -66,13 +66,11 @@ def terms_of(config: RunConfig) -> Terms:
         "model.tie_embeddings": model.tie_embeddings,
         "model.precision": model.precision,
         "train.seed": train.seed,
-        _BATCH: global_batch(config),
         _MEGATRON: _function_of(config),
         _CORPUS: config.data.identity,
         _ORDER: ORDER,
         _WEIGHTS: config.checkpoint.weights_identity,
         _PROGRAM: config.program.sha256,
-        _RAMP: _ramp_of(config),
         **masks_of(config),
     }
 
@@ -114,14 +112,10 @@ _WEIGHTS = "checkpoint.weights_identity"
 
 _PROGRAM = "program.sha256"
 
-_RAMP, _NO_RAMP = "spare.ramp_start, ramp_increment and ramp_steps, in sequences", "none"
-
 _ANY = (_WEIGHTS, "")
 """A term that fits every checkpoint."""
 
 _MEGATRON = "[megatron]"
-
-_BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_size"
 
 
 def global_batch(config: RunConfig) -> int:
@@ -130,18 +124,13 @@ def global_batch(config: RunConfig) -> int:
 
 
 def sequences_before(config: RunConfig, step: int) -> int:
-    """Sequences in all steps before this one."""
-    return sequences_per_microbatch(config) * config.spare.ramp.before(step)
+    """Sequences in all steps before this one, also those of runs whose checkpoint was loaded."""
+    return config.data.offset + sequences_per_microbatch(config) * config.spare.ramp.before(step)
 
 
 def sequences_per_microbatch(config: RunConfig) -> int:
     """Sequences in one microbatch of every shard."""
     return config.layout.num_groups * config.train.micro_batch_size
-
-
-def _ramp_of(config: RunConfig) -> str:
-    ramp, size = config.spare.ramp, sequences_per_microbatch(config)
-    return f"{size * ramp.start} + {size * ramp.increment} in {ramp.steps} steps" if ramp.steps else _NO_RAMP
 
 
 def _function_of(config: RunConfig) -> str:
@@ -156,7 +145,7 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = {**_UNMASKED, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", _RAMP: _NO_RAMP, **_UNMASKED, **theirs}
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
     apart = (_CORPUS, _ORDER, _PROGRAM)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:

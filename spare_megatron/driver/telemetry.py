@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import sequences_before
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.journal.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.journal.output import named_errors
@@ -228,7 +229,7 @@ class Telemetry:
             "train/grad_norm": event.grad_norm,
             "train/learning_rate": event.learning_rate,
             **{f"train/{name}": mean for name, mean in event.terms.items()},
-            "train/tokens": self._run.tokens_before(event.step + 1),
+            "train/tokens": sequences_before(self._config, event.step + 1) * self._config.model.seq_length,
             "spare/groups_alive": event.num_alive,
             "spare/makespan": event.makespan,
             "spare/epoch": event.epoch,

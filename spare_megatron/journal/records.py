@@ -85,6 +85,8 @@ class RunRecord:
     """Name and corpus of each validation set of its own; empty in earlier versions."""
     program: str = ""
     """SHA-256 of the file of the user's program; empty without one."""
+    offset: int = 0
+    """Sequences that earlier runs have read beyond what steps of this run's batches would have."""
     masks: str = ""
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     eval_every_steps: int = 0
@@ -103,10 +105,6 @@ class RunRecord:
     def size_of_step(self, step: int) -> float:
         """The global batch of a step in those of `tokens_per_step` and `flops_per_step`."""
         return self._ramp.at(step) / self.microbatches_per_shard
-
-    def tokens_before(self, step: int) -> int:
-        """Tokens of all earlier steps; 0 if unknown."""
-        return self.tokens_per_step // self.microbatches_per_shard * self._ramp.before(step)
 
     @property
     def _ramp(self) -> BatchRamp:
@@ -479,6 +477,7 @@ _LATER_TERMS = {
     "validation": "",
     "masks": "",
     "program": "",
+    "offset": 0,
     "eval_every_steps": 0,
     "eval_microbatches_per_shard": 0,
     "ramp": [],

@@ -32,7 +32,7 @@ from spare_megatron.config.sample_index import (
 )
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib
-from spare_megatron.config.terms import global_batch
+from spare_megatron.config.terms import global_batch, sequences_before, step_of
 from spare_megatron.mcore.attention import document_mask
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -354,6 +354,8 @@ class Corpus:
         self._num_shards = config.layout.num_groups
         self._ramp = config.spare.ramp
         self._micro_batch_size = config.train.micro_batch_size
+        self._sequences_before = partial(sequences_before, config)
+        self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         self._num_steps = config.train.steps
 
     def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
@@ -368,8 +370,8 @@ class Corpus:
         Raises ValueError if one of them cannot be read.
         """
         digest = sha256()
-        last = self._num_steps - 1
-        for step, index in ((0, 0), (last, self._ramp.at(last) - 1)):
+        first, last = self._first_step, self._num_steps - 1
+        for step, index in ((first, 0), (last, self._ramp.at(last) - 1)):
             for shard in range(self._num_shards):
                 try:
                     batch = self.microbatch(step, Microbatch(ShardId(shard), index))
@@ -382,8 +384,7 @@ class Corpus:
     def first_sample(self, step: int, microbatch: Microbatch) -> int:
         """Sequences consumed before a microbatch's first sample; its others follow."""
         in_shards_before = microbatch.shard * self._ramp.at(step)
-        microbatches_before = self._num_shards * self._ramp.before(step) + in_shards_before + microbatch.index
-        return microbatches_before * self._micro_batch_size
+        return self._sequences_before(step) + (in_shards_before + microbatch.index) * self._micro_batch_size
 
 
 def on_device(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, step_of
+from spare_megatron.config.terms import differences, sequences_before, step_of
 from spare_megatron.core.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
@@ -96,10 +96,14 @@ class RestartLoader:
         for step in visible_steps(self._folder):
             try:
                 checkpoint = glance(checkpoint_path(self._folder, step))
+                manifest = checkpoint.manifest
             except DamagedCheckpoint as error:
                 rejected.append(str(error))
                 continue
-            if found := differences(checkpoint.manifest.terms, self._config):
+            found = differences(manifest.terms, self._config)
+            if manifest.num_samples != (expected := sequences_before(self._config, step)):
+                found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
+            if found:
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
                 continue
             offer = candidate_of(checkpoint.manifest)

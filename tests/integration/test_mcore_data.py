@@ -28,6 +28,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.mcore.corpus_writer import CorpusCounts, write_corpus
 from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index, validation_sets
+from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import all_work, read_tokens, run_group, work_of
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
@@ -162,6 +163,23 @@ def test_layout_and_batch_only_move_the_cursor(config: RunConfig) -> None:
             for microbatch in all_work(other):
                 found += [row.numpy().tobytes() for row in corpus.microbatch(step, microbatch)["tokens"]]
         assert found == samples[: len(found)]
+
+
+def test_a_run_with_another_batch_goes_on_with_the_next_sample(config: RunConfig) -> None:
+    """After 2 steps of 12 sequences, from which it goes on with steps of 18."""
+    longer = replace(config, train=replace(config.train, steps=12))
+    samples = reading(longer, range(120))
+    other = replace(config, spare=replace(config.spare, microbatches_per_shard=3))
+    load = replace(other.checkpoint, load="step-00000002")
+    other = replace(other, data=replace(other.data, offset=2 * 12 - 2 * 18), checkpoint=load)
+    corpus = Corpus(other)
+    found = [row.tobytes() for step in (2, 3) for one in all_work(other) for row in rows_of(corpus, step, one)]
+    assert found == samples[24 : 24 + 2 * 18]
+    assert corpus.digest() == Corpus(other).digest()
+
+
+def rows_of(corpus: Corpus, step: int, microbatch: Microbatch) -> list[np.ndarray]:
+    return [*corpus.microbatch(step, microbatch)["tokens"].numpy()]
 
 
 @pytest.mark.parametrize("epoch", [0, 2])

@@ -111,7 +111,7 @@ def test_an_extended_training_is_bitwise_the_longer_one(text_corpus: Path, tmp_p
 
 
 def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_corpus: Path, tmp_path: Path) -> None:
-    """It was silent."""
+    """It was silent. The batch changes, too, and the run reads on behind what the checkpoint's steps have read."""
     other = tmp_path / "other"
     write_tiny_corpus(other, [[number % 256 for number in range(2000)]])
     pair = LayoutConfig(num_groups=2)
@@ -121,6 +121,7 @@ def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_co
         complete_run(config_of(other, pair, steps=4, load=load), tmp_path / "second")
     assert not (tmp_path / "second").exists()
     on_purpose = config_of(other, pair, steps=4, load=load, allow_other_corpus=True)
+    on_purpose = replace(on_purpose, train=replace(on_purpose.train, micro_batch_size=3))
     leases: list[int] = []
 
     def count_leases(event: RunEvent) -> None:
@@ -135,6 +136,9 @@ def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_co
     assert (before.loaded_corpus, after.loaded_corpus) == ("", before.corpus)
     saved = verify(checkpoint_path(tmp_path / "second" / "checkpoints", 4)).manifest
     assert saved.terms["data.identity"] == after.corpus != before.corpus
+    before_it = verify(Path(load)).manifest.num_samples
+    steps_of_it = 2 * after.num_groups * after.microbatches_per_shard * 3
+    assert (saved.num_samples, after.offset) == (before_it + steps_of_it, before_it - steps_of_it)
 
 
 def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again(

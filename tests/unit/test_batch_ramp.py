@@ -1,6 +1,5 @@
 """A global batch that grows: sizes of steps, what the controller deals, terms, sizes and figures."""
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 
@@ -13,7 +12,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, terms_of
+from spare_megatron.config.terms import differences, sequences_before, terms_of
 from spare_megatron.core.actions import ComputeStep
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart
@@ -77,26 +76,11 @@ def test_every_step_deals_its_own_batch_also_after_losses_and_restarts(granulari
     assert found == [(step, (4, SIZES[step])) for step in (1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7)]
 
 
-def test_sizes_and_terms_count_the_sequences_of_the_ramp() -> None:
+def test_sizes_count_the_sequences_of_the_ramp() -> None:
     sizes = run_sizes(CONFIG)
     assert (sizes.sequences_per_step, sizes.tokens_per_step) == (4 * 3 * 2, 4 * 3 * 2 * 64)
     assert sizes.tokens == 4 * sum(SIZES) * 2 * 64
-    fewer_groups = configured("layout.num_groups=2", "spare.redundancy=2", "train.micro_batch_size=4")
-    assert differences(terms_of(CONFIG), fewer_groups) == []
-    [problem] = differences(terms_of(CONFIG), configured("spare.ramp_steps=5"))
-    assert problem == (
-        "spare.ramp_start, ramp_increment and ramp_steps, in sequences = 8 + 8 in 5 steps, and the checkpoint was "
-        "trained with 8 + 8 in 4 steps; set it to that"
-    )
-
-
-def test_checkpoints_of_earlier_versions_have_no_ramp() -> None:
-    constant = RunConfig()
-    earlier = {key: value for key, value in terms_of(constant).items() if "ramp" not in key}
-    assert len(earlier) == len(terms_of(constant)) - 1
-    assert differences(earlier, constant) == []
-    ramped = replace(constant, spare=replace(constant.spare, ramp_start=2, ramp_steps=4))
-    assert len(differences(earlier, ramped)) == 1
+    assert differences(terms_of(CONFIG), configured("spare.ramp_steps=5")) == []
 
 
 def run_record(config: RunConfig) -> RunRecord:
@@ -106,10 +90,10 @@ def run_record(config: RunConfig) -> RunRecord:
 def test_figures_of_a_run_are_those_of_each_steps_batch() -> None:
     run = run_record(CONFIG)
     assert [run.microbatches_of_a_shard(step) for step in range(8)] == SIZES
-    assert [run.tokens_before(step) for step in range(9)] == [0, *accumulate(4 * 2 * 64 * size for size in SIZES)]
+    assert [sequences_before(CONFIG, step) for step in range(9)] == [0, *accumulate(4 * 2 * size for size in SIZES)]
     assert [run.size_of_step(step) for step in (0, 2, 7)] == [1 / 3, 2 / 3, 1.0]
     constant = run_record(RunConfig())
-    assert (constant.size_of_step(5), constant.tokens_before(5)) == (1.0, 5 * constant.tokens_per_step)
+    assert constant.size_of_step(5) == 1.0
 
 
 def test_costs_are_not_measured_by_a_run_whose_batch_grows() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, other_corpus, step_of, terms_of
+from spare_megatron.config.terms import differences, other_corpus, sequences_before, step_of, terms_of
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.entries import Fence, Retry, encode_entry
 from spare_megatron.core.fault_points import FaultPoint
@@ -322,12 +322,18 @@ def test_a_checkpoint_of_another_training_is_refused_with_every_difference(tmp_p
     assert "train.seed = 1234, and the checkpoint was trained with 7" in str(error.value)
 
 
-def test_groups_and_microbatches_may_change_if_the_global_batch_stays(tmp_path: Path) -> None:
-    half = replace(CONFIG.layout, num_groups=2)
-    config = replace(CONFIG, layout=half)
-    assert len(differences(terms_of(CONFIG), config)) == 1
-    config = replace(config, spare=replace(CONFIG.spare, microbatches_per_shard=8))
-    assert differences(terms_of(CONFIG), config) == []
+def test_a_run_with_another_batch_goes_on_where_the_checkpoint_stands_in_the_data(tmp_path: Path) -> None:
+    """32 sequences in each of 10 steps, then 12 in each of 3, then 32 again."""
+    runs = [CONFIG, replace(CONFIG, train=replace(CONFIG.train, micro_batch_size=1)), CONFIG]
+    runs[1] = replace(runs[1], spare=replace(CONFIG.spare, microbatches_per_shard=3))
+    for step, expected, config in zip((10, 13, 15), (320, 356, 420), runs, strict=True):
+        config = replace(config, checkpoint=replace(config.checkpoint, load=str(tmp_path) if step > 10 else ""))
+        config = resolve_load(config, tmp_path, pytest.fail)
+        assert sequences_before(config, step) == expected
+        found = save(tmp_path, step, config=config)
+        assert read_manifest(found).num_samples == expected
+        again = resolve_load(resumed(config, tmp_path), tmp_path, pytest.fail)
+        assert again.data.offset == config.data.offset, "that of the same batch"
 
 
 def test_a_training_is_extended_by_more_steps() -> None:
@@ -410,6 +416,7 @@ def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_
 
     config = replace(reading("60303ae2, 300 tokens"), name="run")
     folder = tmp_path / "checkpoints"
+    save(folder, 7, config=replace(config, train=replace(config.train, micro_batch_size=1)))
     save(folder, 5, config=reading("9f86d081, 300 tokens"))
     save(folder, 3, config=config)
     starting = RestartLoader(
@@ -422,7 +429,8 @@ def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_
         probe=Mock(),
     )
     assert [offer.step for offer in starting.candidates()] == [3]
-    (reason,) = starting.rejected
+    place, reason = starting.rejected
+    assert place.endswith("its steps have read 112 sequences, and those of this run 224")
     assert reason.startswith("step-00000005 is of another training: data.corpus = OTHER (60303ae2, 300 tokens)")
 
 

@@ -127,6 +127,7 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "validation": "",
         "masks": "",
         "program": "",
+        "offset": 0,
         "eval_every_steps": 0,
         "eval_microbatches_per_shard": 0,
         "ramp": [],

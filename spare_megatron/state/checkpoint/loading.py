@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
-from spare_megatron.config.terms import differences, step_of, weights_differences
+from spare_megatron.config.terms import differences, sequences_before, step_of, weights_differences
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     FOLDER,
     WEIGHTS_ALONE,
@@ -62,6 +62,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
     """
     rejected: list[Rejected] = []
     first_step = 0
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=0))
     run_id = secrets.token_hex(_ID_BYTES)
     if config.checkpoint.load:
         checkpoint = _find(Path(config.checkpoint.load), rejected)
@@ -74,6 +75,8 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
         ours = dataclasses.replace(config.checkpoint, load=load, load_weights="", weights_identity=identity)
         config = dataclasses.replace(config, checkpoint=ours)
         run_id = checkpoint.manifest.run_id
+        ahead = checkpoint.manifest.num_samples - sequences_before(config, first_step)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=ahead))
     elif config.checkpoint.load_weights:
         config = _with_weights(config, rejected)
         for item in rejected:

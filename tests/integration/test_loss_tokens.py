@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from spare_megatron.config.schema import (
     DataConfig,
@@ -19,7 +21,9 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.mcore.corpus_writer import write_corpus
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.data import Corpus, on_device, prepare_index
+from spare_megatron.mcore.pipeline import summed_loss
+from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration import mcore_group as group
 from tests.integration import stacked_groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks
@@ -84,6 +88,29 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(make_config: MakeConfig
     # `update_once` divides by all tokens.
     norm = np.sqrt(sum(float(np.sum(gradient.astype(np.float64) ** 2)) for gradient in gradients.values()))
     assert result.grad_norm == pytest.approx(norm * counts.size / np.count_nonzero(counts), rel=1e-5)
+
+
+def test_context_parallel_ranks_sum_the_parts_of_a_sequence(make_config: MakeConfig) -> None:
+    """Each has the loss and the count of the whole; only the model of such ranks needs a GPU."""
+    config = make_config()
+    parts = run_ranks(2, context_sums, config)
+    batch = Corpus(config).microbatch(0, group.work_of((0, 0))[0])
+    counts = batch["tokens"] != END
+    total = float(batch["labels"][counts].sum())
+    assert parts == [(total, int(counts.sum()), part) for _, _, part in parts]
+    assert sum(part for *_, part in parts) == int(counts.sum())
+    assert 0 < parts[0][2] != parts[1][2] > 0
+
+
+def context_sums(config: RunConfig) -> tuple[float, int, int]:
+    """Loss and tokens of a sequence as a context-parallel rank adds them up, and the tokens of its own part; the loss
+    of a token is its label."""
+    cp = dist.group.WORLD
+    batch = on_device(Corpus(config).microbatch(0, group.work_of((0, 0))[0]), config, group.CPU, cp)
+    total, num_tokens = summed_loss(batch["labels"], batch["loss_mask"])
+    rank = SimpleNamespace(process_groups=SimpleNamespace(cp=cp))
+    whole = [GroupTrainer._over_context(rank, part) for part in (total, num_tokens)]
+    return float(whole[0]), int(whole[1]), int(num_tokens)
 
 
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])

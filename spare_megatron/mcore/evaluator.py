@@ -12,6 +12,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.evaluation import FRACTION_BITS, SetSum, added
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.mcore import rng
 from spare_megatron.mcore.data import ValidationWindows, on_device, validation_sets
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import Chunk
@@ -124,6 +125,9 @@ class Evaluator:
         self._probe(FaultPoint.EVALUATION)
         if chunk is self._chunks[0] and not item.is_padding:
             self._seen.append(item.microbatch)
+        if self._config.program.file:  # it may draw numbers in evaluation mode, too
+            seed, tensor_rank = self._config.train.seed, self._groups.tp.rank()
+            rng.seed_microbatch(seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device)
         context = StepContext(
             config=self._config,
             groups=self._groups,

@@ -143,11 +143,13 @@ def export_weights(
             from spare_megatron.state.checkpoint.hf_folder import export_hf as export
         else:
             from spare_megatron.state.checkpoint.megatron_folder import export_megatron as export
-        from spare_megatron.state.checkpoint.weights_folder import ExportOptions
+        from spare_megatron.state.checkpoint.weights_folder import ExportOptions, has_tokenizer
 
         checkpoint, config = checkpoint_of_run(path)
         export(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer, per_layer=per_layer))
     typer.echo(f"{out}: the weights of {checkpoint.path}")
+    if to == "hf" and not has_tokenizer(out):
+        typer.echo("without a tokenizer: name its folder with --tokenizer to have its files copied")
     if to == "megatron":
         from spare_megatron.config.megatron_args import args_of, flags_of
 

@@ -85,6 +85,7 @@ def invoke(*arguments: object) -> tuple[int, str]:
 def export(run_dir: Path, out: Path, *options: str) -> None:
     code, output = invoke("export", run_dir, "--format", "hf", "--out", out, *options)
     assert code == 0, output
+    assert ("without a tokenizer" in output) == (not (out / "tokenizer.json").exists())
 
 
 def transformers_outputs(folder: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

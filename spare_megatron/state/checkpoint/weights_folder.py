@@ -86,8 +86,16 @@ class Export:
             shutil.copy(file, folder / file.name)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return bool(_files_in(folder))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+
+
 def _tokenizer_files(path: Path) -> list[Path]:
-    found = [path] if path.is_file() else [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+    found = [path] if path.is_file() else _files_in(path)
     if not found:
         raise ValueError(f"--tokenizer={path} has none of {', '.join(_TOKENIZER_FILES)}; name a folder with some")
     return found
@@ -123,7 +131,7 @@ def write_import(
         (aside / "config.toml").write_text(tomli_w.dumps(settings))
         config = load_run_config(aside / "config.toml").config
         read = reader_of(config)
-        for file in (source / name for name in _TOKENIZER_FILES if (source / name).is_file()):
+        for file in _files_in(source):
             (aside / _TOKENIZER).mkdir(exist_ok=True)
             shutil.copy(file, aside / _TOKENIZER / file.name)
         found = _write_checkpoint(aside, config, read)

@@ -10,7 +10,7 @@ from typing import cast
 import torch.distributed as dist
 
 from spare_megatron.config.schema import ControlConfig, LayoutConfig, RunConfig
-from spare_megatron.core.entries import Commit, Entry, Fence, Retry, decode_entry
+from spare_megatron.core.entries import Commit, Entry, Fence, Retry
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.votes import Vote
@@ -64,10 +64,10 @@ class EpochChange:
 
 
 class _LoneAgreement(GroupAgreement):
-    """Of a group of one rank: nobody else needs to be told. It counts what it asks of the store."""
+    """That of a group of one rank, which counts what it asks of the store."""
 
     def __init__(self, member: Member, log: DecisionLog, roster: Roster) -> None:
-        rank = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0))
+        rank = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0, size=lambda: 1))
         super().__init__(member, rank, log, TIMEOUT_S, fan_in=roster.fan_in)
         self._roster = roster
         self.num_casts = self.num_reads = 0
@@ -84,10 +84,6 @@ class _LoneAgreement(GroupAgreement):
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
         self.num_reads += 1
         return super().read_votes(attempt, voters)
-
-    def read_entry(self, index: int, told: str = "") -> Entry:
-        self.head = index + 1
-        return decode_entry(told or self.await_entry(index))
 
 
 class Leader:

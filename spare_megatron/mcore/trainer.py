@@ -1,7 +1,7 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ class UpdateResult:
     loss: float
     grad_norm: float
     learning_rate: float
-    terms: Mapping[str, float]
+    terms: Mapping[str, float] = field(hash=False)
     """Means of the further terms of a program's loss."""
 
 

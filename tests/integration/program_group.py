@@ -61,8 +61,9 @@ def means_of(config: RunConfig) -> dict[str, Any]:
 
 
 def each_of(config: RunConfig, others: list[RunConfig]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each configuration, `means_of` and the reference."""
-    return [(means_of(one), reference(one)) for one in others]
+    """For each configuration `means_of` and the reference, which is empty for an error."""
+    found = [(one, means_of(one)) for one in others]
+    return [(ours, {} if "error" in ours else reference(one)) for one, ours in found]
 
 
 def reference(config: RunConfig) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import Corpus, on_device, prepare_index
+from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.pipeline import summed_loss
-from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.mcore.program import LOSS
 from tests.integration import mcore_group as group
 from tests.integration import stacked_groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks
@@ -108,9 +109,9 @@ def context_sums(config: RunConfig) -> tuple[float, int, int]:
     cp = dist.group.WORLD
     batch = on_device(Corpus(config).microbatch(0, group.work_of((0, 0))[0]), config, group.CPU, cp)
     total, num_tokens = summed_loss(batch["labels"], batch["loss_mask"])
-    rank = SimpleNamespace(process_groups=SimpleNamespace(cp=cp))
-    whole = [GroupTrainer._over_context(rank, part) for part in (total, num_tokens)]
-    return float(whole[0]), int(whole[1]), int(num_tokens)
+    terms = LossTerms(config, {}, SimpleNamespace(cp=cp), group.CPU)
+    found = {LOSS: (total, num_tokens)}
+    return float(terms.whole_sum(found)), int(terms.whole_count(found)), int(num_tokens)
 
 
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])

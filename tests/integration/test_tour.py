@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 840.0
-STEPS = 16
+STEPS = 12
 
 
 _spec = importlib.util.spec_from_file_location("tour", ROOT / "launch/tour.py")

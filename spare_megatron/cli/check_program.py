@@ -101,10 +101,13 @@ def _alone(config: "RunConfig") -> "RunConfig":
         layout=layout,
         optimizer=dataclasses.replace(config.optimizer, sharding="replicated"),
         reduce=dataclasses.replace(config.reduce, mode="fast"),
+        eval=schema.EvalConfig(),
         checkpoint=schema.CheckpointConfig(),
         snapshot=schema.SnapshotConfig(),
         faults=schema.FaultsConfig(),
         cluster=schema.ClusterConfig(device="cpu"),
+        metrics=schema.MetricsConfig(),
+        profile=schema.ProfileConfig(),
     )
 
 

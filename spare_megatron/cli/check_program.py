@@ -1,4 +1,4 @@
-"""`spare check-program`: whether losses of groups can be masked exactly with a program of one's own."""
+"""`spare check-program`: whether losses of groups can be masked exactly with a custom program."""
 
 import dataclasses
 import json

@@ -79,7 +79,7 @@ def tour(folder: Path, steps: int) -> dict[str, float | int | str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     write_json_lines(folder / "code.jsonl", (file.read_text("utf-8") for file in sorted(library.glob("*.py"))))
     write_json_lines(folder / "prose.jsonl", manual())
-    say("2 of 6: a tokenizer of one's own, and the tokens of both corpora")
+    say("2 of 6: a new tokenizer, and the tokens of both corpora")
     tokenize(folder)
     say(f"3 of 6: a Llama of 10M parameters trains on a blend of both in 4 groups; two are killed; {steps} steps")
     first = folder / "first"

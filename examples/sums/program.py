@@ -1,4 +1,4 @@
-"""A program of one's own: a recurrent model that learns to add, with a second term of the loss and a metric.
+"""A custom program: a recurrent model that learns to add, with a second term of the loss and a metric.
 
     spare train examples/sums/config.toml --program examples/sums/program.py
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from spare_megatron.cli.bench_machine import Memory, memory_of
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
-from spare_megatron.config.schema import FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.schema import (
+    EvalConfig,
+    FaultsConfig,
+    MetricsConfig,
+    ProfileConfig,
+    RunConfig,
+    SnapshotConfig,
+)
 from spare_megatron.config.validate import on_device, resolve_device
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
@@ -78,11 +85,12 @@ class Throughput:
 
 
 def training_alone(config: RunConfig) -> RunConfig:
-    """The configuration with one batch, and without faults, checkpoints, snapshots, metrics and time limit."""
+    """The configuration with one batch, and without all that is not compared: faults, evaluations, saves, and so on."""
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, max_minutes=None),
         spare=dataclasses.replace(config.spare, ramp_start=None, ramp_steps=None),
+        eval=EvalConfig(),
         faults=FaultsConfig(),
         # The restart settings stay: other settings were chosen to fit them.
         checkpoint=dataclasses.replace(
@@ -96,6 +104,7 @@ def training_alone(config: RunConfig) -> RunConfig:
         ),
         snapshot=SnapshotConfig(),
         metrics=MetricsConfig(peak_tflops=config.metrics.peak_tflops),
+        profile=ProfileConfig(),
     )
 
 
@@ -118,6 +127,8 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
         )
     if has_plain and config.layout.virtual_pipeline > 1:
         yield f"layout.virtual_pipeline={config.layout.virtual_pipeline}: plain Megatron is not interleaved here; set 1"
+    if has_plain and config.program.file:
+        yield f"program.file={config.program.file}: plain Megatron trains the GPT of [model]; clear it, or set --alone"
     if has_plain and config.layout.context_parallel > 1:
         yield f"layout.context_parallel={config.layout.context_parallel}: the plain Megatron baseline has none; set 1"
 

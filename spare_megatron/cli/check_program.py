@@ -1,4 +1,4 @@
-"""`spare check-program`: whether losses of groups can be masked exactly with a program of one's own."""
+"""`spare check-program`: whether losses of groups can be masked exactly with a custom program."""
 
 import dataclasses
 import json
@@ -101,10 +101,13 @@ def _alone(config: "RunConfig") -> "RunConfig":
         layout=layout,
         optimizer=dataclasses.replace(config.optimizer, sharding="replicated"),
         reduce=dataclasses.replace(config.reduce, mode="fast"),
+        eval=schema.EvalConfig(),
         checkpoint=schema.CheckpointConfig(),
         snapshot=schema.SnapshotConfig(),
         faults=schema.FaultsConfig(),
         cluster=schema.ClusterConfig(device="cpu"),
+        metrics=schema.MetricsConfig(),
+        profile=schema.ProfileConfig(),
     )
 
 

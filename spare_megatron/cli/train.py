@@ -37,7 +37,7 @@ def train(
     ] = None,
     program: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.py", help="Program of one's own, as --set program.file=FILE.py; see check-program."),
+        typer.Option(metavar="FILE.py", help="Custom program, as --set program.file=FILE.py; see check-program."),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")

@@ -95,6 +95,12 @@ def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
+def input_files(data: DataConfig) -> tuple[Path, ...]:
+    """The files of all corpora that a run reads, those of validation sets last."""
+    prefixes = (*(part.corpus for part in data.corpora), *(one.corpus for one in data.validation))
+    return tuple(file for prefix in prefixes for file in corpus_files(prefix))
+
+
 def cache_folder(data: DataConfig) -> Path:
     return (Path(data.cache) if data.cache else Path(data.corpora[0].corpus).absolute().parent / "cache").absolute()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from spare_megatron.config.corpus import corpus_files
+from spare_megatron.config.corpus import input_files
 from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
@@ -109,8 +109,8 @@ def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[Node
             yield NodeFinding(
                 node=node.name,
                 check="corpus",
-                text=f"the corpus has {sizes} bytes (.bin, .idx), and {usual_sizes} on most nodes: it is another one; "
-                f"copy it, or put data.corpus on storage that all nodes share",
+                text=f"the corpora have {sizes} bytes (.bin, .idx), and {usual_sizes} on most nodes: one is another; "
+                f"copy it, or put all of [data] on storage that all nodes share",
             )
 
 
@@ -234,13 +234,12 @@ def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Node
 
 
 def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
-    files = (file for part in config.data.corpora for file in corpus_files(part.corpus))
-    for file, size in zip(files, facts.corpus_bytes, strict=True):
+    for file, size in zip(input_files(config.data), facts.corpus_bytes, strict=True):
         if size is None:
             yield NodeFinding(
                 node=name,
                 check="corpus",
-                text=f"{config.data.named}: {file} cannot be read; put it on storage that all nodes share",
+                text=f"[data]: {file} cannot be read; put it on storage that all nodes share",
             )
 
 

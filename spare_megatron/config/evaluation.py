@@ -29,7 +29,7 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
     if "datasets_provider" in judge_program(config.program)[0]:
         yield (
             f"eval.every_steps={settings.every_steps} evaluates on the validation sets of [data], and "
-            f"program.file={config.program.file} brings a dataset of its own, which has none; set it to 0"
+            f"program.file={config.program.file} defines datasets_provider, which has none; set it to 0"
         )
     per_index = config.layout.num_groups * config.train.micro_batch_size
     if settings.sequences is not None and settings.sequences % per_index:

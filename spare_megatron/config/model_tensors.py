@@ -15,6 +15,12 @@ LAYERS = "decoder.layers."
 
 WORDS = "embedding.word_embeddings.weight"
 
+_LOCAL_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms as transformer-engine and checkpoints name them, in the linear layer that follows, and as other layers do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensor:
@@ -23,6 +29,18 @@ class ModelTensor:
     key: str
     shape: tuple[int, ...]
     layer: int | None = None
+
+    @property
+    def key_in_layer(self) -> str:
+        """The key with the number of the layer."""
+        return self.key if self.layer is None else self.key.replace(LAYERS, f"{LAYERS}{self.layer}.", 1)
+
+
+def with_local_norms(name: str) -> str:
+    """The name of a tensor in layers that do not fuse norms."""
+    for fused, norm in _LOCAL_NORMS.items():
+        name = name.replace(fused, norm)
+    return name
 
 
 def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:

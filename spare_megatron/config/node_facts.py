@@ -42,7 +42,7 @@ class NodeFacts:
     store_space: StoreSpace | None
     """Size of etcd's database; None if not reported."""
     corpus_bytes: tuple[int | None, ...]
-    """Sizes of the two files of each corpus; None for one that cannot be read."""
+    """Sizes of `input_files`; None for one that cannot be read."""
     sees_folder: bool
     """The file that the driver wrote to the checkpoint folder is visible."""
     folder_free_bytes: int

@@ -4,34 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model_tensors import model_tensors, with_local_norms
 from spare_megatron.config.program import judge_program
 from spare_megatron.config.schema import ParameterRule, RunConfig
 
 
 def parameter_names(config: RunConfig) -> Iterator[str]:
     """All parameters: layers count from 0 over all stages, tied tables are one, norms are modules of their own."""
-    model, fields = config.model, model_fields(config)
-    norm = ["weight"] if fields["normalization"] == "RMSNorm" else ["weight", "bias"]
-    linear = ["weight", "bias"] if fields["add_bias_linear"] else ["weight"]
-    modules = {
-        "input_layernorm": norm,
-        "self_attention.linear_qkv": ["weight", "bias"] if fields["add_qkv_bias"] else linear,
-        "self_attention.linear_proj": linear,
-        "pre_mlp_layernorm": norm,
-        "mlp.linear_fc1": linear,
-        "mlp.linear_fc2": linear,
-    }
-    if fields["qk_layernorm"]:
-        modules |= {"self_attention.q_layernorm": norm, "self_attention.k_layernorm": norm}
-    yield "embedding.word_embeddings.weight"
-    if model.position_embedding == "learned_absolute":
-        yield "embedding.position_embeddings.weight"
-    for layer in range(model.num_layers):
-        yield from (f"decoder.layers.{layer}.{module}.{kind}" for module, kinds in modules.items() for kind in kinds)
-    yield from (f"decoder.final_layernorm.{kind}" for kind in norm)
-    if not model.tie_embeddings:
-        yield "output_layer.weight"
+    return (with_local_norms(tensor.key_in_layer) for tensor in model_tensors(config))
 
 
 def rule_of(name: str, rules: Sequence[ParameterRule]) -> ParameterRule | None:
@@ -45,7 +25,8 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         return
     # Only the model of a program knows the names of its parameters.
     is_ours = "model_provider" not in judge_program(config.program)[0]
-    names = list(parameter_names(config)) if is_ours else []
+    is_shaped = config.model.num_attention_heads > 0  # else reported with the model
+    names = list(parameter_names(config)) if is_ours and is_shaped else []
     taken: set[str] = set()
     for number, rule in enumerate(config.optimizer.rules):
         key = f"optimizer.rules[{number}]"

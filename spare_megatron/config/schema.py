@@ -135,7 +135,7 @@ class BlendedCorpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationCorpus:
-    """A validation set that is a corpus of its own."""
+    """A validation set that is a whole corpus."""
 
     name: str
     """Name of the set."""
@@ -158,7 +158,7 @@ class DataConfig:
     """Shares of each corpus's documents for training, validation and test, in this order, as in 99,1 or 969,30,1; empty
     trains on all."""
     validation: tuple[ValidationCorpus, ...] = ()
-    """Validation sets of their own beside the part that `data.split` holds out, which is the set `validation`; one
+    """Corpora for validation, in addition to the part that `data.split` holds out, which is the set `validation`; one
     table each: `name`, and `corpus`, a path prefix."""
     identity: str = ""
     """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
@@ -166,7 +166,7 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Leaves the predictions made from end-of-document tokens, which are of the next document, out of the loss."""
     reset_attention_mask: bool = False
-    """Tokens attend to tokens of their own document alone; needs layers other than those of transformer-engine."""
+    """Restricts attention to tokens of the same document; needs layers other than those of transformer-engine."""
     reset_position_ids: bool = False
     """Counts positions from 0 in each document; for learned positions."""
     end_of_document: NonNegativeInt | None = None
@@ -188,7 +188,7 @@ class DataConfig:
 
     @property
     def corpora(self) -> tuple[BlendedCorpus, ...]:
-        """The corpora that a run reads; a single one is a blend of one. None if a program has data of its own."""
+        """The corpora that a run reads; a single one is a blend of one. Empty if a program provides the data."""
         return self.blend or ((BlendedCorpus(corpus=self.corpus),) if self.corpus else ())
 
     @property
@@ -216,14 +216,15 @@ class EvalConfig:
     """Evaluation while training, on the text that `data.split` holds out and on the sets of `data.validation`."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between evaluations; one more follows the last step. 0 evaluates never."""
+    """Steps between evaluations; one more follows the last step. 0 disables evaluation."""
     sequences: PositiveInt | None = None
-    """Most sequences that an evaluation reads of each validation set; as many as a step trains on if absent."""
+    """Most sequences that an evaluation reads of each validation set; as many as a step trains on, after a ramp, if
+    absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramConfig:
-    """A program of one's own: a Python file that defines the model, its forward pass or the data."""
+    """A custom program: a Python file that defines the model, its forward pass or the data."""
 
     file: str = ""
     """Python file with `model_provider`, `forward_step` or `datasets_provider`, on storage that all nodes share; the

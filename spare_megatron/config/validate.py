@@ -121,7 +121,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
             memory_bytes=machine.process_memory_bytes,
         ),
     ]
-    if not found and resolve_device(config, machine) == "cpu":
+    # The sizes are those of the GPT of [model], not of a program's own model.
+    if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
         found = list(memory_problems(config, machine.memory_bytes))
     return found
 

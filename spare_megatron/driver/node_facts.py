@@ -21,7 +21,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from spare_megatron import __version__
-from spare_megatron.config.corpus import corpus_files
+from spare_megatron.config.corpus import input_files
 from spare_megatron.config.node_facts import NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
@@ -156,7 +156,7 @@ def examine_node(
         store_failures=store_failures,
         store_refusal=store_refusal,
         store_space=store_space,
-        corpus_bytes=tuple(_size(file) for part in data.corpora for file in corpus_files(part.corpus)),
+        corpus_bytes=tuple(map(_size, input_files(data))),
         sees_folder=_appears(folder / token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
     )

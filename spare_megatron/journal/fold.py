@@ -138,6 +138,7 @@ class Folding:
         self.began_with = self.members
         self.last_fenced: dict[int, int] = {}  # incarnation
         self.step = run.first_step
+        self.num_steps = run.num_steps  # lowered by a commit that is the last, as the controller does
         self.attempt = 0
         self.kept: tuple[int, ...] = ()  # by the attempt under way
         self.attempts: list[FoldedAttempt] = []  # decided ones of the step
@@ -253,11 +254,12 @@ class Folding:
         self.commits.append(commit)
         self.step = commit.step + 1
         # Without a save or state partitions, nothing remains to compare or gather and no finish entry follows.
-        is_last = commit.is_last or commit.step + 1 == self.run.num_steps
+        if commit.is_last:
+            self.num_steps = self.step
         if self.is_evaluation_due:
             self.errors.append(f"step {commit.step} is committed before the evaluation that was due")
         self.votes_on_end = commit.saved or bool(self.run.slice_redundancy)
-        self._next(is_last=is_last)
+        self._next()
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
@@ -266,9 +268,9 @@ class Folding:
                 self._set_members(admitted | dict(self.incarnations))
         self.began_with = self.members
 
-    def _next(self, *, is_last: bool) -> None:
+    def _next(self) -> None:
         """What follows the committed steps: an evaluation, a vote on the end, or nothing."""
-        every = self.run.eval_every_steps
+        every, is_last = self.run.eval_every_steps, self.step == self.num_steps
         is_due = every and (is_last or self.step % every == 0)
         self.is_evaluation_due = bool(is_due) and self.step > self.run.first_step
         self.is_over = is_last and not self.votes_on_end and not self.is_evaluation_due
@@ -288,8 +290,7 @@ class Folding:
         self.evaluations.append(evaluation)
         self.attempts.clear()
         self.is_evaluation_due = False
-        is_last = self.step == self.run.num_steps or (bool(self.commits) and self.commits[-1].is_last)
-        self.is_over = is_last and not self.votes_on_end
+        self.is_over = self.step == self.num_steps and not self.votes_on_end
 
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
@@ -312,7 +313,7 @@ class Folding:
         self.attempts.clear()
         self.restarted_at.append(entry["step"])
         self.votes_on_end = True
-        self._next(is_last=self.step == self.run.num_steps)
+        self._next()
 
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:

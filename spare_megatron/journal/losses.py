@@ -37,7 +37,7 @@ def last_losses(entries: Mapping[int, Mapping[str, Any]]) -> LastLosses:
     found: LastLosses = {}
     for index in sorted(entries):
         if entries[index]["entry"] == "evaluated":
-            found |= told_losses(entries[index])
+            found |= losses_of_entry(entries[index])
     return found
 
 
@@ -47,7 +47,7 @@ def text_of_evaluation(last: Mapping[str, float | None]) -> str:
     return f"{'not finite' if loss is None else f'{loss:.4f}'} after {last['step']} steps"
 
 
-def told_losses(entry: Mapping[str, Any]) -> LastLosses:
+def losses_of_entry(entry: Mapping[str, Any]) -> LastLosses:
     """Step and loss of each set by the entry of an evaluation."""
     return {
         name: {"step": entry["step"], "loss": None if math.isnan(loss) else loss}

@@ -14,7 +14,7 @@ from spare_megatron.journal.events import EventLine, text_of_end, text_of_entry,
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.losses import LastLosses, told_losses
+from spare_megatron.journal.losses import LastLosses, losses_of_entry
 from spare_megatron.journal.paces import RankPaces
 from spare_megatron.journal.records import (
     LOST_A_PEER,
@@ -307,7 +307,7 @@ class RunState:
             if entry["entry"] == "restart":
                 self._rejected.clear()
             if entry["entry"] == "evaluated":
-                self.evaluated |= told_losses(entry)
+                self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
                 self._halted_by = entry["reason"]
             if text := text_of_entry(entry, self.folding.members - members):

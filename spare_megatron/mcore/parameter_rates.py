@@ -8,17 +8,12 @@ from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrid
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
+from spare_megatron.config.model_tensors import WORDS, with_local_norms
 from spare_megatron.config.parameter_rules import rule_of
 from spare_megatron.config.schema import ParameterRule
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.tied_parameters import tied_embedding
-
-_NORMS_IN_TRANSFORMER_ENGINE = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-"""Norms that its kernels fuse into the linear layer that follows, and their names elsewhere."""
 
 
 def overrides(
@@ -59,7 +54,5 @@ def names_for_rules(chunks: Sequence[Chunk]) -> Iterator[tuple[str, torch.nn.Par
     for chunk in chunks:
         tied = tied_embedding(chunk)
         for named in named_parameters([chunk]):
-            name = "embedding.word_embeddings.weight" if named.parameter is tied else named.name
-            for fused, norm in _NORMS_IN_TRANSFORMER_ENGINE.items():
-                name = name.replace(fused, norm)
-            yield name, named.parameter
+            name = WORDS if named.parameter is tied else named.name
+            yield with_local_norms(name), named.parameter

@@ -38,11 +38,13 @@ _ACROSS_GROUPS = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp")
 
 
 def work_of(config: RunConfig) -> list[tuple[int, Microbatch]]:
-    """The microbatches of a trial: the first and last of some shards, in two steps."""
-    last = config.spare.microbatches_per_shard - 1
+    """The microbatches of a trial: the first and last of some shards, in two steps if there are as many."""
     shards = sorted({0, config.layout.num_groups - 1})
     return [
-        (step, Microbatch(ShardId(shard), index)) for step in (0, 1) for shard in shards for index in sorted({0, last})
+        (step, Microbatch(ShardId(shard), index))
+        for step in range(min(2, config.train.steps))
+        for shard in shards
+        for index in sorted({0, config.spare.ramp.at(step) - 1})
     ]
 
 

@@ -62,7 +62,9 @@ class StepExecutor:
             return
         self._probe.begin_step(plan.step)
         if self._profile is not None and before is None:
-            self._profile.begin_step(plan.step)
+            self._profile.end_step()
+            if not plan.is_evaluation:
+                self._profile.begin_step(plan.step)
         self._progress.step = StepUnderWay(
             step=plan.step,
             started_s=time.monotonic() if before is None else before.started_s,

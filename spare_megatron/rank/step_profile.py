@@ -21,9 +21,10 @@ def wants_profile(profile: ProfileConfig, group: int, rank: int) -> bool:
 
 
 class StepProfile:
-    """Traces the steps of `profile.steps` on one rank, each from its first pass until the next step begins or the rank
-    stops. The ranges are also NVTX ranges if the rank has a GPU. A lost rank leaves no trace of its last step; one that
-    a restart repeats is in a second file, of the next incarnation. Errors of storage cost the trace alone.
+    """Traces the steps of `profile.steps` on one rank, each from its first pass until the next step or evaluation or
+    the rank's end. The ranges are also NVTX ranges if the rank has a GPU. A lost rank leaves no trace of its last
+    step; one that a restart repeats is in a second file, of the next incarnation. Errors of storage cost the trace
+    alone.
     """
 
     def __init__(self, spec: RankSpec, probe: RankProbe) -> None:
@@ -35,8 +36,7 @@ class StepProfile:
         self._open: list[record_function] = []
 
     def begin_step(self, step: int) -> None:
-        """Ends the step before, and traces this one if it is chosen. Between two spans of the rank."""
-        self.end_step()
+        """Traces this step if it is chosen. Call it between two spans of the rank, after `end_step`."""
         if step not in self._spec.config.profile.steps:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]

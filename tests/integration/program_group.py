@@ -1,4 +1,4 @@
-"""A rank that trains programs of one's own, and the same step by plain autograd over the whole batch."""
+"""A rank that trains custom programs, and the same step by plain autograd over the whole batch."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli import bench_throughput
-from spare_megatron.cli.bench_throughput import NUM_WARMUP, training_alone
+from spare_megatron.cli.bench_throughput import NUM_WARMUP, problems_of, training_alone
 from spare_megatron.cli.main import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
@@ -80,6 +80,14 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
     split_s = found["speeds"]["ours"]["split_s"]
     assert 0 < split_s["compute"] < found["speeds"]["ours"]["step_s"]
     assert [found[name] for name in ("layers", "adam", "adam_of_plain")] == ["megatron-core", "torch", "torch"]
+
+
+def test_only_steps_of_one_batch_are_compared_and_no_program_with_plain_megatron() -> None:
+    changed = ["eval.every_steps=2", "data.split=9,1", "profile.steps=[9]", "spare.ramp_start=1", "spare.ramp_steps=9"]
+    config = training_alone(load_run_config(DEMO, [*changed, "program.file=mine.py"]).config)
+    assert (config.eval.every_steps, config.profile.steps, config.spare.ramp.steps) == (0, (), 0)
+    assert "program.file=mine.py" in "".join(problems_of(config, has_plain=True))
+    assert not list(problems_of(config, has_plain=False))
 
 
 def test_a_preset_that_ends_by_time_is_measured_to_the_last_step() -> None:

@@ -12,7 +12,18 @@ from typer.testing import CliRunner
 from spare_megatron.cli.check_program import ADVICE, _alone, findings_of, run_trials
 from spare_megatron.cli.main import app
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.schema import LayoutConfig, ModelConfig, ProgramConfig, RunConfig
+from spare_megatron.config.schema import (
+    LayoutConfig,
+    ModelConfig,
+    ProfileConfig,
+    ProgramConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
+from spare_megatron.mcore.program_trial import work_of
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch
 
 pytestmark = pytest.mark.slow
 
@@ -164,3 +175,12 @@ def test_the_command_prints_the_verdict_and_what_to_do(
 def test_trials_have_one_rank_per_group_and_no_faults() -> None:
     config = _alone(replace(RunConfig(), layout=LayoutConfig(num_groups=3, tensor_parallel=2)))
     assert (config.parallel.ranks_per_group, config.layout.num_groups, config.reduce.mode) == (1, 3, "fast")
+
+
+def test_trials_have_what_the_run_has_of_steps_and_microbatches_and_no_profiles() -> None:
+    """A rank to profile was refused, and microbatches and steps were tried that the run does not have."""
+    ramp = SpareConfig(microbatches_per_shard=4, ramp_start=2, ramp_steps=2)
+    whole = RunConfig(spare=ramp, layout=LayoutConfig(num_groups=1), profile=ProfileConfig(steps=(1,), ranks=(1,)))
+    assert _alone(whole).profile.steps == ()
+    assert work_of(whole) == [(step, Microbatch(ShardId(0), k)) for step, last in ((0, 1), (1, 2)) for k in (0, last)]
+    assert {step for step, _ in work_of(replace(whole, train=TrainConfig(steps=1)))} == {0}

@@ -234,4 +234,5 @@ def test_an_evaluation_calls_the_forward_step_of_a_program(text_corpus: Path, tm
     assert losses_in(sums) == {"validation": 5.0, "short": 5.0}
     assert {name: num for name, _, num in sums} == {"validation": 6 * 32, "short": 4 * 32}
     (tmp_path / "program.py").write_text(PROGRAM + "def datasets_provider(config): ...\n")
-    assert any("brings a dataset of its own" in problem for problem in problems(config, look_at_machine(config)))
+    found = problems(config, look_at_machine(config))
+    assert any("defines datasets_provider, which has none" in problem for problem in found)

@@ -372,6 +372,8 @@ def test_ranks_that_the_kernel_would_kill_for_memory_are_a_problem_on_cpus_only(
     by_hand = ("cluster.launcher=hand", "cluster.num_nodes=2", "control.store=etcd", "control.endpoints=['http://a:1']")
     assert problems(configured(*large, *by_hand), machine) == [], "two of them on each machine"
     assert problems(configured(*large), CPU) == [], "that of the machine may be unknown"
+    programmed = dataclasses.replace(machine, program=frozenset({"model_provider"}))
+    assert problems(configured(*large), programmed) == [], "a program has a model of another size"
 
 
 def test_an_address_of_another_machine_is_no_place_for_the_store() -> None:

@@ -10,7 +10,7 @@ from spare_megatron.config.diagnosis import NodeFinding, diagnose, nodes_per_gro
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.node_facts import ClockOffset, Gpu, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.config.run_sizes import run_sizes
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import RunConfig, ValidationCorpus
 from spare_megatron.config.store_space import STEP_BYTES, StoreSpace
 
 H100 = Path(__file__).parents[2] / "configs/run/gpt_7b_h100.toml"
@@ -60,6 +60,17 @@ def nodes(**changed: NodeMeasurements) -> list[NodeMeasurements]:
     )
     names = [f"n{index}" for index in range(NUM_NODES)]
     return [changed.get(name, replace(healthy, name=name)) for name in names]
+
+
+def test_files_of_validation_sets_are_looked_at_too() -> None:
+    sets = (ValidationCorpus(name="wiki", corpus="data/wiki"),)
+    config = replace(CONFIG, data=replace(CONFIG.data, validation=sets))
+    found = diagnose(
+        config, "/ck", [replace(node, facts=replace(FACTS, corpus_bytes=(1, 1, 1, None))) for node in nodes()]
+    )
+    texts = [finding.text for finding in found if finding.check == "corpus"]
+    assert len(texts) == NUM_NODES
+    assert all("data/wiki.idx cannot be read" in text for text in texts)
 
 
 def findings(config: RunConfig = CONFIG, /, **change: Any) -> list[NodeFinding]:
@@ -115,7 +126,12 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"open_files": 256, "open_files_most": 256}, "limits", True, "raise it by limits.conf, as root,"),
         ({"locked_memory_bytes": 65536}, "limits", False, "may lock 64 KiB of memory"),
         ({"corpus_bytes": (1000, None)}, "corpus", True, "data/corpus.idx cannot be read"),
-        ({"corpus_bytes": (1000, 99)}, "corpus", True, "(1000, 99) bytes (.bin, .idx), and (1000, 100) on most"),
+        (
+            {"corpus_bytes": (1000, 99)},
+            "corpus",
+            True,
+            "the corpora have (1000, 99) bytes (.bin, .idx), and",
+        ),
         ({"sees_folder": False, "folder_free_bytes": 0}, "storage", True, "/ck is not the folder that the driver's"),
         ({"write": Rate(failure="Permission denied")}, "storage", True, "/ck cannot be written: Permission denied"),
         ({"folder_free_bytes": CHECKPOINT - 1}, "storage", True, "and a checkpoint takes"),

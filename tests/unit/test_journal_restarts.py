@@ -27,6 +27,16 @@ def folded(*entries: dict[str, Any]) -> Fold:
     return fold_log(dict(enumerate(entries)), RUN)
 
 
+def test_a_restart_of_a_run_that_ended_early_evaluates_at_that_end_again() -> None:
+    """The fold knew only `train.steps` for the end, so that it took this evaluation for one that was not due."""
+    run = run_record(2, eval_every_steps=4)
+    early = commit(1, 1) | {"save": True, "is_last": True}
+    evaluated = {"entry": "evaluated", "step": 2, "attempt": 2}
+    entries = [commit(0, 0), early, evaluated, restart(2, None), evaluated | {"attempt": 3}]
+    fold = fold_log(dict(enumerate(entries)), run)
+    assert (list(fold.errors), [one.step for one in fold.evaluations]) == ([], [2, 2])
+
+
 def compared(*digests: tuple[int, int, str]) -> Journal:
     """Restarts before it, committed steps, digest."""
     records = [

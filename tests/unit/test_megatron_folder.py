@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
+from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_args import args_of
 from spare_megatron.config.model_tensors import model_tensors
-from spare_megatron.config.schema import ModelConfig, RunConfig
+from spare_megatron.config.schema import ModelConfig, ProgramConfig, RunConfig
 from spare_megatron.mcore.weights import StoredWeights
-from spare_megatron.state.checkpoint.megatron_folder import import_megatron
+from spare_megatron.state.checkpoint.megatron_folder import export_megatron, import_megatron
+from spare_megatron.state.checkpoint.weights_folder import ExportOptions
 
 CONFIG = RunConfig(model=ModelConfig(num_layers=2, hidden_size=16, vocab_size=20, activation="swiglu", qk_norm=True))
 
@@ -101,6 +104,23 @@ def test_bf16_stays_and_other_types_become_fp32(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], halves[key].float()) for key in halves)
     with pytest.raises(ValueError, match="only fp32, bf16 and fp16 can be imported"):
         import_megatron(write(tmp_path / "int8", {**tensors, "x": torch.zeros(2, dtype=torch.int8)}), tmp_path / "c")
+
+
+def test_only_a_program_with_the_model_of_the_settings_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = import_megatron(write(tmp_path / "saved", layers_apart()), tmp_path / "run")
+    settings = load_run_config(tmp_path / "run" / "config.toml").config
+    config = replace(settings, program=ProgramConfig(file="mine.py"))
+    export_megatron(checkpoint, config, tmp_path / "alike", ExportOptions())
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredWeights, "shape", lambda *_: (20, 7))
+        with pytest.raises(ValueError, match=r"embedding.word_embeddings.weight is none .* program.file=mine.py built"):
+            export_megatron(checkpoint, config, tmp_path / "other", ExportOptions())
+    monkeypatch.setattr(StoredWeights, "names", lambda _: frozenset({"a.head", "optimizer.state.exp_avg.a.head"}))
+    with pytest.raises(ValueError, match=r"a\.head is none of the tensors"):
+        export_megatron(checkpoint, config, tmp_path / "other", ExportOptions())
+    assert not (tmp_path / "other").exists()
 
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"

@@ -1,4 +1,4 @@
-"""Programs of one's own: what the driver reads of a file, what a rank imports, what a checkpoint remembers."""
+"""Custom programs: what the driver reads of a file, what a rank imports, what a checkpoint remembers."""
 
 import hashlib
 import subprocess

@@ -47,12 +47,14 @@ def test_ranges_of_a_rank_on_a_gpu_are_those_of_nvtx_too(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: shown.append("."))
     profile, probe = profile_in(tmp_path, "cuda:0", 3)
     profile.begin_step(2)
+    profile.end_step()
     assert (probe.ranges, probe.operations) == (None, [])
     with warnings.catch_warnings(action="ignore"):  # torch's: there is no GPU
         profile.begin_step(3)
         assert probe.ranges is profile
         profile.push("reduce")
         profile.pop()
+        profile.end_step()
         profile.begin_step(4)
     assert shown == ["ProfilerStep#3", "reduce", ".", "."]
     assert probe.operations == [Operation.PROFILE] * 2, "to start, and to write"

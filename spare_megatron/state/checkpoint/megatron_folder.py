@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.megatron_args import args_of, settings_in
-from spare_megatron.config.model_tensors import LAYERS, WORDS, ModelTensor, model_tensors
+from spare_megatron.config.model_tensors import LAYERS, WORDS, ModelTensor, model_tensors, with_local_norms
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.inert_pickle import read_common
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
@@ -38,12 +38,6 @@ _STATES = (
     "mlp.linear_fc2",
 )
 """Modules of a layer for which transformer-engine or Megatron's own layers demand an extra state, which is empty."""
-
-_LOCAL_NAMES = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-"""Norms as layers name them that do not join them to the linear layer, and do not rename them in checkpoints either."""
 
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|param_state)\b")
 
@@ -90,12 +84,8 @@ def export_megatron(checkpoint: Checkpoint, config: RunConfig, out: Path, option
 def _part_of_layer(tensor: ModelTensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> WeightsPart:
     origin = tuple(0 for _ in tensor.shape)
     return WeightsPart(
-        key=_key_of_layer(tensor), shape=tensor.shape, offsets=origin, sizes=tensor.shape, dtype=dtype, read=read
+        key=tensor.key_in_layer, shape=tensor.shape, offsets=origin, sizes=tensor.shape, dtype=dtype, read=read
     )
-
-
-def _key_of_layer(tensor: ModelTensor) -> str:
-    return tensor.key if tensor.layer is None else tensor.key.replace(LAYERS, f"{LAYERS}{tensor.layer}.", 1)
 
 
 def _extra_states(config: RunConfig, options: ExportOptions) -> Iterator[str]:
@@ -200,7 +190,7 @@ def _source(tensor: ModelTensor, names: Set[str], folder: Path) -> _Source:
             found = tuple(key.replace(LAYERS, prefix, 1) for key in keys)
             if names >= set(found):
                 return _Source(keys=found, offset=offset)
-    usual = f" nor {_key_of_layer(tensor)}" if tensor.layer is not None else ""
+    usual = f" nor {tensor.key_in_layer}" if tensor.layer is not None else ""
     raise ValueError(f"{folder} has no tensor {tensor.key}{usual}, which the model of its common.pt has")
 
 
@@ -208,9 +198,8 @@ def _keys_of(tensor: ModelTensor) -> Iterator[Sequence[str]]:
     """The tensor's names, usual ones first; the two inputs of a gated layer may be stored apart."""
     yield (tensor.key,)
     yield (f"{tensor.key}_w", f"{tensor.key}_v")
-    for joined, alone in _LOCAL_NAMES.items():
-        if joined in tensor.key:
-            yield (tensor.key.replace(joined, alone),)
+    if (alone := with_local_norms(tensor.key)) != tensor.key:
+        yield (alone,)
 
 
 def _require_shape(stored: StoredWeights, tensor: ModelTensor, source: _Source, num_layers: int, folder: Path) -> None:

@@ -76,6 +76,11 @@ class Export:
         tokenizer = options.tokenizer or (imported if imported.is_dir() else None)
         self._tokenizer = [] if tokenizer is None else _tokenizer_files(tokenizer)
         self._stored = StoredWeights(checkpoint.path)
+        if config.program.file and (key := _foreign(self._stored, config)):
+            raise ValueError(
+                f"{checkpoint.path}: {key} is none of the tensors of the GPT of [model]: program.file="
+                f"{config.program.file} built another model, which no format has; export it by a script of yours"
+            )
         self.dtype = DTYPES[options.dtype or config.model.precision]
 
     def read(self, tensor: ModelTensor) -> Tensor:
@@ -92,6 +97,20 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _files_in(folder: Path) -> list[Path]:
     return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def _foreign(stored: StoredWeights, config: RunConfig) -> str:
+    """A tensor that only the checkpoint or only the model of the settings has, or in which they differ; else empty."""
+    tensors = {one.key: one for one in model_tensors(config)}
+    names = {name for name in stored.names() if not name.startswith("optimizer.")}
+    if apart := names ^ tensors.keys():
+        return min(apart)
+    for key, one in tensors.items():
+        shape = stored.shape(key)
+        is_alike = shape[1:] == (one.shape[1:] if one.layer is None else one.shape)  # rows may pad the vocabulary
+        if not is_alike or (one.layer is not None and shape[0] != config.model.num_layers):
+            return key
+    return ""
 
 
 def _tokenizer_files(path: Path) -> list[Path]:

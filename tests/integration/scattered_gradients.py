@@ -17,15 +17,13 @@ def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
     trainer = GroupTrainer(config, CPU)
     assert_every_element_is_in_the_part_of_its_partition(trainer)
     trainer.begin_step(0)
-    trainer.compute(all_work(config)[:2])
+    trainer.compute(all_work(config))
     sums, squares, parts = trainer.gradients, 0.0, trainer.gradient_parts()
     for bucket, of_bucket in enumerate(parts):
         staged = sums.stage(bucket, sums.new_staging())
         for part in of_bucket:
             squares += sum(float(sums.squares(staged[place])) for place in part.counted)
         sums.on_summed(bucket, staged)
-    num_counted = min(sums.totals().num_microbatches)
-    trainer._num_microbatches = num_counted  # of a step of one group
     of_parts = trainer.update(agreed_loss(trainer), squares).grad_norm
     optimizer = stacked(trainer)
     return of_parts, optimizer.step()[0], sum(map(len, parts))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.parameter_rules import parameter_names, rule_of
@@ -53,11 +54,10 @@ def test_norms_that_transformer_engine_fuses_have_the_names_that_they_have_elsew
         self_attention=module(linear_qkv=linear("layer_norm_weight", "weight"), q_layernorm=linear("weight")),
         mlp=module(linear_fc1=linear("layer_norm_weight", "layer_norm_bias", "weight")),
     )
-    model = module(
-        decoder=module(layers=torch.nn.ModuleList([layer])),
-        pre_process=False,
-        share_embeddings_and_output_weights=False,
-    )
+    model = GPTModel.__new__(GPTModel)  # without its constructor, which needs process groups
+    torch.nn.Module.__init__(model)
+    model.decoder = module(layers=torch.nn.ModuleList([layer]))
+    model.pre_process = model.share_embeddings_and_output_weights = False
     chunk: Any = SimpleNamespace(module=model, is_first=False, is_last=True)
     found = {name.removeprefix("decoder.layers.1.") for name, _ in names_for_rules([chunk])}
     assert found == {

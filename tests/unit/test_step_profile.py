@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import ProfileConfig
+from spare_megatron.core.actions import ComputeStep
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.process.span_ring import Ranges
+from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.plans import Microbatch, make_plan, work_of
 
 
 class FakeProbe:
@@ -78,3 +83,18 @@ def test_only_ranks_that_are_named_are_traced() -> None:
         (2, 1),
     ]
     assert not wants_profile(ProfileConfig(), 0, 0)
+
+
+def test_an_evaluation_ends_the_trace_of_the_step_before_and_begins_none() -> None:
+    """It has the number of the step that follows, whose trace replaced the one that it had begun."""
+    calls: list[object] = []
+    profile = SimpleNamespace(begin_step=calls.append, end_step=lambda: calls.append("end"))
+    parts: dict[str, Any] = dict.fromkeys(("trainer", "reduction", "source", "saves", "digests", "reports"))
+    probe: Any = SimpleNamespace(begin_step=lambda _: None)
+    progress = RankProgress(lacks_params=True)  # it computes nothing
+    steps = StepExecutor(group=GroupId(0), profile=profile, probe=probe, progress=progress, **parts)  # type: ignore[arg-type]
+    work = work_of({GroupId(0): [Microbatch(ShardId(0), 0)]}, (1, 1))
+    for step, is_evaluation in ((1, False), (2, True), (2, False)):
+        plan = make_plan(step, 0, work, is_evaluation=is_evaluation)
+        steps.compute_step(ComputeStep(plan=plan, into=None), num_alive=1)
+    assert calls == ["end", 1, "end", "end", 2]

@@ -89,7 +89,7 @@ def training_alone(config: RunConfig) -> RunConfig:
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, max_minutes=None),
-        spare=dataclasses.replace(config.spare, ramp_start=None, ramp_steps=None),
+        spare=dataclasses.replace(config.spare, ramp_start=None, ramp_increment=1, ramp_steps=None),
         eval=EvalConfig(),
         faults=FaultsConfig(),
         # The restart settings stay: other settings were chosen to fit them.

@@ -154,9 +154,13 @@ def ramp_problems(config: RunConfig) -> Iterator[str]:
     if (start is None) != (end is None):
         lacks, has = ("ramp_start", f"ramp_steps={end}") if start is None else ("ramp_steps", f"ramp_start={start}")
         yield f"spare.{has} has no effect without spare.{lacks}; set both, or neither"
+    step = spare.ramp_increment
+    if start is None and end is None and step != 1:
+        yield (
+            f"spare.ramp_increment={step} has no effect without spare.ramp_start and spare.ramp_steps; set all, or none"
+        )
     if start is None or end is None:
         return
-    step = spare.ramp_increment
     if start >= most or (most - start) % step:
         yield (
             f"spare.ramp_start={start} does not reach spare.microbatches_per_shard={most} by steps of "

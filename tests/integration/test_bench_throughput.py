@@ -83,9 +83,11 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
 
 
 def test_only_steps_of_one_batch_are_compared_and_no_program_with_plain_megatron() -> None:
-    changed = ["eval.every_steps=2", "data.split=9,1", "profile.steps=[9]", "spare.ramp_start=1", "spare.ramp_steps=9"]
+    ramp = ["spare.ramp_start=2", "spare.ramp_increment=2", "spare.ramp_steps=9"]
+    changed = ["eval.every_steps=2", "data.split=9,1", "profile.steps=[9]", *ramp]
     config = training_alone(load_run_config(DEMO, [*changed, "program.file=mine.py"]).config)
     assert (config.eval.every_steps, config.profile.steps, config.spare.ramp.steps) == (0, (), 0)
+    assert config.spare.ramp_increment == 1, "refused without a ramp"
     assert "program.file=mine.py" in "".join(problems_of(config, has_plain=True))
     assert not list(problems_of(config, has_plain=False))
 

@@ -56,6 +56,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["spare.microbatches_per_shard=0"], "spare.microbatches_per_shard=0 must be at least 1"),
         (["spare.ramp_start=2"], "spare.ramp_start=2 has no effect without spare.ramp_steps; set both, or neither"),
+        (
+            ["spare.ramp_increment=2"],
+            "spare.ramp_increment=2 has no effect without spare.ramp_start and spare.ramp_steps",
+        ),
         (["spare.ramp_steps=9"], "spare.ramp_steps=9 has no effect without spare.ramp_start; set both, or neither"),
         (
             ["spare.ramp_start=1", "spare.ramp_increment=2", "spare.ramp_steps=9"],

@@ -23,7 +23,7 @@ from spare_megatron.simulator.measured import (
     read_joins,
     read_recoveries,
     read_steps,
-    refuse_ramp,
+    refuse_unlike,
 )
 from spare_megatron.simulator.scenario import CostModel
 
@@ -124,7 +124,7 @@ def calibrate(journal: Journal) -> Calibration:
     runs = journal.of(RunRecord)
     if not runs:
         raise ValueError("its journal has no run record, so nothing can be measured by it")
-    refuse_ramp(runs[0])
+    refuse_unlike(runs[0])
     committed = read_steps(journal)
     steps = [step for step in committed if step.is_clean]
     if not steps:

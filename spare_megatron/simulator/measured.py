@@ -32,8 +32,13 @@ Disturbance = Literal["", "start", "join", "loss", "fault"]
 """Why a step does not represent those without a loss; empty if it does."""
 
 
-def refuse_ramp(run: RunRecord) -> None:
-    """Raises ValueError for a run whose batch grew: costs per step are fitted to, and simulated with, one batch."""
+def refuse_unlike(run: RunRecord) -> None:
+    """Raises ValueError for a run with what the simulator does not have: a batch that grows, or evaluations."""
+    if run.eval_every_steps:
+        raise ValueError(
+            f"it evaluated every {run.eval_every_steps} steps, and the simulator knows no evaluations; measure a run "
+            f"with eval.every_steps=0"
+        )
     if run.ramp:
         raise ValueError(
             f"its global batch grew from {run.ramp[0]} to {run.microbatches_per_shard} microbatches per shard, and the "

@@ -25,7 +25,7 @@ from spare_megatron.simulator.measured import (
     read_recoveries,
     read_retries,
     read_steps,
-    refuse_ramp,
+    refuse_unlike,
 )
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.simulated_journal import SimulatedJournal
@@ -208,7 +208,7 @@ def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -
     runs, steps = journal.of(RunRecord), read_steps(journal)
     if not runs or not steps:
         raise ValueError("its journal has no committed step to replay")
-    refuse_ramp(runs[0])
+    refuse_unlike(runs[0])
     recoveries = {r.recovery.step: r for r in read_recoveries(journal) if r.recovery.step <= steps[-1].step}
     world = ReplayedWorld(
         _scenario(runs[0], len(steps), costs), steps, read_losses(journal, steps), read_retries(journal)

@@ -201,6 +201,10 @@ def test_a_journal_with_nothing_to_measure_says_so() -> None:
         calibrate(journal_of())
     with pytest.raises(ValueError, match="no committed step before the first restart"):
         calibrate(journal_of((0.0, RUN)))
+    with pytest.raises(ValueError, match="its global batch grew from 1 to 4 microbatches per shard"):
+        calibrate(journal_of((0.0, dataclasses.replace(RUN, ramp=[1, 1, 9]))))
+    with pytest.raises(ValueError, match="it evaluated every 5 steps"):
+        calibrate(journal_of((0.0, dataclasses.replace(RUN, eval_every_steps=5))))
     with pytest.raises(ValueError, match="computed in no time"):
         calibrate(journal_of((0.0, RUN), *whole_step(FIRST, 0.0, 0.0)))
 

@@ -39,7 +39,8 @@ def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
     """Whether the run reached the moment of a planned fault, in a committed step, with the group to be hit.
 
     `rebuild` also needs another group to be fenced first in the step, and a patch a retry after that. The evaluation
-    before a step belongs to it.
+    before a step belongs to it. A fault that costs its group nothing is not due if the group is lost in that step, to
+    something else and perhaps before that moment.
     """
     commits = {commit.step: commit for commit in fold.kept}
     commit = commits.get(fault["step"])
@@ -50,11 +51,14 @@ def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
         end = {evaluation.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
         if end < 0:
             return False
-    if fault["phase"] not in ("patch", "rebuild", "evaluation_patch"):
-        return True
     before = commits.get(fault["step"] - 1)
     first = 0 if before is None else before.index + 1
     lost_at = [index for index in sorted(fold.fenced) if first <= index < end]
+    is_costly = fault["group"] in fault.get("costs", [fault["group"]])
+    if not is_costly and fault["group"] in {fold.fenced[index][0] for index in lost_at}:
+        return False
+    if fault["phase"] not in ("patch", "rebuild", "evaluation_patch"):
+        return True
     if not lost_at or fold.fenced[lost_at[0]][0] == fault["group"]:
         return False
     if fault["phase"] == "rebuild":

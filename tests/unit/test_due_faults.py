@@ -37,6 +37,14 @@ def test_a_fault_is_due_when_its_step_was_committed_with_its_group() -> None:
     assert not is_due(planned(3, 0), fold), "no group committed that step"
 
 
+def test_a_pause_is_not_due_where_its_group_was_lost_to_something_else_perhaps_before() -> None:
+    fold = log(commit(0, 0), fence(1), RETRY, commit(1, 2), commit(2, 3))
+    assert not is_due({**planned(1, 1), "kind": "hang", "costs": []}, fold)
+    assert is_due({**planned(1, 1), "costs": [1]}, fold), "the fence may be that of the fault, whose record is missing"
+    assert is_due({**planned(1, 0), "kind": "hang", "costs": []}, fold)
+    assert is_due({**planned(0, 1), "kind": "hang", "costs": []}, fold), "it was lost in the step after"
+
+
 @pytest.mark.parametrize(
     ("entries", "rebuild", "patch"),
     [

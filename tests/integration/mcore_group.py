@@ -48,8 +48,8 @@ def work_of(*addresses: tuple[int, int]) -> list[Microbatch]:
     return [Microbatch(ShardId(shard), index) for shard, index in addresses]
 
 
-def all_work(config: RunConfig) -> list[Microbatch]:
-    indices = range(config.spare.microbatches_per_shard)
+def all_work(config: RunConfig, step: int = 0) -> list[Microbatch]:
+    indices = range(config.spare.ramp.at(step))
     return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
 
 

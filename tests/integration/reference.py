@@ -27,10 +27,10 @@ def assert_exact(run: Run, steps: Sequence[int], tolerance: float = 1e-6) -> Non
 
 def mean_gradients(config: RunConfig, given: Sequence[tuple[int, Arrays]]) -> list[tuple[float, Arrays]]:
     """Mean loss and gradients of the full model for each step, with the parameters the step began with."""
-    work = all_work(config)
-    num_tokens = len(work) * config.train.micro_batch_size * config.model.seq_length
     answers = []
     for step, parameters in given:
+        work = all_work(config, step)
+        num_tokens = len(work) * config.train.micro_batch_size * config.model.seq_length
         loss_sum, sums = reference_sums(config, parameters, work, step)
         answers.append((loss_sum / num_tokens, {name: total / num_tokens for name, total in sums.items()}))
     return answers

@@ -12,6 +12,8 @@ from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import ContributionRecord, RestartRecord, RunRecord, UpdateRecord
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, kill, losses_of, patched_in, tiny_config
 from tests.unit.journal_in_memory import check_journal
 
@@ -19,12 +21,15 @@ pytestmark = pytest.mark.timeout(180)
 
 NUM_GROUPS, SIZES = 3, [1, 1, 2, 3, 3]
 """Microbatches of a shard in each step."""
+DUMPED = [1, 2, 4]
+"""Steps whose gradients are compared with the full model's."""
 
 
 def test_losses_and_a_restart_to_a_smaller_batch_leave_every_bit_as_it_is(text_corpus: Path, tmp_path: Path) -> None:
     """One loss is masked; a second one in a later step is a wipe-out, and training begins again with small batches.
 
-    The interleaved schedule pads a batch that is no multiple of its stages.
+    Gradients are those of a process with the full model over the batch of each step. The interleaved schedule pads a
+    batch that is no multiple of its stages.
     """
     faults = [kill(FaultPoint.BACKWARD, 1, 2), kill(FaultPoint.FORWARD, 3, 0)]
     layout = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=2, virtual_pipeline=2)
@@ -37,12 +42,12 @@ def test_losses_and_a_restart_to_a_smaller_batch_leave_every_bit_as_it_is(text_c
             redundancy=2,
             num_microbatches=max(SIZES),
             mode="reproducible",
-            hidden_dropout=0.1,
             faults=trace,
             max_restarts=1,
         )
         config = replace(config, spare=replace(config.spare, ramp_start=1, ramp_steps=3))
-        runs[name] = complete_run(config, tmp_path / name)
+        watch = Watch(dump_steps=frozenset(DUMPED)) if name == "whole" else None
+        runs[name] = complete_run(config, tmp_path / name, watch)
     whole, run = runs["whole"], runs["run"]
     for each, num_restarts in ((whole, 0), (run, 1)):
         assert (each.summary.outcome, each.summary.verdict) == ("finished", "valid"), each.summary
@@ -54,6 +59,7 @@ def test_losses_and_a_restart_to_a_smaller_batch_leave_every_bit_as_it_is(text_c
     assert run.summary.params_sha256 == whole.summary.params_sha256
     assert_sizes(whole)
     assert_sizes(run)
+    assert_exact(whole, DUMPED)
 
 
 def assert_sizes(run: Run) -> None:

@@ -47,6 +47,14 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [collector for collector in (yield) if type(collector) is pytest.Module]
 
 
+_LONGEST = ("test_gpu_check.py", "test_tour.py", "test_run_campaign.py")
+"""They start first: at the end one alone would leave the other workers idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 def gpus_needed(item: pytest.Item) -> int:
     marker = item.get_closest_marker("gpu")
     return 0 if marker is None else marker.kwargs.get("count", 1)

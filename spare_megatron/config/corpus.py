@@ -97,8 +97,7 @@ def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
 
 def input_files(data: DataConfig) -> tuple[Path, ...]:
     """The files of all corpora that a run reads, those of validation sets last."""
-    prefixes = (*(part.corpus for part in data.corpora), *(one.corpus for one in data.validation))
-    return tuple(file for prefix in prefixes for file in corpus_files(prefix))
+    return tuple(file for _, prefix in named_corpora(data) for file in corpus_files(prefix))
 
 
 def cache_folder(data: DataConfig) -> Path:
@@ -115,7 +114,7 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
         split = ":".join(map(repr, split_shares(data.split)[: 3 if data.split else 0]))
     except ValueError as error:
         return None, str(error)
-    for name, prefix in _named(data):
+    for name, prefix in named_corpora(data):
         try:
             found.append(_known_facts(prefix, cache_folder(data), on_read))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -135,7 +134,7 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
     return whole and replace(whole, validation=tuple(found[len(data.corpora) :])), failure
 
 
-def _named(data: DataConfig) -> Iterator[tuple[str, str]]:
+def named_corpora(data: DataConfig) -> Iterator[tuple[str, str]]:
     """Each corpus as messages name it, and its path prefix."""
     for part in data.corpora:
         yield f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}", part.corpus

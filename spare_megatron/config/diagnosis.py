@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from spare_megatron.config.corpus import input_files
+from spare_megatron.config.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
@@ -234,12 +234,13 @@ def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Node
 
 
 def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
-    for file, size in zip(input_files(config.data), facts.corpus_bytes, strict=True):
+    names = [named for named, prefix in named_corpora(config.data) for _ in corpus_files(prefix)]
+    for named, file, size in zip(names, input_files(config.data), facts.corpus_bytes, strict=True):
         if size is None:
             yield NodeFinding(
                 node=name,
                 check="corpus",
-                text=f"[data]: {file} cannot be read; put it on storage that all nodes share",
+                text=f"{named}: {file} cannot be read; put it on storage that all nodes share",
             )
 
 

@@ -46,6 +46,8 @@ class Scene:
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
     ramp_steps: int = 0
     """Steps over which shards grow from one microbatch; 0 if they have as many in every step."""
+    fetch: int | None = None
+    """Thousandths of a microbatch's time until a group has data that it does not host; None if it cannot read them."""
 
     @property
     def ramp(self) -> BatchRamp | None:
@@ -180,6 +182,18 @@ class Scene:
             partition_redundancy=min(num_groups, random.choice((0, 0, 3))),
             num_buckets=random.choice((1, 5, 8)),
             fan_in=random.choice((1, 2)),
+        )
+
+    @classmethod
+    def draw_shared(cls, random: Random) -> "Scene":
+        """One in which all groups can read all data, so that shards are never lost, and many groups are."""
+        scene = cls.draw(random)
+        return replace(
+            scene,
+            redundancy=random.randint(1, 2),
+            granularity="microbatch",
+            fetch=random.choice((0, 0, 300, 1700)),
+            fault_budget={**scene.fault_budget, "crash": random.randint(1, scene.num_groups - 1)},
         )
 
     @classmethod

@@ -18,6 +18,7 @@ from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -68,7 +69,9 @@ class World:
     """
 
     def __init__(self, scene: Scene, random: Random, protocol: Protocol) -> None:
-        placement = make_placement("golomb", scene.num_groups, scene.redundancy)
+        self._placement = make_placement("golomb", scene.num_groups, scene.redundancy)
+        num_readers = scene.redundancy if scene.fetch is None else scene.num_groups
+        placement = make_placement("golomb", scene.num_groups, num_readers)
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.reliance_type = protocol.reliance_type
@@ -105,7 +108,9 @@ class World:
         self._have_waited: set[Member] = set()
         self._protocol = protocol
         self._setup = ControllerSetup(
-            placement=placement,
+            placement=self._placement,
+            last_resort=scene.fetch is not None,
+            fetch=scene.fetch or 0,
             microbatches_per_shard=scene.microbatches_per_shard,
             ramp=scene.ramp,
             num_steps=scene.num_steps,
@@ -169,6 +174,13 @@ class World:
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
+
+    def computes(self, group: GroupId, work: Sequence[Microbatch]) -> None:
+        """A group computes some microbatches."""
+        cold = [item for item in work if group not in self._placement.hosts[item.shard]]
+        if cold and self._scene.fetch is None:
+            raise Violation(f"{group} computes {cold}, which it cannot read")
+        self.invariants.counts["cold microbatch"] += len(cold)
 
     def partitions_of(self, member: Member) -> PartitionStates | None:
         """What a member holds, if it is alive."""

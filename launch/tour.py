@@ -18,7 +18,7 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import FaultRecord
 
-STEPS, LEAST_STEPS = 48, 12
+STEPS, LEAST_STEPS = 48, 8
 VOCAB_SIZE = 8192
 NUM_WINDOWS = 48
 """Held-out sequences in the means of both losses: all of the prose, and some code."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from spare_megatron.text.documents import Skipped
+    from spare_megatron.text.tokenizer import TokenizerSource
 
 INPUTS = Annotated[
     list[Path], typer.Option("--input", help="Text file, file of JSON lines, or folder of them. Repeatable.")
@@ -59,10 +61,7 @@ def preprocess(
     --output-prefix data/corpus`
     """
     with explained_errors("preprocess"):
-        from spare_megatron.journal.output import named_errors
-        from spare_megatron.text.documents import Skipped, batches_of, find_files, json_lines_among
-        from spare_megatron.text.tokenization import tokenizing
-        from spare_megatron.text.tokenizer import build, read_tokenizer
+        from spare_megatron.text.tokenizer import read_tokenizer
 
         source = read_tokenizer(
             tokenizer,
@@ -70,44 +69,68 @@ def preprocess(
             split_pattern=split_pattern,
             special_tokens=special_token or (),
         )
-        built = build(source)
-        check_output(output_prefix, overwrite=overwrite)
-        paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
-        check_apart([*paths, *source.paths], output_prefix)
-        batches = batches_of(paths, json_lines_among(paths, json_key), json_key, frozenset(inputs))
-        skipped = Skipped()
-        num_text_bytes = 0
-
-        def documents() -> Iterator["np.ndarray"]:
-            nonlocal num_text_bytes
-            for batch in tokenized:
-                yield from batch.documents()
-                skipped.add(batch.skipped)
-                num_text_bytes += batch.num_text_bytes
-                progress.advance(batch.num_input_bytes, batch.tokens.size)
-
-        with raising(), TextProgress(paths) as progress, tokenizing(batches, source, workers) as tokenized:
-            from spare_megatron.mcore.corpus_writer import write_corpus  # takes seconds, and workers are at work
-
-            with named_errors("--output-prefix", output_prefix):
-                counts = write_corpus(
-                    documents(),
-                    output_prefix,
-                    vocab_size=built.vocab_size,
-                    tokenizer=source.identity,
-                    noted_end=built.end_of_document,
-                    publishing=deferred(),
-                )
-        figures = {
-            "documents": counts.num_documents,
-            "tokens": counts.num_tokens,
-            "bytes": num_text_bytes,
-            "skipped_files": skipped.files.total(),
-            "skipped_documents": skipped.documents.total(),
-            "tokenizer": source.identity,
-            "vocab_size": built.vocab_size,
-        }
+        reading = _Reading(inputs=inputs, json_key=json_key, suffixes=suffix or (), excluded_folders=exclude or ())
+        figures, skipped = _convert(reading, source, output_prefix, workers, overwrite=overwrite)
         typer.echo(json.dumps(figures) if as_json else _describe(output_prefix, figures, skipped))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What is read, as the options say."""
+
+    inputs: Sequence[Path]
+    json_key: str | None
+    suffixes: Sequence[str]
+    excluded_folders: Sequence[str]
+
+
+def _convert(
+    reading: _Reading, source: "TokenizerSource", output_prefix: Path, workers: int, *, overwrite: bool
+) -> tuple[dict[str, object], "Skipped"]:
+    """Writes the dataset. Returns its figures and what was skipped. ValueError: it cannot be made."""
+    from spare_megatron.config.corpus_writer import write_corpus
+    from spare_megatron.journal.output import named_errors
+    from spare_megatron.text.documents import Skipped, batches_of, find_files, json_lines_among
+    from spare_megatron.text.tokenization import tokenizing
+    from spare_megatron.text.tokenizer import build
+
+    built = build(source)
+    check_output(output_prefix, overwrite=overwrite)
+    paths = find_files(reading.inputs, suffixes=reading.suffixes, excluded_folders=frozenset(reading.excluded_folders))
+    check_apart([*paths, *source.paths], output_prefix)
+    json_lines = json_lines_among(paths, reading.json_key)
+    batches = batches_of(paths, json_lines, reading.json_key, frozenset(reading.inputs))
+    skipped = Skipped()
+    num_text_bytes = 0
+
+    def documents() -> Iterator["np.ndarray"]:
+        nonlocal num_text_bytes
+        for batch in tokenized:
+            yield from batch.documents()
+            skipped.add(batch.skipped)
+            num_text_bytes += batch.num_text_bytes
+            progress.advance(batch.num_input_bytes, batch.tokens.size)
+
+    with raising(), TextProgress(paths) as progress, tokenizing(batches, source, workers) as tokenized:
+        with named_errors("--output-prefix", output_prefix):
+            counts = write_corpus(
+                documents(),
+                output_prefix,
+                vocab_size=built.vocab_size,
+                tokenizer=source.identity,
+                noted_end=built.end_of_document,
+                publishing=deferred(),
+            )
+    figures = {
+        "documents": counts.num_documents,
+        "tokens": counts.num_tokens,
+        "bytes": num_text_bytes,
+        "skipped_files": skipped.files.total(),
+        "skipped_documents": skipped.documents.total(),
+        "tokenizer": source.identity,
+        "vocab_size": built.vocab_size,
+    }
+    return figures, skipped
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:

@@ -1,4 +1,4 @@
-"""Validates the two files of a corpus (tokens and Megatron index) and caches its facts. Loads without torch.
+"""The two files of a corpus, tokens and Megatron index: checks them and caches their facts. Loads without torch.
 
 The cache is valid only while size and modification time of both files match.
 """
@@ -264,6 +264,17 @@ def _check_index(path: Path) -> tuple[np.dtype[Any], int]:
         num_bytes = _check_sequences(path, file, num_sequences, dtype.itemsize)
         _check_documents(path, file, num_sequences, num_documents)
     return dtype, num_bytes
+
+
+def write_index(path: Path, dtype: np.dtype[Any], lengths: npt.NDArray[np.int32]) -> None:
+    """Writes the index of tokens in documents of these lengths, each of one sequence."""
+    code = next(code for code, name in _TOKEN_TYPES.items() if np.dtype(name) == dtype)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(((ends - lengths) * dtype.itemsize).astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:

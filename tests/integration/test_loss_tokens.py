@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     DataConfig,
     LayoutConfig,
@@ -20,7 +21,6 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import Corpus, on_device, prepare_index
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.pipeline import summed_loss

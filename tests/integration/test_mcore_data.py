@@ -12,9 +12,10 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
+from spare_megatron.config.corpus_writer import CorpusCounts, write_corpus
 from spare_megatron.config.sample_index import NUM_KEPT, epoch_seed, leased
 from spare_megatron.config.schema import (
     BlendedCorpus,
@@ -26,7 +27,6 @@ from spare_megatron.config.schema import (
     TrainConfig,
     ValidationCorpus,
 )
-from spare_megatron.mcore.corpus_writer import CorpusCounts, write_corpus
 from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index, validation_sets
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import all_work, read_tokens, run_group, work_of
@@ -54,6 +54,18 @@ def test_what_is_written_is_what_megatron_reads(tmp_path: Path) -> None:
     counts = write_corpus([b"ab", b"", [0, 255], b"\x80"], tmp_path / "deep" / "text")
     assert counts == CorpusCounts(num_documents=3, num_tokens=5)
     assert read_documents(tmp_path / "deep" / "text") == [[97, 98], [0, 255], [128]]
+
+
+@pytest.mark.parametrize("vocab_size", [256, 65499, 65500])
+def test_what_is_written_is_to_the_byte_what_megatron_writes(tmp_path: Path, vocab_size: int) -> None:
+    documents = [np.random.default_rng(0).integers(0, vocab_size, length) for length in (5, 1, 300)]
+    write_corpus(documents, tmp_path / "ours", vocab_size=vocab_size)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_document(document, [document.size])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
 
 
 def test_an_end_token_follows_every_document(tmp_path: Path) -> None:

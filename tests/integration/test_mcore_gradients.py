@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     DataConfig,
     LayoutConfig,
@@ -19,7 +20,6 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of

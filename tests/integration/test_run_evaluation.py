@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     EvalConfig,
     FaultConfig,
@@ -24,7 +25,6 @@ from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.losses import losses_of as losses_in
 from spare_megatron.journal.losses import mean_loss
 from spare_megatron.journal.records import EntryRecord, EvaluationRecord, Record, VoteRecord
-from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index, validation_sets
 from spare_megatron.observe.history import history_of
 from spare_megatron.observe.page import report

@@ -27,6 +27,8 @@ from tests.integration.whole_run import (
 pytestmark = pytest.mark.timeout(150)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sums"
+STEPS = 24
+"""Rather than 40, of which two losses are in steps 10 and 20."""
 CALL = """
 heard = []
 summary = pretrain(
@@ -35,7 +37,7 @@ summary = pretrain(
     forward_step=forward_step,
     datasets_provider=datasets_provider,
     loss_terms=loss_terms,
-    overrides=["faults.trace=[]", "train.params_check_every_steps=1"],
+    overrides=["faults.trace=[]", "train.params_check_every_steps=1", "train.steps={steps}"],
     run_dir={run_dir!r},
     on_step=lambda metrics, is_new: heard.append((metrics["step"], is_new, metrics["train/correct"])),
 )
@@ -48,7 +50,7 @@ def run_without_losses(folder: Path) -> tuple[Run, list[tuple[int, bool, float]]
     """A run by a script without a guard, and what its hook heard."""
     program = (EXAMPLE / "program.py").read_text()
     script, run_dir = folder / "script.py", folder / "calm"
-    call = CALL.format(config=str(EXAMPLE / "config.toml"), run_dir=str(run_dir))
+    call = CALL.format(config=str(EXAMPLE / "config.toml"), run_dir=str(run_dir), steps=STEPS)
     script.write_text(program[: program.index("if __name__")] + call)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -61,20 +63,20 @@ def run_without_losses(folder: Path) -> tuple[Run, list[tuple[int, bool, float]]
 
 def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) -> None:
     calm, heard = run_without_losses(tmp_path)
-    own = [f"program.file={EXAMPLE / 'program.py'}", "train.params_check_every_steps=1"]
+    own = [f"program.file={EXAMPLE / 'program.py'}", "train.params_check_every_steps=1", f"train.steps={STEPS}"]
     hit = complete_run(load_run_config(EXAMPLE / "config.toml", own).config, tmp_path / "hit")
     assert_masked(hit)
     assert (fenced_groups(hit.journal), fenced_groups(calm.journal)) == ({1, 3}, set())
     assert hit.summary.params_sha256 == calm.summary.params_sha256 is not None
     assert losses_of(hit.journal) == losses_of(calm.journal)
-    assert params_of(hit)[40] == params_of(calm)[40]
+    assert params_of(hit)[STEPS] == params_of(calm)[STEPS]
     terms = {record.step: record.terms for record in hit.journal.of(UpdateRecord)}
     assert terms == {record.step: record.terms for record in calm.journal.of(UpdateRecord)}
     assert all(set(one) == {"z", "correct"} for one in terms.values())
-    assert terms[39]["correct"] > terms[0]["correct"]
+    assert terms[STEPS - 1]["correct"] > terms[0]["correct"]
     lines = [json.loads(line) for line in (hit.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["train/correct"]) for line in lines] == [(s, terms[s]["correct"]) for s in range(40)]
-    assert heard == [(step, True, terms[step]["correct"]) for step in range(40)]
+    assert [(line["step"], line["train/correct"]) for line in lines] == [(s, terms[s]["correct"]) for s in range(STEPS)]
+    assert heard == [(step, True, terms[step]["correct"]) for step in range(STEPS)]
     assert len(load_run_config(hit.run_dir / "config.toml").config.program.sha256) == 64
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     DataConfig,
     LayoutConfig,
@@ -20,7 +21,6 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.stacking.layout import PartitionId

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 840.0
-STEPS = 12
+STEPS = 8
 
 
 _spec = importlib.util.spec_from_file_location("tour", ROOT / "launch/tour.py")
@@ -61,23 +61,24 @@ def test_text_becomes_a_model_that_transformers_loads_though_two_groups_are_lost
         *("tokenizer", "preprocess", "preprocess", "train", "train", "check", "check", "checkpoint"),
     ]
     # As typed: what a shell makes of a printed command is what ran.
-    shutil.rmtree(tmp_path / "made/weights")
+    assert (tmp_path / "made/weights/tokenizer.json").exists()
+    shutil.rmtree(tmp_path / "made/tokenizer")
     again = subprocess.run(
-        ["bash", "-c", commands[-1]],
+        ["bash", "-c", commands[0]],
         cwd=tmp_path,
         env={**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"},
         timeout=60,
         check=True,
     )
     assert again.returncode == 0
-    assert (tmp_path / "made/weights/tokenizer.json").exists()
+    assert (tmp_path / "made/tokenizer/tokenizer.json").exists()
     shutil.rmtree(tmp_path / "made")  # some hundred MB
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--steps", 5), "--steps 5 is below 12"),
+        (("--steps", 5), "--steps 5 is below 8"),
         (("--folder", "full"), "--folder full is not empty; choose another"),
         (("--folder", "full/file"), "full/file cannot be written: File exists"),
         (("--json", "nowhere/figures.json"), "nowhere/figures.json cannot be written: No such file or directory"),

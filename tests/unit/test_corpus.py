@@ -22,6 +22,7 @@ from spare_megatron.config.corpus import (
     read_corpus,
     validation_names,
 )
+from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import BlendedCorpus, DataConfig, ModelConfig, RunConfig, ValidationCorpus
 from spare_megatron.config.validate import Machine, problems
 from tests.unit.tiny_corpus import write_tiny_corpus
@@ -80,9 +81,7 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     assert whole.largest_token == max(token for document in documents for token in document)
 
 
-def test_what_megatron_writes_is_fit(tmp_path: Path) -> None:
-    from spare_megatron.mcore.corpus_writer import write_corpus
-
+def test_what_is_written_is_fit(tmp_path: Path) -> None:
     write_corpus([b"ab", b"c"], tmp_path / "text", vocab_size=257, end_of_document=256)
     facts = facts_of(tmp_path / "text")
     assert (facts.num_tokens, facts.largest_token) == (5, 256)

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,16 @@ def test_each_text_file_becomes_a_document_of_its_bytes(texts: Path, tmp_path: P
     counts = {"documents": 3, "tokens": 9, "bytes": 6, "skipped_files": 3, "skipped_documents": 0}
     assert json.loads(done.stdout) == {**counts, "tokenizer": "byte", "vocab_size": 256}
     assert documents_of(prefix) == [b"bb\0", b"a\xc3\xa9\0", b"c\0"]
+
+
+def test_it_needs_no_torch(texts: Path, tmp_path: Path) -> None:
+    """Whose import, and Megatron's, took longer than the rest of the command for a small corpus."""
+    arguments = ["preprocess", "--input", str(texts), "--output-prefix", str(tmp_path / "corpus")]
+    code = f"import sys; sys.modules |= dict.fromkeys(['torch', 'megatron']); sys.argv = ['spare', *{arguments!r}]\n"
+    code += "from spare_megatron.cli.entry import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert documents_of(tmp_path / "corpus")
 
 
 def test_suffixes_and_excluded_folders_choose_the_files(texts: Path, tmp_path: Path) -> None:

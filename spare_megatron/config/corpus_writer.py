@@ -1,17 +1,19 @@
-"""Writes text as the indexed dataset that Megatron reads."""
+"""Writes text as the indexed dataset that Megatron reads. Loads without torch."""
 
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from spare_megatron.config.corpus import keep_facts, note_of, read_corpus
+from spare_megatron.config.corpus import keep_facts, note_of, read_corpus, write_index
 
-_UNGUARDED: AbstractContextManager = nullcontext()
+_LEAST_WIDE_VOCABULARY = 65500
+"""Megatron's choice (`DType.optimal_dtype`): a vocabulary of this size takes 4 bytes per token, a smaller one 2."""
+_UNGUARDED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ def write_corpus(
     end_of_document: int | None = None,
     tokenizer: str = "",
     noted_end: int | None = None,
-    publishing: AbstractContextManager = _UNGUARDED,
+    publishing: AbstractContextManager[object] = _UNGUARDED,
 ) -> CorpusCounts:
     """Writes PREFIX.bin, PREFIX.idx and, for a named `tokenizer`, the note PREFIX.json; skips empty documents.
 
@@ -66,26 +68,26 @@ def _write(
     vocab_size: int,
     end_of_document: int | None,
 ) -> CorpusCounts:
-    builder = IndexedDatasetBuilder(str(written[".bin"]), dtype=DType.optimal_dtype(vocab_size))
-    num_documents = num_tokens = 0
-    try:
+    dtype = np.dtype("<u2" if vocab_size < _LEAST_WIDE_VOCABULARY else "<i4")
+    lengths = array("i")
+    num_tokens = 0
+    with written[".bin"].open("wb") as file:
         for document in documents:
             tokens = _tokens(document, end_of_document)
             if tokens.size == 0:
                 continue
             if tokens.min() < 0 or tokens.max() >= vocab_size:
                 raise ValueError(
-                    f"document {num_documents} has tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
+                    f"document {len(lengths)} has tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
                     f"has {vocab_size}; raise vocab_size or use the tokenizer that it belongs to"
                 )
-            builder.add_document(tokens, [tokens.size])
-            num_documents, num_tokens = num_documents + 1, num_tokens + tokens.size
-        if num_documents == 0:
-            raise ValueError("there is no document with tokens in the input; give it some text")
-        builder.finalize(str(written[".idx"]))
-    finally:
-        builder.data_file.close()
-    return CorpusCounts(num_documents=num_documents, num_tokens=num_tokens)
+            file.write(tokens.astype(dtype).tobytes())
+            lengths.append(tokens.size)
+            num_tokens += tokens.size
+    if not lengths:
+        raise ValueError("there is no document with tokens in the input; give it some text")
+    write_index(written[".idx"], dtype, np.asarray(lengths))
+    return CorpusCounts(num_documents=len(lengths), num_tokens=num_tokens)
 
 
 def _tokens(document: bytes | Sequence[int] | np.ndarray, end_of_document: int | None) -> np.ndarray:

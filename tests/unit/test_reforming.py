@@ -1,0 +1,200 @@
+"""Which machines fill the places of broken groups, against every possible assignment."""
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from spare_megatron.core.reforming import Machine, MachineId, Move, PlaceId, places_per_group, reform
+from spare_megatron.stacking.layout import GroupId, Layout
+
+Places = dict[PlaceId, MachineId | None]
+Idle = dict[MachineId, int | None]
+
+
+def layout_of(num_groups: int, size: int) -> Layout:
+    """Groups of `size` machines with two ranks each."""
+    return Layout(num_groups=num_groups, pipeline_parallel=2 * size, num_nodes=num_groups * size)
+
+
+def places_of(size: int, held: Mapping[int, str]) -> Places:
+    """Group -> one letter per place: x where the machine is lost, else the place holds the machine of its own id."""
+    return {
+        PlaceId(group * size + number): None if letter == "x" else MachineId(group * size + number)
+        for group, letters in held.items()
+        for number, letter in enumerate(letters)
+    }
+
+
+def moves_of(layout: Layout, places: Places, idle: Idle, *, groups_per_domain: int = 1) -> tuple[Move, ...]:
+    """`reform` for broken groups with these places, beside a whole group that no move may touch."""
+    size = places_per_group(layout)
+    groups = {GroupId(place // size) for place in places}
+    machines = {machine: Machine("placed", place) for place, machine in places.items() if machine is not None}
+    machines |= {machine: Machine("idle", domain=domain) for machine, domain in idle.items()}
+    training = next(group for group in range(layout.num_groups) if group not in groups)
+    machines |= {MachineId(200 + i): Machine("placed", PlaceId(training * size + i)) for i in range(size)}
+    machines[MachineId(0 if MachineId(0) not in machines else 300)] = Machine("quarantined")
+    return reform(layout, machines, groups, groups_per_domain=groups_per_domain)
+
+
+def arrangements(places: list[PlaceId], machines: frozenset[MachineId]) -> Iterator[Places]:
+    """Every way to put some of the machines into some of the places."""
+    if not places:
+        yield {}
+        return
+    for taken in (None, *machines):
+        for rest in arrangements(places[1:], machines - {taken} if taken is not None else machines):
+            yield {places[0]: taken, **rest}
+
+
+Score = tuple[int, int, int]
+
+
+def score_of(before: Places, idle: Idle, after: Places, size: int, per_domain: int) -> Score:
+    """Groups that are not whole, moves, moves across domains: less is better, in this order."""
+    home = {machine: place for place, machine in before.items() if machine is not None}
+    moved = [(machine, place) for place, machine in after.items() if machine is not None and home.get(machine) != place]
+    groups = {place // size for place in after}
+    whole = sum(all(after[PlaceId(group * size + i)] is not None for i in range(size)) for group in groups)
+    domains = {machine: place // size // per_domain for machine, place in home.items()}
+    num_across = sum(idle.get(machine, domains.get(machine)) != place // size // per_domain for machine, place in moved)
+    return -whole, len(moved), num_across
+
+
+def applied(places: Places, moves: tuple[Move, ...]) -> Places:
+    after = dict(places)
+    for move in moves:
+        if move.from_place is not None:
+            assert places[move.from_place] == move.machine
+            after[move.from_place] = None
+    for move in moves:
+        assert after[move.place] is None, "the place is taken"
+        after[move.place] = move.machine
+    return after
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> tuple[int, Places, Idle, int]:
+    """Up to 6 places in groups of equal size, up to 6 machines, in domains of up to 3 groups."""
+    size = draw(st.integers(1, 3))
+    groups = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6 // size, unique=True))
+    letters = st.text("ox", min_size=size, max_size=size)
+    places = places_of(size, {group: draw(letters) for group in groups})
+    ids = list(places)
+    machines = draw(st.permutations(ids))  # machines that moved before
+    places = {place: None if held is None else MachineId(machines[ids.index(place)]) for place, held in places.items()}
+    room = 6 - sum(held is not None for held in places.values())
+    idle = draw(st.lists(st.one_of(st.none(), st.integers(0, 2)), max_size=min(room, 3)))
+    return size, places, {MachineId(100 + i): domain for i, domain in enumerate(idle)}, draw(st.integers(1, 3))
+
+
+@given(broken())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_moves_are_the_best_of_all(case: tuple[int, Places, Idle, int]) -> None:
+    size, places, idle, per_domain = case
+    moves = moves_of(layout_of(7, size), places, idle, groups_per_domain=per_domain)
+    after = applied(places, moves)
+    machines = frozenset({*places.values(), *idle} - {None})
+    assert len({move.machine for move in moves}) == len(moves), "a machine takes two places"
+    best = min(
+        score_of(places, idle, every, size, per_domain)
+        for every in arrangements(list(places), machines)  # type: ignore[arg-type]
+    )
+    assert score_of(places, idle, after, size, per_domain) == best
+    assert [move.place for move in moves] == sorted(move.place for move in moves)
+    shuffled = dict(reversed(places.items())), dict(reversed(idle.items()))
+    assert moves_of(layout_of(7, size), *shuffled, groups_per_domain=per_domain) == moves
+
+
+def fewest_across(places: Places, idle: Idle, size: int, per_domain: int) -> tuple[int, int]:
+    """Fewest moves that complete as many groups as there are machines for, and fewest across domains among these."""
+    groups = sorted({place // size for place in places})
+    domains = {machine: place // size // per_domain for place, machine in places.items() if machine is not None}
+    num_whole = min(len(groups), (len(domains) + len(idle)) // size)
+    found = []
+    for chosen in combinations(groups, num_whole):
+        open_places = [place for place, held in places.items() if held is None and place // size in chosen]
+        sources = [domains[held] for place, held in places.items() if held is not None and place // size not in chosen]
+        sources += [-1 if domain is None else domain for domain in idle.values()]
+        across = np.array([[place // size // per_domain != source for source in sources] for place in open_places])
+        num_across = int(across[linear_sum_assignment(across)].sum()) if open_places else 0
+        found.append((len(open_places), num_across))
+    return min(found)
+
+
+def test_moves_across_domains_are_as_few_as_an_exact_assignment_has() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        size, num_groups, per_domain = (int(rng.integers(*span)) for span in ((1, 5), (2, 8), (1, 4)))
+        letters = ("x" * num + "o" * (size - num) for num in rng.integers(0, min(size, 2) + 1, num_groups).tolist())
+        places = places_of(size, dict(enumerate(letters)))
+        drawn = rng.integers(-1, 3, rng.integers(0, 5)).tolist()
+        idle = {MachineId(100 + i): None if domain < 0 else domain for i, domain in enumerate(drawn)}
+        moves = moves_of(layout_of(8, size), places, idle, groups_per_domain=per_domain)
+        _, num_moves, num_across = score_of(places, idle, applied(places, moves), size, per_domain)
+        assert (num_moves, num_across) == fewest_across(places, idle, size, per_domain)
+
+
+def test_two_broken_groups_become_one_whole_group() -> None:
+    moves = moves_of(layout_of(5, 2), places_of(2, {0: "xo", 1: "ox"}), {})
+    assert moves == (Move(machine=MachineId(2), place=PlaceId(0), from_place=PlaceId(2)),)
+
+
+def test_a_spare_and_a_machine_of_a_broken_group_are_the_same() -> None:
+    places = places_of(2, {0: "xo", 1: "ox"})
+    for spare, taken, left in ((MachineId(9), MachineId(2), PlaceId(2)), (MachineId(1), MachineId(1), None)):
+        moves = moves_of(layout_of(5, 2), {**places, PlaceId(1): MachineId(7)}, {spare: None})
+        assert moves == (Move(machine=taken, place=PlaceId(0), from_place=left),), "the lowest id, whichever it is"
+
+
+def test_nothing_moves_where_no_group_can_be_whole() -> None:
+    assert moves_of(layout_of(5, 3), places_of(3, {0: "oxx", 2: "xxo"}), {}) == ()
+
+
+def test_a_group_that_lacks_nothing_keeps_its_machines() -> None:
+    places = places_of(2, {0: "xo", 1: "oo", 2: "xo"})
+    assert {move.from_place for move in moves_of(layout_of(5, 2), places, {})} == {5}
+
+
+def test_a_machine_of_the_same_domain_is_taken_first() -> None:
+    places = places_of(2, {0: "ox", 1: "ox", 2: "ox", 3: "xx"})
+    moves = moves_of(layout_of(5, 2), places, {MachineId(9): 1, MachineId(8): None}, groups_per_domain=2)
+    # Groups 0 and 2 and one more could be whole with 5 machines: two groups, the fewest crossings.
+    assert [(move.machine, move.place) for move in moves] == [(2, 1), (9, 5)]
+
+
+def test_a_draining_machine_gives_its_place_up() -> None:
+    machines = {
+        MachineId(0): Machine("draining", PlaceId(0)),
+        MachineId(1): Machine("placed", PlaceId(1)),
+        MachineId(7): Machine("idle"),
+    }
+    assert reform(layout_of(2, 2), machines, [GroupId(0)]) == (Move(MachineId(7), PlaceId(0), None),)
+
+
+def test_two_machines_in_one_place_are_noticed() -> None:
+    machines = {MachineId(machine): Machine("placed", PlaceId(1)) for machine in (0, 1)}
+    with pytest.raises(AssertionError, match="place 1 is held by machines 0 and 1"):
+        reform(layout_of(2, 2), machines, [GroupId(0)])
+
+
+def test_low_places_take_low_machines() -> None:
+    places = places_of(3, {0: "xox", 2: "oxo"})
+    idle: Idle = {MachineId(14): 0, MachineId(13): 0, MachineId(12): 0, MachineId(11): None}
+    moves = moves_of(layout_of(5, 3), places, idle)
+    assert [(move.machine, move.place) for move in moves] == [(12, 0), (13, 2), (11, 7)]
+
+
+def test_a_group_of_whole_machines_can_be_re_formed() -> None:
+    assert places_per_group(Layout(num_groups=4, pipeline_parallel=3, num_nodes=4)) == 1
+
+
+@pytest.mark.parametrize(("ranks", "num_nodes"), [(2, 1), (2, 2), (3, 6)])
+def test_groups_that_do_not_fill_whole_machines_are_refused(ranks: int, num_nodes: int) -> None:
+    with pytest.raises(ValueError, match=r"do not fill whole machines.*cluster.num_nodes"):
+        reform(Layout(num_groups=4, pipeline_parallel=ranks, num_nodes=num_nodes), {}, ())

@@ -13,6 +13,7 @@ from spare_megatron.core.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AwaitHosts,
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
@@ -31,9 +32,10 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
-from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Retry
+from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Resume, Retry
 from spare_megatron.core.evaluation import EvaluationPolicy
-from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.events import EndRequested, EntryRead, Event, HostsRead, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
@@ -66,6 +68,8 @@ class ControllerSetup:
     """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
+    pause_s: float | None = None
+    """Longest wait for the return of hosts while a whole copy of the state lives; None if no group comes back."""
     snapshots: SnapshotPolicy | None = None
     evaluation: EvaluationPolicy | None = None
     ramp: BatchRamp | None = None
@@ -112,6 +116,9 @@ class Controller:
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
+        self.pause: AwaitHosts | None = None
+        """While shards have no host and groups wait for one."""
+        self._num_resumes = 0  # of this step or evaluation
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event; raises ValueError if the log is damaged."""
@@ -129,6 +136,8 @@ class Controller:
             case WaitingRead():
                 over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
+            case HostsRead():
+                return self._await_hosts(event, now_s)
             case EndRequested():
                 self._is_end_requested = True
                 return ()
@@ -163,18 +172,23 @@ class Controller:
             case Finish(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return (FinishRun(step=step),)
+            case Resume(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._resume(entry)
             case Restart():
                 return self._restart(entry, now_s)
             case GiveUp(step=step, reason=reason):
-                return self.restarts.on_wipe_out(
-                    replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason)
-                )
+                shards = self.pause.shards if self.pause else ()
+                stop = self.restarts.wipe_out or StopWipeOut(step=step, shards=shards)
+                return self._stop_wiped_out(replace(stop, reason=reason))
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
     def _expect(self, entry: Entry, step: int, attempt: int) -> None:
         if (step, attempt) != (self.step, self.attempt):
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
+        if isinstance(entry, Resume) != (self.pause is not None):
+            raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
         if isinstance(entry, Commit | Evaluated) and self._is_discarded:
             raise ValueError(f"log entry {entry} commits a sum that was discarded")
         if isinstance(entry, Commit | Evaluated) and isinstance(entry, Evaluated) != self._is_evaluating:
@@ -189,7 +203,7 @@ class Controller:
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
-            return self._await_votes()
+            return self._await_decision()
         if fence.error and fence.error == self._last_error:
             # Every further group that computes that microbatch would fail, too, until none is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
@@ -200,13 +214,13 @@ class Controller:
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
             shards = tuple(ShardId(int(group)) for group in self._all_groups)
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=shards))
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=shards))
         try:
             own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
-        return (self._build_communicator(), *own, *self._await_votes())
+            return self._stop_wiped_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
+        return (self._build_communicator(), *own, *self._await_decision())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
@@ -214,7 +228,7 @@ class Controller:
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
         self.step += 1
         self.attempt += 1
-        self._retries_without_loss = 0
+        self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         actions += self._own(self.ownership and self.ownership.with_copies(commit.restored, commit.released))
         actions += self._gather_params()
@@ -228,25 +242,28 @@ class Controller:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
-        # The commit may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
-        asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
-        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
-        if admitted:
-            earlier = self.voters
-            self._change_voters((*self.voters, *admitted))
-            # Donors take turns, which spreads the cost.
-            donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
-            self._num_admitted += len(admitted)
-            self._saves.on_admission(admitted)
-            admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
-            actions += [admit, self._build_communicator()]
-            actions += self._own(self.ownership and self.ownership.for_members(self.voters))
-        return (*actions, *self._begin())
+        return (*actions, *self._admit(commit.admit), *self._begin())
+
+    def _admit(self, asked: Iterable[Member]) -> tuple[Action, ...]:
+        # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
+        able = [member for member in self._not_fenced(asked) if member.group not in self.members]
+        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(able).items())
+        if not admitted:
+            return ()
+        earlier = self.voters
+        self._change_voters((*self.voters, *admitted))
+        # Donors take turns, which spreads the cost.
+        donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
+        self._num_admitted += len(admitted)
+        self._saves.on_admission(admitted)
+        admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
+        own = self._own(self.ownership and self.ownership.for_members(self.voters))
+        return (admit, self._build_communicator(), *own)
 
     def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
         self.attempt += 1
         self._is_evaluating = False
-        self._retries_without_loss = 0
+        self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
         return (report, *self._begin())
@@ -257,6 +274,7 @@ class Controller:
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(restart.members))
         self.restarts.on_restart(step, self._clock.at_s)
+        self.pause = None
         self._last_error = ""
         partitions = self._setup.partitions
         ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
@@ -267,7 +285,7 @@ class Controller:
         self.step = step
         self.attempt += 1
         self._is_discarded = False
-        self._retries_without_loss = 0
+        self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
         if self._evaluation_dealing is not None:
@@ -276,6 +294,14 @@ class Controller:
         self._is_over = self._votes_on_end = step == self._num_steps
         self._is_evaluating = self._is_evaluation_due()
         return (load, self._build_communicator(), *self._own(ownership), *self._begin())
+
+    def _resume(self, resume: Resume) -> tuple[Action, ...]:
+        self.attempt += 1
+        self.pause = None
+        self._is_discarded = False
+        self._num_resumes += 1
+        # Some group may lack parameters: no vote has said so since the last gather.
+        return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -324,13 +350,29 @@ class Controller:
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
         )
-        ends_at_s = self._setup.ends_at_s
-        is_last = self._is_end_requested or (ends_at_s is not None and now_s >= ends_at_s)
+        is_last = self._is_end_requested or self._is_time_over(now_s)
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
+
+    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
+        if self.pause is None or self._setup.pause_s is None:
+            return ()
+        entry = decide_pause(
+            self.pause,
+            self._setup.placement,
+            self.attempt,
+            [member for member in self._not_fenced(event.waiting) if member.group not in self.members],
+            event.waited_s,
+            self._setup.pause_s,
+            is_end_due=self._is_end_requested or self._is_time_over(now_s),
+        )
+        return (self.pause,) if entry is None else (AppendEntry(index=self.head, entry=entry), self.pause)
+
+    def _is_time_over(self, now_s: float) -> bool:
+        return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
 
     # ------------------------------------------------------------------------------------------------- planning
 
@@ -355,7 +397,22 @@ class Controller:
         if self._is_over and self.voters:  # all steps are committed: no restart for an evaluation
             self._is_evaluating = False
             return (*prepare, *self._end())
-        return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+        if self._setup.pause_s is None or not self.voters:
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+        if self._num_resumes == MAX_RESUMES_WITHOUT_COMMIT:
+            reason = f"training has resumed {MAX_RESUMES_WITHOUT_COMMIT} times in this step, which no commit followed"
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards, reason=reason))
+        return (*prepare, self._pause())
+
+    def _stop_wiped_out(self, stop: StopWipeOut) -> tuple[Action, ...]:
+        self.pause = None
+        return self.restarts.on_wipe_out(stop)
+
+    def _pause(self) -> AwaitHosts:
+        """Begins the pause, or goes on with it after an entry."""
+        shards = self._setup.placement.uncovered(frozenset(self.members))
+        self.pause = AwaitHosts(index=self.head, step=self.step, epoch=self.epoch, voters=self.voters, shards=shards)
+        return self.pause
 
     def _end(self) -> tuple[Action, ...]:
         if not self._votes_on_end:
@@ -430,6 +487,9 @@ class Controller:
             kept=kept,
             ownership=self.ownership,
         )
+
+    def _await_decision(self) -> tuple[Action, ...]:
+        return self._await_votes() if self.pause is None else (self._pause(),)
 
     def _await_votes(self) -> tuple[Action, ...]:
         read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))

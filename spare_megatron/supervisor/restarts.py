@@ -12,7 +12,8 @@ class GroupRestarts:
     """The restarts of a node's groups.
 
     Args:
-        most_restarts: Restarts of each group, not counting those after wipe-outs.
+        most_restarts: Restarts of each group, not counting those after wipe-outs and in pauses.
+        restarts_all: Whether wipe-outs start all groups again, and pauses those that have used up their restarts.
         wait_for_parts: Called with each group on several nodes that this node is ready to start. The caller has to call
             `start` once all nodes of the group are ready.
         start: Starts a group; called with the group and whether it takes spares.
@@ -21,6 +22,7 @@ class GroupRestarts:
         coming_back: Lost groups that are about to be started again.
         not_admitted: These, and the groups that are started but not admitted yet.
         wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
+        is_paused: Survivors of a wipe-out wait for hosts.
         has_begun: Some group has been ready, so that losses are masked.
         is_over: The run is ending: no group is started again.
     """
@@ -29,6 +31,7 @@ class GroupRestarts:
         self,
         *,
         most_restarts: int,
+        restarts_all: bool,
         interval_s: float,
         whole_groups: frozenset[GroupId],
         timers: Timers,
@@ -36,6 +39,7 @@ class GroupRestarts:
         start: Callable[[GroupId, bool], None],
     ) -> None:
         self._most_restarts = most_restarts
+        self._restarts_all = restarts_all
         self._whole_groups = whole_groups
         self._timers = timers
         self._wait_for_parts = wait_for_parts
@@ -47,6 +51,7 @@ class GroupRestarts:
         self.coming_back: set[GroupId] = set()
         self.not_admitted: set[GroupId] = set()
         self.wiped_out_at_s: float | None = None
+        self.is_paused = False
         self.has_begun = False
         self.is_over = False
 
@@ -65,7 +70,7 @@ class GroupRestarts:
     def on_fenced(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
         self._ended.add(group)
-        is_wanted = self._most_restarts > 0 or self.wiped_out_at_s is not None
+        is_wanted = self._most_restarts > 0 or self._is_free
         return not is_wanted or self.is_over or self._bring_back(group)
 
     def on_missed(self, group: GroupId) -> None:
@@ -79,6 +84,20 @@ class GroupRestarts:
         for group in sorted(self._ended):
             self._bring_back(group)
 
+    def on_pause(self) -> None:
+        """Schedules the restart of all lost groups, as some of them may host what is missing."""
+        self.is_paused = True
+        for group in sorted(self._ended) if self._restarts_all else ():
+            self._bring_back(group)
+
+    def on_resume(self) -> None:
+        self.is_paused = False
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether restarts do not count now: without them training cannot go on."""
+        return self.wiped_out_at_s is not None or (self.is_paused and self._restarts_all)
+
     def _bring_back(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is not to be started again."""
         if self.is_over:
@@ -87,7 +106,7 @@ class GroupRestarts:
             return True
         now_s = time.monotonic()
         up_s = now_s - self._up_since_s.pop(group, now_s)
-        start = self._budget.spend(group, up_s, is_wiped_out=self.wiped_out_at_s is not None)
+        start = self._budget.spend(group, up_s, is_wiped_out=self._is_free)
         if start is None:
             return False
         self._takes_spares[group] = start.takes_spares

@@ -16,6 +16,7 @@ from spare_megatron.core.actions import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     FinishRun,
     GatherParams,
     LoadCheckpoint,
@@ -31,6 +32,7 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
+from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Retry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarted, VotesRead, WaitingRead
@@ -212,7 +214,9 @@ class Controller:
         self.attempt += 1
         self._retries_without_loss = 0
         self._last_error = ""
-        actions += self._own(self.ownership and self.ownership.with_copies(commit.restored, commit.released))
+        actions += self._own(
+            self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
+        )
         actions += self._gather_params()
         if commit.is_last:
             self._num_steps = self.step
@@ -224,20 +228,29 @@ class Controller:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
+        return (*actions, *self._drain_and_admit(commit), *self._begin())
+
+    def _drain_and_admit(self, commit: Commit) -> tuple[Action, ...]:
         # The commit may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
+        left = tuple(voter for voter in self.voters if voter in commit.drain)
+        if not admitted and not left:
+            return ()
+        actions: list[Action] = []
+        earlier = tuple(voter for voter in self.voters if voter not in left)
+        self._change_voters((*earlier, *admitted))
+        if left:
+            self._last_fenced |= dict(left)  # only a later incarnation may come back
+            actions.append(DrainGroups(step=self.step, members=left))
         if admitted:
-            earlier = self.voters
-            self._change_voters((*self.voters, *admitted))
             # Donors take turns, which spreads the cost.
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
             self._saves.on_admission(admitted)
-            admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
-            actions += [admit, self._build_communicator()]
-            actions += self._own(self.ownership and self.ownership.for_members(self.voters))
-        return (*actions, *self._begin())
+            actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
+        actions.append(self._build_communicator())
+        return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
 
     def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
         self.attempt += 1
@@ -326,7 +339,26 @@ class Controller:
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
+        if isinstance(entry, Commit) and entry.drain:
+            entry = self._let_leave(entry)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        """The commit that drains those members, of the ones that ask, that may leave now."""
+        if commit.is_last or self.step + 1 == self._num_steps:
+            return replace(commit, drain=())
+        writer = self._saves.writer
+        found = departures(
+            commit.drain,
+            self.voters,
+            self._setup.placement,
+            self.ownership,
+            writers=self._validity.writers | ({writer} if writer else set()),
+            last_resort=self._setup.last_resort,
+        )
+        # A save would keep its writers here until it is compared: it waits for those that are about to leave.
+        save = commit.save and not found.ready
+        return replace(commit, drain=found.drain, leaving=found.leaving, save=save)
 
     # ------------------------------------------------------------------------------------------------- planning
 

@@ -137,6 +137,7 @@ class Folding:
         self.members: Members = frozenset(self.incarnations)
         self.began_with = self.members
         self.last_fenced: dict[int, int] = {}  # incarnation
+        self.drained: dict[int, int] = {}  # last incarnation that has left, of groups that do not take part
         self.step = run.first_step
         self.num_steps = run.num_steps  # lowered by a commit that is the last, as the controller does
         self.attempt = 0
@@ -201,6 +202,7 @@ class Folding:
     def _set_members(self, incarnations: Mapping[int, int]) -> None:
         self.incarnations = incarnations
         self.members = frozenset(incarnations)
+        self.drained = {group: number for group, number in self.drained.items() if group not in self.members}
 
     def _not_fenced(self, members: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Group -> incarnation of those not fenced; the highest if a group is named twice."""
@@ -264,9 +266,19 @@ class Folding:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
             admitted = self._not_fenced(entry.get("admit", ()))
-            if not admitted.keys() <= self.members:
-                self._set_members(admitted | dict(self.incarnations))
+            if entry.get("drain") or not admitted.keys() <= self.members:
+                self._change_members(commit.step, dict(admitted), entry.get("drain", ()))
         self.began_with = self.members
+
+    def _change_members(self, step: int, admitted: dict[int, int], drained: Sequence[tuple[int, int]]) -> None:
+        staying = dict(self.incarnations)
+        for group, number in drained:
+            if staying.pop(group, None) != number:
+                self.errors.append(f"step {step}: group {group} is drained, and takes no part")
+            self.drained[group] = number
+            self.last_fenced[group] = max(number, self.last_fenced.get(group, -1))
+        admitted = {group: number for group, number in admitted.items() if group not in self.members}
+        self._set_members(admitted | staying)
 
     def _next(self) -> None:
         """What follows the committed steps: an evaluation, a vote on the end, or nothing."""

@@ -20,6 +20,7 @@ from spare_megatron.core.actions import (
     CheckpointCandidate,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     FinishRun,
     GatherParams,
     LoadCheckpoint,
@@ -91,6 +92,7 @@ class Group:
         self._links = Links(member, self.name, controller, world)
         self._relaying = Relaying(member, self._links, world)
         self._is_replacing = is_replacing
+        self.leaves = False
 
     def run(self) -> Steps:
         """From the start to the end, whatever that is."""
@@ -109,6 +111,9 @@ class Group:
                         self._world.invariants.saves.finished(self._content)
                     if isinstance(action, StopWipeOut):
                         self._world.wiped_out(self.member)
+                    return
+                if isinstance(action, DrainGroups) and self.member in action.members:
+                    yield from self._saving.finish()
                     return
                 for event in (yield from self._execute(action)) or ():
                     pending.extendleft(reversed(self._handle(event)))
@@ -152,8 +157,8 @@ class Group:
                     self._buckets.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
-                self._links.release()
-                communicator = self._links.communicator = self._world.communicators.named(key, members)
+                communicator = self._world.communicators.named(key, members)
+                self._links.begin(communicator)
                 self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
             case AttemptReduce() | AttemptEvaluation() | AttemptFinish():
                 return (yield from self._attempt(action))
@@ -178,6 +183,8 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
+            case DrainGroups():
+                pass
             case AdmitGroups(step=step):
                 yield from self._give_state(step)
             case SaveCheckpoint(step=step, member=member):
@@ -412,6 +419,7 @@ class Group:
             state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
+            leaves=self.leaves and isinstance(action, AttemptReduce),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

@@ -13,7 +13,7 @@ from spare_megatron.core.actions import (
     StartRepairs,
 )
 from spare_megatron.core.bucket_window import BucketWindow
-from spare_megatron.core.checkpoint_policy import superseded
+from spare_megatron.core.checkpoint_policy import Saves, superseded
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Retry
@@ -367,6 +367,59 @@ class CopiesAtOnce(PartitionStates):
         return super().assign(replace(action, first_step=0))
 
 
+class DealsToTheDrained(Controller):
+    """Deals the step after a drain as if no group had left."""
+
+    def _drain_and_admit(self, commit: Commit) -> tuple[Action, ...]:
+        self._before = self.members if commit.drain else ()
+        return super()._drain_and_admit(commit)
+
+    def _plan(self) -> StepPlan:
+        present, before = self.members, getattr(self, "_before", ())
+        self.members, self._before = before or present, ()
+        try:
+            return super()._plan()
+        finally:
+            self.members = present
+
+
+class DrainsAnyone(Controller):
+    """Lets all groups leave that are asked to, whatever only they host."""
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        return commit if self.step + 1 < self._num_steps else replace(commit, drain=())
+
+
+class DrainsTheUncompared(Controller):
+    """Lets groups leave as soon as others have copied what they host."""
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        commit = super()._let_leave(commit)
+        if self.ownership is None:
+            return commit
+        after = self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
+        return replace(commit, drain=tuple(member for member in commit.leaving if after.has_handed_over(member)))
+
+
+class DrainsWriters(Controller):
+    """Lets groups leave before the checkpoints that they have written are compared."""
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        validity, saves = self._validity, self._saves
+        self._validity, self._saves = CheckpointValidity(), Saves(None, self._setup.placement, 0, 0, last_resort=False)
+        try:
+            return super()._let_leave(commit)
+        finally:
+            self._validity, self._saves = validity, saves
+
+
+class KeepsTheDrained(Controller):
+    """Goes on with groups that have left."""
+
+    def _drain_and_admit(self, commit: Commit) -> tuple[Action, ...]:
+        return super()._drain_and_admit(replace(commit, drain=()))
+
+
 class ReportsNoBreak(GroupAgreement):
     """Lets the others of a gathering wait for what never comes."""
 
@@ -474,6 +527,13 @@ MUTATIONS_OF_EVALUATIONS = {
     "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),
     "keeps the value of a retried evaluation": Protocol(evaluation_type=KeepsFirstSums),
     "evaluates without what the lost have computed": Protocol(controller_type=EvaluatesWithoutTheLost),
+}
+MUTATIONS_OF_DRAINS = {
+    "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
+    "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
+    "drains the last host": Protocol(controller_type=DrainsAnyone),
+    "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
+    "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

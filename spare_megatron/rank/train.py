@@ -15,6 +15,7 @@ from spare_megatron.core.actions import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     GatherParams,
     LoadCheckpoint,
     ReadEntry,
@@ -36,6 +37,7 @@ from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.stacked_state import StackedState
 from spare_megatron.rank.state_restorer import StateRestorer
 from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.stacking.layout import Member
 from spare_megatron.voting.log_follower import Stop
 
 
@@ -57,9 +59,13 @@ def start(controller: Controller) -> deque[Action]:
 
 
 def train(
-    controller: Controller, executors: Executors, actions: deque[Action], is_end_asked: Callable[[], bool]
-) -> Stop:
-    """Executes actions until the controller stops the run. Returns the stop action, which says why.
+    member: Member,
+    controller: Controller,
+    executors: Executors,
+    actions: deque[Action],
+    is_end_asked: Callable[[], bool],
+) -> Stop | DrainGroups:
+    """Executes actions until the controller stops the run, or `member` leaves it. Returns the action that says so.
 
     `actions` are the first ones. Once `is_end_asked` returns true, the run ends with the step under way.
     """
@@ -69,6 +75,9 @@ def train(
         action = actions.popleft()
         if isinstance(action, Stop):
             executors.steps.stop(action.step, is_final=not isinstance(action, StopWipeOut) or action.is_final)
+            return action
+        if isinstance(action, DrainGroups) and member in action.members:
+            executors.steps.stop(action.step, is_final=False)
             return action
         for event in _execute(action, controller, executors):
             actions.extendleft(reversed(controller.handle(event, now_s=time.monotonic())))
@@ -91,6 +100,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             return executors.log.read_entry(index)
         case ComputePatch():
             executors.steps.compute_patch(action)
+        case DrainGroups():
+            pass  # of other groups
         case AdmitGroups():
             executors.restorer.admit(action)
         case LoadCheckpoint():

@@ -19,6 +19,7 @@ from spare_megatron.cli import (
     config,
     doctor,
     job,
+    membership,
     plan,
     preprocess,
     report,
@@ -72,6 +73,8 @@ app.command("submit", rich_help_panel=_RUN)(submit.submit)
 app.command("campaign", rich_help_panel=_RUN)(campaign.campaign)
 app.command("status", rich_help_panel=_RUN)(status.status)
 app.command("logs", rich_help_panel=_RUN)(job.logs)
+app.command("drain", rich_help_panel=_RUN)(membership.drain)
+app.command("grow", rich_help_panel=_RUN)(membership.grow)
 app.command("serve", rich_help_panel=_RUN)(serve.serve)
 app.command("cancel", rich_help_panel=_RUN)(job.cancel)
 app.command("check", rich_help_panel=_AFTER)(check.check)

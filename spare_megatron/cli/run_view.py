@@ -20,6 +20,7 @@ _LETTERS: dict[GroupStatus, tuple[str, str]] = {
     "alive": ("A", "green"),
     "slow": ("S", "bold yellow"),
     "rejoining": ("R", "bold cyan"),
+    "drained": ("D", "bold blue"),
     "lost": ("L", "bold red"),
     "given up": ("X", "bold magenta"),
 }

@@ -38,7 +38,7 @@ def status(
     """Show the state of a run or job.
 
     Committed steps, loss, each group, where the time went and the last events; for a job also its state in Slurm. Each
-    group is a letter: A alive, S slow, R rejoining, L lost, X given up.
+    group is a letter: A alive, S slow, R rejoining, D drained, L lost, X given up.
     """
     with explained_errors("status"):
         if watch and as_json:

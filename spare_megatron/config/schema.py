@@ -480,6 +480,9 @@ class ClusterConfig:
     launcher: Literal["local", "srun", "hand"] = "local"
     """How supervisors start: all on this machine (local), as steps of a Slurm job (srun), or by `spare supervise` on
     the other nodes (hand)."""
+    notice_file: str = ""
+    """File on each machine, or with {node} of each node: once it exists, the groups of the node leave, because the
+    machine is about to go. None if empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,16 +93,24 @@ class StartRepairs:
         moves: Copies that replace those of their donors, including complete ones that are about to be compared.
         first_step: Committed steps that state must include to enter a newly requested copy
             (`stacking.state_partitions`).
+        is_handed_over: A member that is to leave has been replaced as a host, and leaves once that is compared.
     """
 
     repairs: tuple[Repair, ...]
     hosts: Hosts
     moves: tuple[Repair, ...] = ()
     first_step: int = 0
+    is_handed_over: bool = False
 
     @classmethod
     def of(cls, ownership: Ownership, first_step: int) -> "StartRepairs":
-        return cls(repairs=ownership.repairs, moves=ownership.moves, hosts=ownership.hosts, first_step=first_step)
+        return cls(
+            repairs=ownership.repairs,
+            moves=ownership.moves,
+            hosts=ownership.hosts,
+            first_step=first_step,
+            is_handed_over=any(map(ownership.has_handed_over, ownership.leaving)),
+        )
 
     @property
     def copies(self) -> tuple[Repair, ...]:
@@ -111,7 +119,7 @@ class StartRepairs:
     @property
     def is_compared(self) -> bool:
         """Whether the next vote compares all state: no donor releases its copy for one that may differ."""
-        return any(map(self._is_made, self.moves))
+        return self.is_handed_over or any(map(self._is_made, self.moves))
 
     def _is_made(self, move: Repair) -> bool:
         return move.receiver in self.hosts[move.partition]
@@ -300,6 +308,14 @@ class AdmitGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainGroups:
+    """These members have left the run after this many committed steps, as they were asked to: their ranks end."""
+
+    step: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun:
     """All steps are committed."""
 
@@ -369,6 +385,7 @@ Action = (
     | ReadFiles
     | WithdrawCandidates
     | AdmitGroups
+    | DrainGroups
     | FinishRun
     | AwaitHosts
     | StopWipeOut

@@ -225,6 +225,11 @@ class Saves:
         """Steps of which this training may have sound checkpoints, including the one it began with."""
         return frozenset((self._first_step, *self._taken))
 
+    @property
+    def writer(self) -> Member | None:
+        """The group whose save has not ended yet, as far as the log has it."""
+        return None if self._under_way is None else self._under_way[1]
+
     def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
         """Whether the commit that brings the run to `step` takes a checkpoint; `is_last` ends it early."""
         policy = self._policy

@@ -44,6 +44,11 @@ class CheckpointValidity:
         """Steps of the saves that are still to be compared."""
         return frozenset(save.action.step for save in self._saves)
 
+    @property
+    def writers(self) -> frozenset[Member]:
+        """Groups that must stay until what they have written is compared."""
+        return frozenset().union(*(save.writers for save in self._saves))
+
     def fold(self, entry: Entry) -> tuple[RefuseCheckpoint, ...]:
         """Checkpoints that this entry invalidates; each is returned once."""
         match entry:

@@ -17,6 +17,7 @@ from spare_megatron.core.actions import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     FinishRun,
     GatherParams,
     LoadCheckpoint,
@@ -32,6 +33,7 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
+from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Resume, Retry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EndRequested, EntryRead, Event, HostsRead, RunStarted, VotesRead, WaitingRead
@@ -230,7 +232,9 @@ class Controller:
         self.attempt += 1
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
-        actions += self._own(self.ownership and self.ownership.with_copies(commit.restored, commit.released))
+        actions += self._own(
+            self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
+        )
         actions += self._gather_params()
         if commit.is_last:
             self._num_steps = self.step
@@ -242,23 +246,29 @@ class Controller:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
-        return (*actions, *self._admit(commit.admit), *self._begin())
+        return (*actions, *self._change_members(commit.admit, commit.drain), *self._begin())
 
-    def _admit(self, asked: Iterable[Member]) -> tuple[Action, ...]:
+    def _change_members(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> tuple[Action, ...]:
         # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
         able = [member for member in self._not_fenced(asked) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(able).items())
-        if not admitted:
+        left = tuple(voter for voter in self.voters if voter in drained)
+        if not admitted and not left:
             return ()
-        earlier = self.voters
-        self._change_voters((*self.voters, *admitted))
-        # Donors take turns, which spreads the cost.
-        donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
-        self._num_admitted += len(admitted)
-        self._saves.on_admission(admitted)
-        admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
+        actions: list[Action] = []
+        earlier = tuple(voter for voter in self.voters if voter not in left)
+        self._change_voters((*earlier, *admitted))
+        if left:
+            self._last_fenced |= dict(left)  # only a later incarnation may come back
+            actions.append(DrainGroups(step=self.step, members=left))
+        if admitted:
+            # Donors take turns, which spreads the cost.
+            donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
+            self._num_admitted += len(admitted)
+            self._saves.on_admission(admitted)
+            actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
         own = self._own(self.ownership and self.ownership.for_members(self.voters))
-        return (admit, self._build_communicator(), *own)
+        return (*actions, self._build_communicator(), *own)
 
     def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
         self.attempt += 1
@@ -301,7 +311,7 @@ class Controller:
         self._is_discarded = False
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
-        return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
+        return (*self._gather_params(), *self._change_members(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -355,6 +365,8 @@ class Controller:
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
+        if isinstance(entry, Commit) and entry.drain:
+            entry = self._let_leave(entry)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
     def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
@@ -373,6 +385,23 @@ class Controller:
 
     def _is_time_over(self, now_s: float) -> bool:
         return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        """The commit that drains those members, of the ones that ask, that may leave now."""
+        if commit.is_last or self.step + 1 == self._num_steps:
+            return replace(commit, drain=())
+        writer = self._saves.writer
+        found = departures(
+            commit.drain,
+            self.voters,
+            self._setup.placement,
+            self.ownership,
+            writers=self._validity.writers | ({writer} if writer else set()),
+            last_resort=self._setup.last_resort,
+        )
+        # A save would keep its writers here until it is compared: it waits for those that are about to leave.
+        save = commit.save and not found.ready
+        return replace(commit, drain=found.drain, leaving=found.leaving, save=save)
 
     # ------------------------------------------------------------------------------------------------- planning
 

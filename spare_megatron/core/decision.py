@@ -55,6 +55,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
+        drain=_asking(attempted, votes) if any(vote.leaves for vote in different) else (),
     )
 
 
@@ -87,6 +88,12 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
 
 def _differ(field: str, votes: Iterable[Vote]) -> bool:
     return len({getattr(vote, field) for vote in votes} - {""}) > 1
+
+
+def _asking(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Member, ...]:
+    """The members that ask to leave; `core.departures` says which may."""
+    incarnations = dict(attempted.voters)
+    return tuple(Member(group, incarnations[group]) for group in attempted.members if votes[group].leaves)
 
 
 def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:

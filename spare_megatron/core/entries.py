@@ -60,6 +60,10 @@ class Commit:
     proven: tuple[PartitionCopy, ...] = ()
     at_s: float = 0.0
     save_ends: tuple[SaveEnd, ...] = ()
+    drain: tuple[Member, ...] = ()
+    """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
+    leaving: tuple[Member, ...] = ()
+    """Members that leave once others host their state partitions; all of them, in every commit until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +199,8 @@ def decode_entry(text: str) -> Entry:
     for name, of in (
         ("admit", Member),
         ("members", Member),
+        ("drain", Member),
+        ("leaving", Member),
         ("save_ends", SaveEnd),
         ("sums", SetSum),
     ):  # JSON knows no tuples

@@ -49,22 +49,23 @@ class RestartBudget:
         self._num_restarts: Counter[GroupId] = Counter()
         self._num_short: Counter[GroupId] = Counter()
 
-    def spend(self, group: GroupId, up_s: float, *, is_wiped_out: bool) -> NextStart | None:
+    def spend(self, group: GroupId, up_s: float, *, is_free: bool) -> NextStart | None:
         """Counts a restart of a group that was up for `up_s` seconds; None if it is given up instead.
 
+        A restart is free after a wipe-out, where all groups restart, and if the group is asked to come back.
+
         >>> budget = RestartBudget(most_restarts=1, interval_s=1.0)
-        >>> [budget.spend(GroupId(0), 9.0, is_wiped_out=wiped_out) for wiped_out in (False, False, True)]
+        >>> [budget.spend(GroupId(0), 9.0, is_free=is_free) for is_free in (False, False, True)]
         [NextStart(delay_s=0.0, takes_spares=True), None, NextStart(delay_s=0.0, takes_spares=True)]
         """
         if up_s >= _STABLE_INTERVALS * self._interval_s:
             self._num_short[group] = 0
         num_short = self._num_short[group]
-        # After a wipe-out all groups restart, and no budget is spent.
-        num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
+        num_restarts, most_restarts = (0, 1) if is_free else (self._num_restarts[group], self._most_restarts)
         delay_s = restart_delay_s(num_restarts, most_restarts, num_short, self._interval_s)
         if delay_s is None:
             return None
-        self._num_restarts[group] += not is_wiped_out
+        self._num_restarts[group] += not is_free
         self._num_short[group] += 1
         return NextStart(delay_s, takes_spares=num_short == 0)
 

@@ -46,6 +46,7 @@ class Vote:
         restored: Partitions of which the group has completed a requested copy; repeated until a commit makes it a host.
         save_ends: Saves of the group that have ended; repeated until a commit includes them.
         sums: In an evaluation, of each validation set over all microbatches that the group has computed.
+        leaves: The group is asked to leave the run; repeated until a commit drains it, or it is asked no more.
     """
 
     is_complete: bool
@@ -59,6 +60,7 @@ class Vote:
     state_digest: str = ""
     copied_from: GroupId | None = None
     sums: tuple[SetSum, ...] = ()
+    leaves: bool = False
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}

@@ -354,7 +354,7 @@ class Driver:
         # A lost group may have started again and have read in the log how the run ends.
         codes = {
             code for (group, _), code in exits.items() if group not in self._absent_groups or code == ExitCode.WIPE_OUT
-        }
+        } - {ExitCode.LEFT}
         outcome = outcome_of(codes)
         if not codes:
             self._read_stop_reason()

@@ -184,6 +184,10 @@ def _fold_partitions(run: RunRecord, fold: Fold) -> _PartitionHosts:
             } - fenced
             _release(partitions, entry["step"], entry.get("released", ()), min(setup.redundancy, len(present)))
             _commit(partitions, entry["step"], entry.get("restored", ()), present)
+            drained = {Member(GroupId(group), number) for group, number in entry.get("drain", ())}
+            fenced |= drained
+            for row in partitions.hosts:
+                row -= drained
         elif entry["entry"] == "finish":
             partitions.finished_at = entry["attempt"]
         elif entry["entry"] == "restart":

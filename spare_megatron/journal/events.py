@@ -118,9 +118,12 @@ def text_of_end(record: EndRecord, halted_by: str) -> str:
 def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
     """Text of a log entry after which the groups `taken_in` newly take part; empty if there is none."""
     match entry:
-        case {"entry": "commit", "step": step} if taken_in:
+        case {"entry": "commit", "step": step}:
             take = "take" if len(taken_in) > 1 else "takes"
-            return f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on"
+            joined = f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on" if taken_in else ""
+            drained = [group for group, _ in entry.get("drain", ())]
+            left = f"{groups_named(drained)} left after step {step}, as requested" if drained else ""
+            return "; ".join(filter(None, (left, joined)))
         case {"entry": "resume", "step": step}:
             return f"training resumes with step {step}: {groups_named(taken_in)} back"
         case {"entry": "evaluated", "step": step}:

@@ -147,6 +147,7 @@ class Folding:
         self.members: Members = frozenset(self.incarnations)
         self.began_with = self.members
         self.last_fenced: dict[int, int] = {}  # incarnation
+        self.drained: dict[int, int] = {}  # last incarnation that has left, of groups that do not take part
         self.step = run.first_step
         self.num_steps = run.num_steps  # lowered by a commit that is the last, as the controller does
         self.attempt = 0
@@ -228,6 +229,7 @@ class Folding:
     def _set_members(self, incarnations: Mapping[int, int]) -> None:
         self.incarnations = incarnations
         self.members = frozenset(incarnations)
+        self.drained = {group: number for group, number in self.drained.items() if group not in self.members}
 
     def _not_fenced(self, members: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Group -> incarnation of those not fenced; the highest if a group is named twice."""
@@ -290,13 +292,22 @@ class Folding:
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
-            self._admit(entry)
+            self._change_members(commit.step, entry)
         self.began_with = self.members
 
-    def _admit(self, entry: Mapping[str, Any]) -> None:
-        admitted = self._not_fenced(entry.get("admit", ()))
-        if not admitted.keys() <= self.members:
-            self._set_members(admitted | dict(self.incarnations))
+    def _change_members(self, step: int, entry: Mapping[str, Any]) -> None:
+        """Folds the members that an entry after `step` names as admitted or drained."""
+        admitted, drained = self._not_fenced(entry.get("admit", ())), entry.get("drain", ())
+        if not drained and admitted.keys() <= self.members:
+            return
+        staying = dict(self.incarnations)
+        for group, number in drained:
+            if staying.pop(group, None) != number:
+                self.errors.append(f"step {step}: group {group} is drained, and takes no part")
+            self.drained[group] = number
+            self.last_fenced[group] = max(number, self.last_fenced.get(group, -1))
+        admitted = {group: number for group, number in admitted.items() if group not in self.members}
+        self._set_members(admitted | staying)
 
     def _resume(self, entry: Mapping[str, Any]) -> None:
         if (entry["step"], entry["attempt"]) != (self.step, self.attempt):
@@ -304,7 +315,7 @@ class Folding:
             self.errors.append(f"{what} in attempt {self.attempt} of step {self.step}")
         if not self.uncovered:
             self.errors.append(f"step {entry['step']} resumes after a pause, and every shard had a host")
-        self._admit(entry)
+        self._change_members(entry["step"], entry)
         if self.uncovered:
             self.errors.append(f"step {entry['step']} resumes, and no group hosts shards {list(self.uncovered)}")
         self.kept = ()

@@ -127,7 +127,7 @@ def _grown(array: npt.NDArray[T], shape: tuple[int, ...]) -> npt.NDArray[T]:
     return grown
 
 
-GroupStatus = Literal["alive", "slow", "rejoining", "lost", "given up"]
+GroupStatus = Literal["alive", "slow", "rejoining", "drained", "lost", "given up"]
 
 
 PARAMS = "params"
@@ -270,7 +270,13 @@ class RunState:
                 self._rejected.add(text)
             self._note(text, at_s)
 
+    def _has_left(self, group: int, incarnation: int) -> bool:
+        """Whether the group has left the run in this incarnation, so that the end of its processes costs nothing."""
+        return self.folding is not None and self.folding.drained.get(group) == incarnation
+
     def _on_loss(self, record: LossRecord, at_s: float) -> None:
+        if self._has_left(record.group, record.incarnation):
+            return
         self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
         is_known = self._losses.find(record.group, record.incarnation) is not None
         if self._losses.add(record, at_s):
@@ -311,7 +317,7 @@ class RunState:
             self._stretches.add_entry(self._head, entry, members)
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
-            if entry["entry"] == "fence":
+            if entry["entry"] == "fence" and not self._has_left(entry["group"], entry.get("incarnation", 0)):
                 self._fenced.add((entry["group"], entry.get("incarnation", 0)))
             if entry["entry"] == "restart":
                 self._rejected.clear()
@@ -406,6 +412,9 @@ class RunState:
         loss = self._losses.find(group, self._last_lost.get(group, 0))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"
+        drained = -1 if self.folding is None else self.folding.drained.get(group, -1)
+        if drained > (-1 if loss is None else loss.incarnation):
+            return "drained" if drained == self._started.get(group, 0) else "rejoining"
         if loss is not None and loss.is_given_up:
             return "given up"
         if self._started.get(group, 0) > (0 if loss is None else loss.incarnation):

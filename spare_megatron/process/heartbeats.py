@@ -15,7 +15,7 @@ _DECAY = 0.98
 
 
 class HeartbeatPage(ctypes.Structure):
-    """The shared memory. The rank writes all fields except `end_asked`, which its supervisor writes.
+    """The shared memory. The rank writes all fields except `end_asked` and `leave_asked`, which its supervisor writes.
 
     `waits` is moved by another thread than the rest, while the main thread may be blocked by other groups.
     """
@@ -29,6 +29,7 @@ class HeartbeatPage(ctypes.Structure):
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
         ("end_asked", ctypes.c_uint64),
+        ("leave_asked", ctypes.c_uint64),
         ("ring", Ring),
     )
 

@@ -32,6 +32,8 @@ class ExitCode(IntEnum):
     """The group, admitted after a loss or restarted after a wipe-out, could not take the state over."""
     RESTART = 9
     """Only a restart from a checkpoint helps: the group is to be started again."""
+    LEFT = 10
+    """The group has left the run, as it was asked to."""
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each

@@ -236,7 +236,7 @@ class Assembly:
             self.ranks,
             log,
             config.control.decision_timeout_s,
-            may_come_back=self.groups if config.spare.rejoins or config.checkpoint.max_restarts else (),
+            may_come_back=self.groups,
             fan_in=config.control.vote_fan_in,
         )
 

@@ -12,7 +12,7 @@ import torch
 from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.program import judge_program
 from spare_megatron.config.run_terms import terms_of_run
-from spare_megatron.core.actions import Action, AwaitHosts, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.checkpoint_policy import emergency_save
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import Operation
@@ -77,7 +77,7 @@ class _Rank:
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
-        self._progress = RankProgress()
+        self._progress = RankProgress(is_leave_asked=lambda: bool(self._page.leave_asked))
         self._parts: Assembly | None = None
 
     def run(self) -> ExitCode:
@@ -90,9 +90,14 @@ class _Rank:
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(
-                    train(self._controller, parts.executors, first, lambda: bool(self._page.end_asked))
+                stop = train(
+                    self._spec.member,
+                    self._controller,
+                    parts.executors,
+                    first,
+                    lambda: bool(self._page.end_asked),
                 )
+                return self._stopped(stop)
         except JoinFailed as error:
             say(error)
             return ExitCode.JOIN_FAILED
@@ -172,7 +177,9 @@ class _Rank:
         if self._is_first_on_node:
             self._reports.send(RanksReady(group=self._spec.group))
 
-    def _stopped(self, stop: Stop) -> ExitCode:
+    def _stopped(self, stop: Stop | DrainGroups) -> ExitCode:
+        if isinstance(stop, DrainGroups):
+            return ExitCode.LEFT
         if isinstance(stop, FinishRun):
             return ExitCode.FINISHED
         reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason

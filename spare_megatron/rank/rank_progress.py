@@ -1,6 +1,7 @@
 """How far one rank has come in the run and in the step under way. The stages of the training loop share it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spare_megatron.core.entries import SaveEnd
@@ -46,6 +47,7 @@ class RankProgress:
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
         save_ends: Finished saves of the group, which its votes report until a commit records them.
+        is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
     """
 
     head: int = 0
@@ -54,6 +56,7 @@ class RankProgress:
     lacks_params: bool = False
     gather_evidence: str = ""
     save_ends: list[SaveEnd] = field(default_factory=list)
+    is_leave_asked: Callable[[], bool] = lambda: False
     step: StepUnderWay | None = None
 
     @property

@@ -206,6 +206,7 @@ class Reduction:
                 slice_digests=digests.partitions,
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
+                leaves=self._progress.is_leave_asked(),
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))

@@ -16,6 +16,7 @@ from spare_megatron.core.actions import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     GatherParams,
     LoadCheckpoint,
     ReadEntry,
@@ -37,6 +38,7 @@ from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.stacked_state import StackedState
 from spare_megatron.rank.state_restorer import StateRestorer
 from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.stacking.layout import Member
 from spare_megatron.voting.log_follower import Stop
 
 
@@ -58,9 +60,13 @@ def start(controller: Controller) -> deque[Action]:
 
 
 def train(
-    controller: Controller, executors: Executors, actions: deque[Action], is_end_asked: Callable[[], bool]
-) -> Stop:
-    """Executes actions until the controller stops the run. Returns the stop action, which says why.
+    member: Member,
+    controller: Controller,
+    executors: Executors,
+    actions: deque[Action],
+    is_end_asked: Callable[[], bool],
+) -> Stop | DrainGroups:
+    """Executes actions until the controller stops the run, or `member` leaves it. Returns the action that says so.
 
     `actions` are the first ones. Once `is_end_asked` returns true, the run ends with the step under way.
     """
@@ -70,6 +76,9 @@ def train(
         action = actions.popleft()
         if isinstance(action, Stop):
             executors.steps.stop(action.step, is_final=not isinstance(action, StopWipeOut) or action.is_final)
+            return action
+        if isinstance(action, DrainGroups) and member in action.members:
+            executors.steps.stop(action.step, is_final=False)
             return action
         for event in _execute(action, controller, executors):
             actions.extendleft(reversed(controller.handle(event, now_s=time.monotonic())))
@@ -94,6 +103,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             return executors.log.await_hosts(action)
         case ComputePatch():
             executors.steps.compute_patch(action)
+        case DrainGroups():
+            pass  # of other groups
         case AdmitGroups():
             executors.restorer.admit(action)
         case LoadCheckpoint():

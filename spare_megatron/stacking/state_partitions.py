@@ -62,6 +62,7 @@ class Ownership:
         owners: For each partition, the host that sends its parameters, as even as hosts allow.
         repairs: The copies to make, up to r_o hosts or all members, partitions with the fewest hosts first.
         moves: The copies whose donors release theirs afterwards; until then both are hosts.
+        leaving: Members that are to leave: others are to host what they do, and they get no further copies.
     """
 
     setup: PartitionSetup
@@ -71,6 +72,7 @@ class Ownership:
     owners: tuple[Member, ...]
     repairs: tuple[Repair, ...] = ()
     moves: tuple[Repair, ...] = ()
+    leaving: tuple[Member, ...] = ()
 
     def for_members(self, members: Iterable[Member]) -> "Ownership":
         """The ownership for other members; new ones hold none. Raises StateWipeOut if a partition has no host left."""
@@ -78,11 +80,21 @@ class Ownership:
         left = set(present)
         hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
         require_state(hosts)
-        return replace(self, members=present, hosts=hosts)._settled()
+        leaving = tuple(member for member in self.leaving if member in left)
+        return replace(self, members=present, hosts=hosts, leaving=leaving)._settled()
 
-    def with_copies(self, copies: Collection[PartitionCopy], released: Collection[PartitionCopy] = ()) -> "Ownership":
-        """The ownership after copies are completed or released by hosts. Copies that were not asked for are ignored."""
-        if not copies and not released:
+    def with_copies(
+        self,
+        copies: Collection[PartitionCopy],
+        released: Collection[PartitionCopy] = (),
+        leaving: Collection[Member] = (),
+    ) -> "Ownership":
+        """The ownership after copies are completed or released by hosts. Copies that were not asked for are ignored.
+
+        `leaving` are the members that are to leave from here on.
+        """
+        leaving = tuple(member for member in self.members if member in leaving)
+        if not copies and not released and leaving == self.leaving:
             return self
         asked = {PartitionCopy(copy.partition, copy.receiver) for copy in (*self.repairs, *self.moves)}
         hosts = [set(row) for row in self.hosts]
@@ -91,7 +103,7 @@ class Ownership:
                 hosts[copy.partition].add(copy.member)
         for copy in released:
             hosts[copy.partition].discard(copy.member)
-        return replace(self, hosts=tuple(tuple(sorted(row)) for row in hosts))._settled()
+        return replace(self, hosts=tuple(tuple(sorted(row)) for row in hosts), leaving=leaving)._settled()
 
     @property
     def superseded(self) -> tuple[PartitionCopy, ...]:
@@ -100,20 +112,29 @@ class Ownership:
 
     @property
     def num_wanted(self) -> int:
-        return min(self.setup.redundancy, len(self.members))
+        return min(self.setup.redundancy, len(self.members) - len(self.leaving))
+
+    def has_handed_over(self, member: Member) -> bool:
+        """Whether a member that is to leave is needed as a host no more."""
+        hosted = set(self.hosted_by(member))
+        return member in self.leaving and not any(repair.partition in hosted for repair in self.repairs)
+
+    def staying(self, row: tuple[Member, ...]) -> tuple[Member, ...]:
+        """The hosts of a partition without those that are to leave."""
+        return tuple(host for host in row if host not in self.leaving) if self.leaving else row
 
     def hosted_by(self, member: Member) -> tuple[PartitionId, ...]:
         return tuple(PartitionId(index) for index, row in enumerate(self.hosts) if member in row)
 
     def _is_made(self, move: Repair) -> bool:
         row = self.hosts[move.partition]
-        return move.donor in row and move.receiver in row and len(row) > self.num_wanted
+        return move.donor in row and move.receiver in row and len(self.staying(row)) > self.num_wanted
 
     def _settled(self) -> "Ownership":
         owners = _assign_owners(self.hosts, self.owners)
         repairs, made = _plan_repairs(self), [move for move in self.moves if self._is_made(move)]
         under_way = [move for move in self.moves if move.receiver not in self.hosts[move.partition]]
-        moves = made if repairs else _Evening(self, made).moves_with(under_way)
+        moves = made if repairs or self.leaving else _Evening(self, made).moves_with(under_way)
         return replace(self, owners=owners, repairs=repairs, moves=tuple(moves))
 
 
@@ -177,16 +198,17 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
     A move of a partition that lost a host becomes a repair, unless its receiver shares a domain with other hosts.
     """
     hosts, left = ownership.hosts, set(ownership.members)
+    staying = left.difference(ownership.leaving)
     running: dict[int, list[Member]] = {}
     donors: dict[PartitionCopy, Member] = {}
     domains_of = ownership.setup.domains_of
     moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.partition])]
     for repair in (*ownership.repairs, *moves):
-        if repair.receiver in left and repair.receiver not in hosts[repair.partition]:
+        if repair.receiver in staying and repair.receiver not in hosts[repair.partition]:
             running.setdefault(repair.partition, []).append(repair.receiver)
             if repair.donor in left:
                 donors[PartitionCopy(repair.partition, repair.receiver)] = repair.donor
-    receivers = _assign_receivers(ownership.setup, ownership.members, hosts, running)
+    receivers = _assign_receivers(ownership.setup, sorted(staying), [*map(ownership.staying, hosts)], running)
     wanted = [PartitionCopy(PartitionId(index), receiver) for index, row in receivers.items() for receiver in row]
     given = Counter(donors[copy] for copy in wanted if copy in donors)
     repairs = []
@@ -200,7 +222,10 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
 
 
 def _assign_receivers(
-    setup: PartitionSetup, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
+    setup: PartitionSetup,
+    members: Collection[Member],
+    hosts: Sequence[tuple[Member, ...]],
+    running: Mapping[int, Sequence[Member]],
 ) -> dict[int, list[Member]]:
     """Partition -> receivers of the copies that it lacks: those under way, then further members.
 

@@ -17,6 +17,7 @@ class Consequence(Enum):
     NONE = "the loss of its group is known, or the run ends for want of a store"
     GROUP_LOST = "its group is fenced, and the rest of it killed"
     GROUP_LOST_LATER = "as GROUP_LOST a heartbeat interval later, unless the store is given up until then"
+    GROUP_LEFT = "its group takes no part any more, as it was asked to, and may be asked for again"
     RUN_RESTARTS = "a wipe-out: the groups of the node are started again as soon as they have ended"
     RUN_ENDS = "no group is started again"
 
@@ -25,6 +26,8 @@ def consequence_of(code: int, *, is_group_lost: bool, is_store_given_up: bool) -
     """The consequence of the exit code of a rank whose group is or is not lost already."""
     if code in _ENDS_OF_THE_RUN:
         return Consequence.RUN_ENDS
+    if code == ExitCode.LEFT:
+        return Consequence.GROUP_LEFT
     if code == ExitCode.RESTART and not is_group_lost:
         return Consequence.RUN_RESTARTS
     if is_group_lost or is_store_given_up:

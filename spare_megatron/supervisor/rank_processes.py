@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -131,6 +131,7 @@ class RankProcesses:
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._is_end_asked = False
+        self._leave_asked: frozenset[GroupId] = frozenset()
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
         self.exits: dict[RankKey, int] = {}
@@ -167,7 +168,7 @@ class RankProcesses:
 
     def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
-        process.page.end_asked = self._is_end_asked
+        process.page.end_asked, process.page.leave_asked = self._is_end_asked, group in self._leave_asked
         spec = RankSpec(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
@@ -199,6 +200,12 @@ class RankProcesses:
         self._is_end_asked = True
         for process in self._processes.values():
             process.page.end_asked = True
+
+    def ask_to_leave(self, groups: Collection[GroupId]) -> None:
+        """Asks these groups, and no other, to leave the run at the end of a step."""
+        self._leave_asked = frozenset(groups)
+        for (group, _), process in self._processes.items():
+            process.page.leave_asked = group in groups
 
     def adopt(self, member: Member) -> None:
         """Notes the last incarnation of a foreign group; the next one starts here."""

@@ -23,6 +23,7 @@ class GroupRestarts:
         not_admitted: These, and the groups that are started but not admitted yet.
         wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
         is_paused: Survivors of a wipe-out wait for hosts.
+        drained: Groups that have left the run. They are started again if they are asked for, or after a wipe-out.
         has_begun: Some group has been ready, so that losses are masked.
         is_over: The run is ending: no group is started again.
     """
@@ -50,6 +51,8 @@ class GroupRestarts:
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()
         self.not_admitted: set[GroupId] = set()
+        self.drained: set[GroupId] = set()
+        self._leave_asked: frozenset[GroupId] = frozenset()
         self.wiped_out_at_s: float | None = None
         self.is_paused = False
         self.has_begun = False
@@ -67,9 +70,25 @@ class GroupRestarts:
         """Notes that the group may be started again after a wipe-out."""
         self._ended.add(group)
 
+    def on_left(self, group: GroupId) -> None:
+        """The group has left the run, with all of its ranks here."""
+        self._ended.add(group)
+        self.drained.add(group)
+        self.not_admitted.discard(group)
+        self.on_asked(self._leave_asked)
+
+    def on_asked(self, to_leave: frozenset[GroupId]) -> None:
+        """These groups are asked to leave or to stay away; schedules the start of those that are asked for again."""
+        self._leave_asked = to_leave
+        for group in sorted(self.drained - to_leave):
+            self._bring_back(group)
+
     def on_fenced(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
         self._ended.add(group)
+        if group in self._leave_asked and not self._is_free:
+            self.drained.add(group)
+            return True
         is_wanted = self._most_restarts > 0 or self._is_free
         return not is_wanted or self.is_over or self._bring_back(group)
 
@@ -106,9 +125,10 @@ class GroupRestarts:
             return True
         now_s = time.monotonic()
         up_s = now_s - self._up_since_s.pop(group, now_s)
-        start = self._budget.spend(group, up_s, is_wiped_out=self._is_free)
+        start = self._budget.spend(group, up_s, is_free=self._is_free or group in self.drained)
         if start is None:
             return False
+        self.drained.discard(group)
         self._takes_spares[group] = start.takes_spares
         self.coming_back.add(group)
         self.not_admitted.add(group)

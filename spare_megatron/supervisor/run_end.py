@@ -19,7 +19,7 @@ _SILENT_INTERVALS = 4.0
 
 
 def outcome_of(codes: Collection[int]) -> Outcome:
-    """The outcome of a run, by the exit codes of ranks in groups that were not lost."""
+    """The outcome of a run, by the exit codes of ranks in groups that were not lost and have not left it."""
     if ExitCode.HALTED in codes:
         return "halted"
     if ExitCode.WIPE_OUT in codes:
@@ -28,8 +28,8 @@ def outcome_of(codes: Collection[int]) -> Outcome:
 
 
 def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> EndRecord | None:
-    """The end of the run as one node has seen it; None if all of its groups were lost."""
-    codes = {code for (group, _), code in exits.items() if group not in lost}
+    """The end of the run as one node has seen it; None if all of its groups were lost or left."""
+    codes = {code for (group, _), code in exits.items() if group not in lost and code != ExitCode.LEFT}
     if not codes:
         return None
     outcome = outcome_of(codes)

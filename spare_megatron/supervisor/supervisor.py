@@ -40,6 +40,7 @@ from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
+from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import write_end
 from spare_megatron.supervisor.span_files import Timeline
@@ -112,6 +113,8 @@ class Supervisor:
             outbox=outbox,
             incarnation=spec.incarnation if spec.is_remote else None,
         )
+        notice = spec.config.cluster.notice_file.replace("{node}", str(spec.node))
+        self._requests = RequestWatch(spec.run_dir, spec.config.parallel.groups_on(spec.node), notice)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:
@@ -123,6 +126,7 @@ class Supervisor:
                 self._ranks.start_all()
                 self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
             self._link.start()
+            self._requests.start()
             self._watch()
         except Stopped:
             return "stopped"
@@ -155,7 +159,8 @@ class Supervisor:
         self._poll()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
-            ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._timers.pause_s())
+            inboxes = [*self._driver.pipes, self._inbox, self._requests.inbox]
+            ready = wait([*ranks.pipes, *ranks.sentinels, *inboxes], self._timers.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
                 self._on_rank_exit(key)
@@ -164,6 +169,10 @@ class Supervisor:
                     del ranks.pipes[pipe]
             for _ in set(self._driver.pipes).intersection(ready):
                 self._handle_order()
+            if self._requests.inbox in ready:
+                asked = self._requests.receive()
+                self._ranks.ask_to_leave(asked)
+                self._restarts.on_asked(asked)
             self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:
@@ -178,11 +187,11 @@ class Supervisor:
             return self._num_fences_wanted > 0
         may_be_wiped_out = restarts.has_begun and self._spec.config.checkpoint.max_restarts > 0
         # Both may last to the end of the run, which a node without ranks learns only from the log.
-        may_last = restarts.awaits_other_nodes if restarts.coming_back else may_be_wiped_out
+        may_last = restarts.awaits_other_nodes if restarts.coming_back else may_be_wiped_out or restarts.drained
         if may_last and not self._is_following:
             self._is_following = True
             self._link.follow(controller_setup(self._spec.config))
-        return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out)
+        return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out or restarts.drained)
 
     def _receive_report(self, pipe: Connection) -> bool:
         """Handles one report of a rank. Returns False when its pipe has ended."""
@@ -235,6 +244,10 @@ class Supervisor:
         match consequence_of(code, is_group_lost=is_lost, is_store_given_up=bool(self._store_failure)):
             case Consequence.RUN_ENDS:
                 self._end_with_the_run()
+            case Consequence.GROUP_LEFT:
+                if self._ranks.have_ended(group):
+                    self._receive_all_reports(group)
+                    self._restarts.on_left(group)
             case Consequence.RUN_RESTARTS:
                 if self._ranks.have_ended(group):
                     self._restarts.on_ended(group)

@@ -21,6 +21,7 @@ from spare_megatron.core.actions import (
     CheckpointCandidate,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     FinishRun,
     GatherParams,
     LoadCheckpoint,
@@ -96,6 +97,7 @@ class Group:
             (),
             False,
         )  # as `_await_hosts` reported
+        self.leaves = False
 
     def run(self) -> Steps:
         """From the start to the end, whatever that is."""
@@ -114,6 +116,9 @@ class Group:
                         self._world.invariants.saves.finished(self._content)
                     if isinstance(action, StopWipeOut):
                         self._world.wiped_out(self.member)
+                    return
+                if isinstance(action, DrainGroups) and self.member in action.members:
+                    yield from self._saving.finish()
                     return
                 for event in (yield from self._execute(action)) or ():
                     pending.extendleft(reversed(self._handle(event)))
@@ -157,8 +162,8 @@ class Group:
                     self._buckets.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
-                self._links.release()
-                communicator = self._links.communicator = self._world.communicators.named(key, members)
+                communicator = self._world.communicators.named(key, members)
+                self._links.begin(communicator)
                 self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
             case AttemptReduce() | AttemptEvaluation() | AttemptFinish():
                 return (yield from self._attempt(action))
@@ -185,6 +190,8 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
+            case DrainGroups():
+                pass
             case AdmitGroups():
                 yield from self._give_state()
             case SaveCheckpoint(step=step, member=member):
@@ -443,6 +450,7 @@ class Group:
             state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
+            leaves=self.leaves and isinstance(action, AttemptReduce),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

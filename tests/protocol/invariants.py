@@ -18,11 +18,13 @@
    one is refused, another is left, if there ever was one.
 8. An evaluation is decided where it is due, and nowhere else. It counts each of its microbatches once; unless
    parameters are wrong, its value is that of the parameters after so many steps.
-9. No log entry is written twice; no communicator's name is used twice (`communicators`).
+9. A group that is drained has asked for it, leaves a host for every shard and state partition, whose copies have been
+   compared if they are new, takes no part from there on, and ends; its checkpoints have been compared before.
+10. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -159,7 +161,7 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}, in no pause")
         if incarnation_of(writer) not in self.members:
             raise Violation(f"{writer} is fenced and writes {entry}")
-        self._admit(tuple(entry.admit))
+        self._admit(tuple(entry.admit), {group for group, _ in self.members})
         if self._is_wiped_out():
             raise Violation(f"{writer} writes {entry}, which leaves shards without a host")
         self._num_resumes += 1
@@ -258,13 +260,29 @@ class Invariants:
         self.partitions.lost(ended)
         self._fenced |= ended
 
-    def _admit(self, asked: tuple[Incarnation, ...]) -> None:
-        present = {group for group, _ in self.members}
+    def _drain(self, entry: Commit, writer: str, votes: Mapping[Incarnation, Vote]) -> None:
+        drained = frozenset(tuple(member) for member in entry.drain)
+        if strange := [member for member in drained if member not in self.members or not votes[member].leaves]:
+            raise Violation(f"{writer} drains {strange}, which have not asked for it")
+        if drained and self.step == self._num_steps:
+            raise Violation(f"{writer} drains {set(drained)} with the last step")
+        self.members -= drained
+        left = {group for group, _ in self.members}
+        if drained and any(not (hosts & left) for hosts in self._hosts.values()):
+            raise Violation(f"{writer} drains {set(drained)}, which leaves shards without a host")
+        self.partitions.drained(drained, len(self.members) + len(drained) - len(entry.leaving or drained))
+        self.saves.drained(drained, self.step)
+        self._fenced |= {(group, number) for group, incarnation in drained for number in range(incarnation + 1)}
+        self.counts["drained"] += len(drained)
+        self.epoch += bool(drained)
+
+    def _admit(self, asked: tuple[Incarnation, ...], present: Collection[int]) -> None:
         able = {member for member in asked if member not in self._fenced and member[0] not in present}
         latest = {max(member for member in able if member[0] == group) for group, _ in able}
         self.counts["admission"] += len(latest)
         self.counts["void admission"] += len(set(asked) - latest)
-        self.epoch += bool(latest)
+        if latest and present == {group for group, _ in self.members}:  # else the drain has counted this change
+            self.epoch += 1
         self.members |= latest
         self._admitted |= latest
 
@@ -305,6 +323,7 @@ class Invariants:
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
             cast = {incarnation: vote for incarnation, vote in votes.items() if vote is not None}
+            self.partitions.compared(cast)
             self.partitions.released(entry.released, cast)
             self.partitions.proven(entry.proven, cast)
             self.partitions.committed(self.attempt, entry.restored, self.members)
@@ -313,8 +332,10 @@ class Invariants:
             if self.members != self._opened[self.attempt].members:
                 self.counts["commit with the sum of a fenced group"] += 1
             self.step += 1
+            present = {group for group, _ in self.members}
+            self._drain(entry, writer, cast)
             if self.step < self._num_steps:
-                self._admit(entry.admit)
+                self._admit(entry.admit, present)
             self._is_evaluation_due = self._evaluates_now()
             self._began_with = self.members
         self._is_discarded = False

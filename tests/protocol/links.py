@@ -46,7 +46,13 @@ class Links:
         self._controller = controller
         self._world = world
         self.communicator: Communicator | None = None
+        self._is_alone = False  # among the members of the last one
         self.head = 0
+
+    def begin(self, communicator: Communicator) -> None:
+        """Takes this one in place of the last."""
+        self.release()
+        self.communicator, self._is_alone = communicator, len(communicator.members) == 1
 
     def gather(self, name: str, brought: Any) -> Steps:
         """What all members brought, or None as soon as it cannot be had or no one needs it.
@@ -72,7 +78,7 @@ class Links:
 
     def connect(self, *, is_gathering: bool = False) -> Steps:
         """Whether there is a communicator to post on, as soon as there is."""
-        if len(self._controller.members) == 1:
+        if self._is_alone:
             return True
         if self.communicator is None or (yield from self.is_over(is_gathering=is_gathering)):
             return False
@@ -84,14 +90,14 @@ class Links:
         return True
 
     def post(self, name: str, brought: Any) -> Reduction:
-        if len(self._controller.members) == 1:
+        if self._is_alone:
             return Reduction(name, {self._name: brought})
         assert self.communicator is not None, "it has been connected"
         return self.communicator.post(self._name, name, brought)
 
     def await_sums(self, reduction: Reduction, *, is_gathering: bool = False) -> Steps:
         """What all members brought, or None as soon as it cannot be had or no one needs it."""
-        if len(self._controller.members) == 1:
+        if self._is_alone:
             return dict(reduction.posted)
         communicator = self.communicator
         assert communicator is not None, "it was posted on"

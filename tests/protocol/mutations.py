@@ -16,7 +16,7 @@ from spare_megatron.core.actions import (
     StartRepairs,
 )
 from spare_megatron.core.bucket_window import BucketWindow
-from spare_megatron.core.checkpoint_policy import superseded
+from spare_megatron.core.checkpoint_policy import Saves, superseded
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Resume, Retry
@@ -445,6 +445,59 @@ class CopiesAtOnce(PartitionStates):
         return super().assign(replace(action, first_step=0))
 
 
+class DealsToTheDrained(Controller):
+    """Deals the step after a drain as if no group had left."""
+
+    def _change_members(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> tuple[Action, ...]:
+        self._before = self.members if drained else ()
+        return super()._change_members(asked, drained)
+
+    def _plan(self) -> StepPlan:
+        present, before = self.members, getattr(self, "_before", ())
+        self.members, self._before = before or present, ()
+        try:
+            return super()._plan()
+        finally:
+            self.members = present
+
+
+class DrainsAnyone(Controller):
+    """Lets all groups leave that are asked to, whatever only they host."""
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        return commit if self.step + 1 < self._num_steps else replace(commit, drain=())
+
+
+class DrainsTheUncompared(Controller):
+    """Lets groups leave as soon as others have copied what they host."""
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        commit = super()._let_leave(commit)
+        if self.ownership is None:
+            return commit
+        after = self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
+        return replace(commit, drain=tuple(member for member in commit.leaving if after.has_handed_over(member)))
+
+
+class DrainsWriters(Controller):
+    """Lets groups leave before the checkpoints that they have written are compared."""
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        validity, saves = self._validity, self._saves
+        self._validity, self._saves = CheckpointValidity(), Saves(None, self._setup.placement, 0, 0, last_resort=False)
+        try:
+            return super()._let_leave(commit)
+        finally:
+            self._validity, self._saves = validity, saves
+
+
+class KeepsTheDrained(Controller):
+    """Goes on with groups that have left."""
+
+    def _change_members(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> tuple[Action, ...]:
+        return super()._change_members(asked)
+
+
 class ReportsNoBreak(GroupAgreement):
     """Lets the others of a gathering wait for what never comes."""
 
@@ -562,6 +615,13 @@ MUTATIONS_OF_PAUSES = {
     "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
     "resumes with kept buckets": Protocol(controller_type=KeepsBucketsInAPause),
     "counts kept buckets twice": Protocol(buckets_type=CountsKeptBucketsTwice),
+}
+MUTATIONS_OF_DRAINS = {
+    "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
+    "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
+    "drains the last host": Protocol(controller_type=DrainsAnyone),
+    "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
+    "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

@@ -144,6 +144,7 @@ class PartitionObserver:
         # By restarts, partition and step.
         self._states = {(0, index, 0): ("",) * NUM_PIECES for index in range(len(hosts))}
         self._was_wiped_out = False
+        self._uncompared: set[tuple[int, tuple[int, int]]] = set()  # copies
         self.counts: Counter[str] = Counter()
 
     @property
@@ -202,6 +203,20 @@ class PartitionObserver:
                 raise Violation(f"{member} releases partition {index}, which then has {row}")
             self.counts["released"] += 1
 
+    def compared(self, votes: Mapping[tuple[int, int], Vote]) -> None:
+        """An attempt with these votes is committed."""
+        for incarnation, vote in votes.items():
+            self._uncompared -= {(digest.partition, incarnation) for digest in vote.slice_digests}
+
+    def drained(self, drained: Collection[tuple[int, int]], num_staying: int) -> None:
+        """Members leave: enough others have to host what they did, by copies that have been compared."""
+        for index, row in enumerate(self._hosts):
+            able = {host for host in row - set(drained) if (index, host) not in self._uncompared}
+            if row & set(drained) and len(able) < min(self.redundancy, num_staying):
+                raise Violation(f"{set(drained)} are drained, and partition {index} has the hosts {able}")
+            self.counts["handed over"] += len(row & set(drained))
+            row -= set(drained)
+
     def proven(self, copies: Iterable[PartitionCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
         """Copies have been compared, with the commit that these votes of all members decide: with every other host."""
         for index, member in copies:
@@ -221,6 +236,7 @@ class PartitionObserver:
         for index, member in restored:
             if member in members:
                 self._hosts[index].add(tuple(member))
+                self._uncompared.add((index, tuple(member)))
                 self.counts["restored"] += 1
         self._hosted_after[attempt] = [frozenset(row) for row in self._hosts]
 

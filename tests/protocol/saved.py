@@ -1,6 +1,6 @@
 """What the groups of a history have saved, and whether it is right."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from spare_megatron.stacking.layout import Member
@@ -40,6 +40,7 @@ class Saved:
         self._visible: dict[int, tuple[Member, Content]] = {}
         self._is_right_at_end = False
         self._num_dropped = 0
+        self._drained: dict[Member, int] = {}  # after so many committed steps
 
     @property
     def visible(self) -> Collection[int]:
@@ -49,6 +50,15 @@ class Saved:
     def begun(self, member: Member, step: int, content: Content) -> None:
         """A member writes what it holds after so many steps, where no other process sees it."""
         self._aside[step, member] = content
+        self.drained((), step)
+
+    def drained(self, members: Iterable[tuple[int, int]], step: int) -> None:
+        """Members leave after so many steps: what they have saved is to be compared before, in two of them."""
+        self._drained |= dict.fromkeys(members, step)
+        visible = {(step, member) for step, (member, _) in self._visible.items()}
+        for saved, member in (*self._aside, *visible):
+            if self._drained.get(member, saved + 2) < saved + 2:
+                raise Violation(f"{member} is drained too soon to compare what it saved after {saved} steps")
 
     def published(self, member: Member, step: int) -> None:
         """What it has written takes the place of what was saved of as many steps before, unless it is gone."""

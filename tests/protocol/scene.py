@@ -215,6 +215,38 @@ class Scene:
         )
 
     @classmethod
+    def draw_drains(cls, random: Random) -> "Scene":
+        """One in which groups are asked to leave, and others come back, beside a few losses.
+
+        The fault `drain` is none of `FAULTS`: a group is asked to leave, and now and then asked to stay before it has.
+        """
+        num_groups, num_steps = random.randint(3, 7), random.randint(4, 8)
+        return cls(
+            num_groups=num_groups,
+            redundancy=random.randint(2, num_groups),
+            microbatches_per_shard=random.randint(1, 2),
+            num_steps=num_steps,
+            granularity=random.choice(("microbatch", "stack")),
+            save_interval_s=random.choice((None, 60.0)),
+            fault_moves=20 * num_groups * num_steps,
+            fault_budget={
+                "drain": random.randint(1, num_groups),
+                "crash": random.choice((0, 0, 1, 2)),
+                "suspect": random.choice((0, 0, 1)),
+                "corrupt": random.choice((0, 0, 0, 1)),
+                "pause": random.choice((0, 1)),
+                "replace": random.choice((0, 1, 3)),
+                "break": random.choice((0, 0, 1)),
+            },
+            partition_redundancy=min(num_groups, random.choice((0, 0, 1, 2, 3))),
+            num_buckets=random.choice((1, 5)),
+            fan_in=random.choice((1, 2)),
+            max_restarts=random.choice((0, 0, 2)),
+            eval_every_steps=random.choice((0, 0, 2)),
+            keep_last=random.choice((1, 9)),
+        )
+
+    @classmethod
     def draw_returns(cls, random: Random) -> "Scene":
         """One in which each group has all state, and little else happens than that it changes and groups come back."""
         num_groups, num_steps = random.randint(3, 5), random.randint(4, 6)

@@ -19,6 +19,7 @@ NUM_UNSOUND_HISTORIES = 150
 NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
 NUM_SHARED_HISTORIES = 100
+NUM_DRAIN_HISTORIES = 100
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -102,6 +103,13 @@ def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_RETURN_HISTORIES), draw=Scene.draw_returns)
     assert sample.violations == {}
     least = {"corrupt": 250, "admission": 400, "discard": 120, "Halt": 20, "FinishRun": 800}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_drains_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_DRAIN_HISTORIES), draw=Scene.draw_drains)
+    assert sample.violations == {}
+    least = {"drained": 60, "handed over": 40, "admission": 40, "Restart": 5, "save": 100, "FinishRun": 200}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -11,6 +11,7 @@ from tests.protocol.mutations import (
     CORRECT,
     MUTATIONS,
     MUTATIONS_OF_COMPARISONS,
+    MUTATIONS_OF_DRAINS,
     MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
     MUTATIONS_OF_PAUSES,
@@ -77,6 +78,11 @@ FOUND_AS = {
     "publishes checkpoints without reading the log": "before it was fenced is wrong, and is used",
     "compares what it has saved in one step alone": "before it was fenced is wrong, and is used",
     "removes what is right for what may be wrong": "refuses all that is left",
+    "deals work to a drained group": "which counts",
+    "keeps a drained group": "but the log says",
+    "drains the last host": "leaves shards without a host",
+    "drains before copies are compared": "are drained, and partition",
+    "drains the writer of a checkpoint": "is drained too soon",
 }
 
 
@@ -248,6 +254,14 @@ def test_the_simulation_of_evaluations_finds_a_protocol_that(mutation: str) -> N
 def test_the_simulation_of_corruptions_finds_a_protocol_that(mutation: str) -> None:
     protocol = MUTATIONS_OF_COMPARISONS[mutation]
     found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_corruptions)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_DRAINS)
+def test_the_simulation_of_drains_finds_a_protocol_that(mutation: str) -> None:
+    found = run_histories(range(MAX_SEEDS), MUTATIONS_OF_DRAINS[mutation], until_found=True, draw=Scene.draw_drains)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

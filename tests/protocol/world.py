@@ -319,6 +319,9 @@ class World:
                 name = self._random.choice(alive).name
                 self._groups[name].corrupt(self._random)
                 self.invariants.corrupted(name)
+            case "drain" if alive:
+                group = self._groups[self._random.choice(alive).name]
+                group.leaves = not group.leaves or self._random.random() < 0.5
             case "unsound" if alive:
                 if not self._groups[self._random.choice(alive).name].spoil(self._random):
                     return

@@ -364,10 +364,10 @@ def test_spares_do_not_outlive_a_supervisor_that_is_killed() -> None:
 
 def test_a_group_that_is_lost_soon_waits_longer_and_a_restart_of_the_whole_run_counts_against_none() -> None:
     budget = RestartBudget(most_restarts=2, interval_s=1.0)
-    assert budget.spend(ONE, 0.0, is_wiped_out=False) == NextStart(0.0, takes_spares=True)
+    assert budget.spend(ONE, 0.0, is_free=False) == NextStart(0.0, takes_spares=True)
     for delay_s in (1.0, 2.0, 4.0):
-        assert budget.spend(ONE, 3.9, is_wiped_out=True) == NextStart(delay_s, takes_spares=False)
-    assert budget.spend(GroupId(0), 3.9, is_wiped_out=False) == NextStart(0.0, takes_spares=True), "that is another's"
-    assert budget.spend(ONE, 4.0, is_wiped_out=False) == NextStart(0.0, takes_spares=True), "it was up for long"
-    assert budget.spend(ONE, 100.0, is_wiped_out=False) is None
-    assert budget.spend(ONE, 100.0, is_wiped_out=True) is not None
+        assert budget.spend(ONE, 3.9, is_free=True) == NextStart(delay_s, takes_spares=False)
+    assert budget.spend(GroupId(0), 3.9, is_free=False) == NextStart(0.0, takes_spares=True), "that is another's"
+    assert budget.spend(ONE, 4.0, is_free=False) == NextStart(0.0, takes_spares=True), "it was up for long"
+    assert budget.spend(ONE, 100.0, is_free=False) is None
+    assert budget.spend(ONE, 100.0, is_free=True) is not None

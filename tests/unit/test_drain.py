@@ -1,0 +1,215 @@
+"""Groups that are asked to leave: which may, what is handed over before, and who asks them."""
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.core.departures import departures
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.follow import read_run_state
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import EntryRecord
+from spare_megatron.process.reports import ExitCode
+from spare_megatron.process.requests import asked_to_leave, read_requests, request
+from spare_megatron.process.timers import Timers
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.supervisor.rank_exits import Consequence, consequence_of
+from spare_megatron.supervisor.request_watch import RequestWatch
+from spare_megatron.supervisor.restarts import GroupRestarts
+from tests.unit.journal_in_memory import check_journal
+from tests.unit.test_run_state import write
+
+ONE = GroupId(1)
+
+
+def members(*groups: int) -> tuple[Member, ...]:
+    return tuple(Member(GroupId(group)) for group in groups)
+
+
+def is_covered(placement: Placement, left: set[int]) -> bool:
+    return all(set(row) & left for row in placement.hosts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_leave_in_order_while_every_shard_keeps_a_host(seed: int) -> None:
+    random = Random(seed)
+    num_groups = random.randint(2, 9)
+    placement = make_placement("golomb", num_groups, random.randint(1, num_groups))
+    present = set(random.sample(range(num_groups), random.randint(1, num_groups)))
+    asked = sorted(random.sample(sorted(present), random.randint(1, len(present))))
+    found = departures(members(*asked), members(*sorted(present)), placement, None)
+    left, granted = set(present), []
+    for group in asked:
+        if is_covered(placement, left - {group}):
+            left.discard(group)
+            granted.append(group)
+    assert [member.group for member in found.drain] == granted
+    assert (found.ready, found.leaving) == (found.drain, ())
+
+
+def test_with_hosts_of_last_resort_all_but_one_may_leave_and_writers_wait() -> None:
+    ring, present = make_placement("golomb", 4, 1), members(0, 1, 2, 3)
+    assert departures(present, present, ring, None).drain == ()
+    assert departures(present, present, ring, None, last_resort=True).drain == members(0, 1, 2)
+    found = departures(members(2, 3), present, ring, None, writers=members(3), last_resort=True)
+    assert (found.drain, found.ready) == (members(2), members(2, 3))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_state_partitions_of_those_that_leave_come_to_others_first(seed: int) -> None:
+    random = Random(seed)
+    num_groups = random.randint(3, 8)
+    redundancy = random.randint(1, num_groups - 1)
+    before = first_ownership(PartitionSetup(num_groups=num_groups, redundancy=redundancy), members(*range(num_groups)))
+    leaving = sorted(random.sample(before.members, random.randint(1, num_groups - 1)))
+    staying = [member for member in before.members if member not in leaving]
+    ownership = before.with_copies((), (), leaving)
+    rounds = 0
+    while not all(map(ownership.has_handed_over, leaving)):
+        copies = [PartitionCopy(copy.partition, copy.receiver) for copy in (*ownership.repairs, *ownership.moves)]
+        assert copies, "what keeps them is still to be copied"
+        assert not {copy.member for copy in copies} & set(leaving)
+        assert all(set(row) <= set(now) for row, now in zip(before.hosts, ownership.hosts, strict=True))
+        ownership = ownership.with_copies(copies[:1], (), leaving)
+        rounds += 1
+    after = ownership.for_members(staying)
+    assert not after.repairs
+    assert all(len(set(row) & set(staying)) >= min(redundancy, len(staying)) for row in after.hosts)
+    needed = sum(max(0, min(redundancy, len(staying)) - len(set(row) & set(staying))) for row in before.hosts)
+    assert rounds == needed, "no copy is made that is not needed"
+
+
+def test_a_group_that_is_to_stay_after_all_keeps_what_it_has() -> None:
+    before = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(0, 1, 2, 3))
+    asked = before.with_copies((), (), members(1))
+    assert asked.repairs
+    assert not asked.has_handed_over(Member(ONE))
+    assert asked.with_copies([PartitionCopy(PartitionId(1), Member(GroupId(3)))], (), ()).leaving == ()
+    assert asked.with_copies((), (), ()) == before
+
+
+def undisturbed() -> list[Line]:
+    """The journal of a run of 7 groups, each shard on 3, without a loss."""
+    scenario = Scenario(
+        name="undisturbed",
+        num_groups=7,
+        redundancy=3,
+        microbatches_per_shard=3,
+        num_steps=8,
+        costs=CostModel(compute_s=60.0, reduce_s=6.0),
+        failures=FailureSpec(kind="system", mean_s=1e12),
+    )
+    lines: list[Line] = []
+    simulate(scenario, 0, journal=lines.append)
+    return lines
+
+
+def drained_in(lines: list[Line], step: int, group: int) -> Journal:
+    """The journal with the group drained by the commit of this step, as far as the log is concerned."""
+    changed = []
+    for line in lines:
+        record = line.record
+        if isinstance(record, EntryRecord) and record.entry.get("step") == step and record.entry["entry"] == "commit":
+            line = replace(line, record=replace(record, entry={**record.entry, "drain": [[group, 0]]}))
+        changed.append(line)
+    return Journal(lines=tuple(changed))
+
+
+def test_the_check_finds_a_drained_group_that_is_dealt_work(tmp_path: Path) -> None:
+    lines = undisturbed()
+    assert check_journal(Journal(lines=tuple(lines))).verdict == "valid"
+    answer = check_journal(drained_in(lines, 3, 2))
+    assert answer.verdict == "invalid"
+    assert "invalid: step 4: group 2 contributed after it was fenced" in answer.reasons
+    state = read_run_state(write(tmp_path / "run", list(drained_in(lines, 3, 2).lines)))
+    assert state.groups()[2] == "drained"
+    assert "group 2 left after step 3, as requested" in [event.text for event in state.events(99)]
+
+
+def test_the_last_request_for_a_group_stands(tmp_path: Path) -> None:
+    assert read_requests(tmp_path) == {}
+    request(tmp_path, [ONE, GroupId(12)], "drain")
+    request(tmp_path, [ONE], "grow")
+    assert read_requests(tmp_path) == {1: "grow", 12: "drain"}
+    assert asked_to_leave(tmp_path) == {12}
+
+
+def test_the_notice_of_a_machine_asks_its_groups_to_leave_once(tmp_path: Path) -> None:
+    watch = RequestWatch(tmp_path, [ONE], str(tmp_path / "notice"))
+    watch.poll()
+    assert not watch.inbox.poll()
+    (tmp_path / "notice").touch()
+    watch.poll()
+    assert watch.receive() == {1}
+    request(tmp_path, [ONE], "grow")
+    watch.poll()
+    watch.poll()
+    assert watch.receive() == frozenset()
+    assert not watch.inbox.poll()
+
+
+def test_a_rank_that_has_left_costs_nothing() -> None:
+    left = consequence_of(ExitCode.LEFT, is_group_lost=False, is_store_given_up=False)
+    assert left is Consequence.GROUP_LEFT
+
+
+def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -> None:
+    started: list[GroupId] = []
+    timers = Timers()
+    restarts = GroupRestarts(
+        most_restarts=0,
+        restarts_all=False,
+        interval_s=0.0,
+        whole_groups=frozenset({ONE}),
+        timers=timers,
+        wait_for_parts=lambda group: None,
+        start=lambda group, takes_spares: started.append(group),
+    )
+    restarts.on_asked(frozenset({ONE}))
+    restarts.on_left(ONE)
+    timers.run_due()
+    assert (started, restarts.drained) == ([], {1})
+    restarts.on_asked(frozenset())
+    timers.run_due()
+    assert (started, restarts.drained) == ([1], set())
+    restarts.on_asked(frozenset({ONE}))
+    assert restarts.on_fenced(ONE), "it is lost while it was to leave: it stays away, and is not given up"
+    timers.run_due()
+    assert (started, restarts.drained) == ([1], {1})
+    restarts.on_wipe_out()
+    timers.run_due()
+    assert started == [1, 1]
+
+
+def run_of_seven(folder: Path) -> Path:
+    """The directory of a run that goes on, of 7 groups, each shard on 3."""
+    run_dir = write(folder, undisturbed()[:60])
+    (run_dir / "config.toml").write_text("[layout]\nnum_groups = 7\n[spare]\nredundancy = 3\n")
+    return run_dir
+
+
+def test_drain_refuses_what_leaves_a_shard_without_a_host(tmp_path: Path) -> None:
+    run_dir = run_of_seven(tmp_path / "run")
+    result = CliRunner().invoke(app, ["drain", str(run_dir), *"01234"])
+    assert result.exit_code == 2
+    assert "without groups [0, 1, 2, 3, 4] the run would have no host for shards" in result.output
+    assert "(spare.redundancy=3)" in result.output
+    assert asked_to_leave(run_dir) == frozenset()
+    result = CliRunner().invoke(app, ["drain", str(run_dir), "5", "node:0"])
+    assert result.exit_code == 2
+    result = CliRunner().invoke(app, ["drain", str(run_dir), "7"])
+    assert "'7' names no group of the run, which has layout.num_groups=7" in result.output
+    result = CliRunner().invoke(app, ["drain", str(run_dir), "5"])
+    assert result.exit_code == 0, result.output
+    assert asked_to_leave(run_dir) == {5}
+    assert CliRunner().invoke(app, ["grow", str(run_dir), "5"]).exit_code == 0
+    assert asked_to_leave(run_dir) == frozenset()

@@ -11,6 +11,7 @@ from spare_megatron.journal.records import (
     EndRecord,
     FaultRecord,
     LossRecord,
+    PlacesRecord,
     Record,
     RestartRecord,
     StorageRecord,
@@ -97,6 +98,12 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
         return f"group {record.group} given up: it has used up spare.rejoins"
     end = "; given up: it has used up spare.rejoins" if record.is_given_up else ""
     return f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
+
+
+def text_of_places(record: PlacesRecord) -> str:
+    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole."""
+    taken = [f"machine {machine} takes place {place}" for machine, place, _ in record.holdings]
+    return f"{', '.join(taken)}{' to make a group whole' if record.places else ''}"
 
 
 def text_of_end(record: EndRecord, halted_by: str) -> str:

@@ -17,6 +17,7 @@ from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
     ParamsRecord,
+    PlacesRecord,
     RankRecord,
     Record,
     RecoveryRecord,
@@ -32,7 +33,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 3
+FORMAT = 4
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 
@@ -54,6 +55,7 @@ KINDS: dict[str, type[Record]] = {
     "fault": FaultRecord,
     "loss": LossRecord,
     "start": StartRecord,
+    "places": PlacesRecord,
     "cadence": CadenceRecord,
     "checkpoint": CheckpointRecord,
     "snapshot": SnapshotRecord,

@@ -104,7 +104,11 @@ class SpareConfig:
     """Groups of consecutive ids per rack or power domain; the hosts of a shard stand in different domains where
     possible."""
     rejoins: NonNegativeInt = 3
-    """Times that a supervisor restarts each lost group; the others admit it at the end of a step."""
+    """Times that a supervisor restarts each lost group, counted anew after a long life of it; the others admit it at
+    the end of a step."""
+    reform_after_s: NonNegativeFloat | None = None
+    """Seconds for which a group waits for a replacement of a lost machine, before machines of several broken groups
+    make whole ones; if absent 60 in a job with `slurm.num_spare_nodes`, else 0."""
     spares: NonNegativeInt = 0
     """Groups per node for which processes are kept ready to replace those of a lost group; 0 starts new processes."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
@@ -582,6 +586,13 @@ class RunConfig:
             pipeline_parallel=self.layout.pipeline_parallel,
             num_nodes=self.cluster.num_nodes,
         )
+
+    @property
+    def reform_after_s(self) -> float:
+        """`spare.reform_after_s`, or the default of the launcher."""
+        if self.spare.reform_after_s is not None:
+            return self.spare.reform_after_s
+        return 60.0 if self.cluster.launcher == "srun" and self.slurm.num_spare_nodes else 0.0
 
     @property
     def bucket_mib(self) -> float:

@@ -17,6 +17,8 @@ from spare_megatron.config.validate_cluster import (
     launcher_problems,
     launcher_warnings,
     ramp_problems,
+    reforming_problems,
+    reforming_warnings,
     spare_problems,
     store_problems,
     store_warnings,
@@ -91,6 +93,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_infinite(config),
         *_redundancy(config),
         *spare_problems(config),
+        *reforming_problems(config),
         *ramp_problems(config),
         *_indivisible(config),
         *_rotation(config),
@@ -135,6 +138,7 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
         *store_warnings(config.control),
         *snapshot_warnings(config),
         *launcher_warnings(config),
+        *reforming_warnings(config),
     ]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.core.reforming import places_per_group
+from spare_megatron.stacking.layout import GroupId
 
 _NAME = re.compile(r"[A-Za-z0-9_.,-]+")
 
@@ -145,6 +147,37 @@ def spare_problems(config: RunConfig) -> Iterator[str]:
             f"spare.spares={spare.spares} has no effect because no group comes back: spare.rejoins={spare.rejoins}, "
             f"checkpoint.max_restarts=0; raise one of them, or set spare.spares to 0"
         )
+
+
+def reforming_problems(config: RunConfig) -> Iterator[str]:
+    """Why groups cannot be re-formed as configured."""
+    if config.spare.reform_after_s is None:
+        return
+    if not config.spare.rejoins:
+        yield (
+            f"spare.reform_after_s={config.spare.reform_after_s:g} has no effect with spare.rejoins=0, with which no "
+            f"group comes back; raise it, or remove spare.reform_after_s"
+        )
+    for reason in _why_not_reformed(config):
+        yield f"spare.reform_after_s={config.spare.reform_after_s:g} has no effect: {reason}"
+
+
+def reforming_warnings(config: RunConfig) -> Iterator[str]:
+    """Says that no other machine can take the place of one that is lost for good, if groups stand on several."""
+    if config.spare.rejoins and config.spare.reform_after_s is None:
+        for reason in _why_not_reformed(config):
+            yield f"groups are not re-formed after losses of machines: {reason}"
+
+
+def _why_not_reformed(config: RunConfig) -> Iterator[str]:
+    layout = config.parallel
+    if layout.num_nodes < 2 or layout.num_ranks % layout.num_nodes:
+        return  # one machine, or reported by `problems`
+    if max(len(layout.nodes_of(GroupId(group))) for group in range(layout.num_groups)) > 1:
+        try:
+            places_per_group(layout)
+        except ValueError as error:
+            yield str(error)
 
 
 def ramp_problems(config: RunConfig) -> Iterator[str]:

@@ -11,6 +11,9 @@ from spare_megatron.stacking.layout import GroupId, Member
 _STABLE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before its loss counts as stable."""
 
+_LONG_INTERVALS = 512.0
+"""A group that was up for this many is not one that is lost again and again: its restarts count anew."""
+
 _LONGEST_WAIT_INTERVALS = 64.0
 _FRESH_INTERVALS = 1.0
 """A node is present if its heartbeat moved within this time, below the limit for silence."""
@@ -41,7 +44,9 @@ class NextStart(NamedTuple):
 
 
 class RestartBudget:
-    """How often and when a node's groups are started again: `most_restarts` each, besides those after wipe-outs."""
+    """How often and when a node's groups are started again: `most_restarts` each, besides those after wipe-outs and
+    those before an incarnation that was up for _LONG_INTERVALS.
+    """
 
     def __init__(self, most_restarts: int, interval_s: float) -> None:
         self._most_restarts = most_restarts
@@ -60,6 +65,8 @@ class RestartBudget:
         """
         if up_s >= _STABLE_INTERVALS * self._interval_s:
             self._num_short[group] = 0
+        if up_s >= _LONG_INTERVALS * self._interval_s:
+            self._num_restarts[group] = 0
         num_short = self._num_short[group]
         num_restarts, most_restarts = (0, 1) if is_free else (self._num_restarts[group], self._most_restarts)
         delay_s = restart_delay_s(num_restarts, most_restarts, num_short, self._interval_s)

@@ -31,6 +31,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    MachineMoved,
     NodeEnded,
     NodeMissing,
     NodeReport,
@@ -102,6 +103,7 @@ class Driver:
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
+        self._machines = {node: node for node in range(config.parallel.num_nodes)}  # by the place that they hold
         self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""
@@ -198,7 +200,7 @@ class Driver:
                 if report is None:
                     del pipes[pipe]
                 else:
-                    self._handle(report)
+                    self._handle(report, pipes[pipe])
             for item in [item for item in ready if item in sentinels]:
                 self._node_ended(sentinels.pop(item))
             if store is not None and store.process.sentinel in ready:
@@ -213,7 +215,9 @@ class Driver:
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:
         """Whether all groups of these nodes are lost. The nodes may be suspended or cut off from the network."""
-        return all(self._absent_groups.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
+        groups_on = self._config.parallel.groups_on
+        places = [place for place, machine in self._machines.items() if machine in set(nodes)]
+        return all(self._absent_groups.issuperset(groups_on(place)) for place in places)
 
     @property
     def _absent_groups(self) -> frozenset[GroupId]:
@@ -224,7 +228,7 @@ class Driver:
         """Handles the end of a node's process. Unless it has reported its end, its ranks died with it."""
         child = self._nodes[node]
         while child.reports.poll() and (report := next_report(child.reports)) is not None:
-            self._handle(report)
+            self._handle(report, node)
         child.process.join()
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
@@ -239,16 +243,20 @@ class Driver:
         if not self._has_begun:
             for record in fence_node(self._store, self._config.parallel, node, cause):
                 self._journal.write(record)
-                self._handle(GroupLost.of(record, "", None))
+                self._handle(GroupLost.of(record, "", None), node)
 
-    def _handle(self, report: NodeReport) -> None:
+    def _handle(self, report: NodeReport, sender: int) -> None:
+        """Handles a report of a machine, which reports the place that it holds as its node."""
         match report:
-            case RanksStarted(node=node, pids=pids):
-                self._pids[node] = list(pids.values())
+            case RanksStarted(pids=pids):
+                self._pids[sender] = list(pids.values())
                 if end_signal.is_pending():  # perhaps since before the supervisor started
-                    self._order(node, EndEarly())
+                    self._order(sender, EndEarly())
+            case MachineMoved(node=node):
+                self._machines = {place: one for place, one in self._machines.items() if one != sender}
+                self._machines[node] = sender
             case FaultWanted():
-                self._inject(report)
+                self._inject(report, sender)
                 return
             case NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)
@@ -258,8 +266,8 @@ class Driver:
                 self._stop_reason = ""
                 if isinstance(report, GroupRestarted):
                     self._num_steps = report.step
-            case StoreGone(node=node, reason=reason):
-                self._without_store.add(node)
+            case StoreGone(reason=reason):
+                self._without_store.add(sender)
                 if self._are_lost(set(self._nodes) - self._without_store):
                     self._give_store_up(reason)
             case RanksReady(group=group):
@@ -271,8 +279,8 @@ class Driver:
                 self._stop_reason = reason
             case RankRaised():
                 self._has_raised = True
-            case NodeEnded(node=node):
-                self._ended[node] = report
+            case NodeEnded():
+                self._ended[sender] = report
             case GroupLost(group=group, cause=cause, incarnation=incarnation):
                 if not self._has_begun:
                     self._require_start(report)
@@ -317,9 +325,8 @@ class Driver:
             text = shortage(space, self._config.train.steps - self._num_steps)
             self._on_event(StoreMeasured(space=space, shortage=text))
 
-    def _inject(self, wanted: FaultWanted) -> None:
+    def _inject(self, wanted: FaultWanted, node: int) -> None:
         fault = wanted.fault
-        node = self._config.parallel.node_of(fault.group, fault.rank)
         go_on = partial(self._order, node, GoOn(wanted=wanted))
         if fault.kind == "stop_node":
             self._suspend([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)

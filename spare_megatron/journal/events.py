@@ -11,6 +11,7 @@ from spare_megatron.journal.records import (
     EndRecord,
     FaultRecord,
     LossRecord,
+    PlacesRecord,
     Record,
     RestartRecord,
     StorageRecord,
@@ -106,6 +107,12 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
 def text_of_pause(step: int, shards: Collection[int]) -> str:
     """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
     return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
+
+
+def text_of_places(record: PlacesRecord) -> str:
+    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole."""
+    taken = [f"machine {machine} takes place {place}" for machine, place, _ in record.holdings]
+    return f"{', '.join(taken)}{' to make a group whole' if record.places else ''}"
 
 
 def text_of_end(record: EndRecord, halted_by: str) -> str:

@@ -313,6 +313,22 @@ class StartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacesRecord:
+    """Machines take places; written by the supervisor that assigned them, and by each that so takes a place."""
+
+    index: int
+    """Of the assignment in their list in the control store."""
+    num_places: int
+    """Places of the run: equal blocks of consecutive ranks. Machine i + k x num_places replaces machine i."""
+    holdings: list[list[int]]
+    """Machine, place, and incarnation of the place's supervisor."""
+    places: list[list[int | None]] = field(default_factory=list)
+    """What the choice was made from: places of broken groups, each with its machine, null if it had none."""
+    idle: list[int] = field(default_factory=list)
+    """Likewise, machines without a place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
     """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.cadence.Cadence`."""
 
@@ -430,6 +446,7 @@ Record = (
     | FaultRecord
     | LossRecord
     | StartRecord
+    | PlacesRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord

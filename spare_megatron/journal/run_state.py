@@ -16,6 +16,7 @@ from spare_megatron.journal.events import (
     text_of_entry,
     text_of_loss,
     text_of_pause,
+    text_of_places,
     texts_of_record,
 )
 from spare_megatron.journal.fold import Folding
@@ -33,6 +34,7 @@ from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
     ParamsRecord,
+    PlacesRecord,
     Record,
     RecoveryRecord,
     RestartRecord,
@@ -175,6 +177,7 @@ class RunState:
         self.storage: StorageRecord | None = None
         self.steps = StepTable(0, 0)
         self._losses = Losses()
+        self._assignments: set[int] = set()  # of machines to places
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
         # restarts and committed steps before it, and kind of digest
@@ -255,6 +258,9 @@ class RunState:
                 for kind, digest in (("digest", record.digest), ("sha256", record.sha256)):
                     if digest:
                         self._params.setdefault((record.num_restarts, record.step, kind), set()).add(digest)
+            case PlacesRecord() if record.index not in self._assignments:  # each who reads it writes it
+                self._assignments.add(record.index)
+                self._note(text_of_places(record), at_s)
             case StorageRecord():
                 self.storage = None if record.outcome == "written" else record
             case EndRecord() if self.end is None:

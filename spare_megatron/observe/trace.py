@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from spare_megatron.journal.events import text_of_places
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import EntryRecord, LossRecord
+from spare_megatron.journal.records import EntryRecord, LossRecord, PlacesRecord
 from spare_megatron.journal.run_state import Losses
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 
@@ -51,7 +52,9 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
     events = [_complete(one) for one in placed]
     events += _names(chosen)
     events += _flows(placed)
-    events += _losses(journal, origin_s, max(one.ended_us for one in placed))
+    end_us = max(one.ended_us for one in placed)
+    events += _losses(journal, origin_s, end_us)
+    events += _moves(journal, origin_s, end_us)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -153,6 +156,22 @@ def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEve
                 "ts": _micro(found_s - origin_s),
                 "args": {"pending": record.pending},
             }
+
+
+def _moves(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEvent]:
+    """Marks across all ranks where machines took places."""
+    seen: set[int] = set()
+    for line in journal.lines:
+        if isinstance(record := line.record, PlacesRecord) and record.index not in seen:
+            seen.add(record.index)
+            if 0 <= _micro(line.at_s - origin_s) <= end_us:
+                yield {
+                    "name": text_of_places(record),
+                    "ph": "i",
+                    "s": "g",
+                    **_place(0, 0),
+                    "ts": _micro(line.at_s - origin_s),
+                }
 
 
 def _ranges(ranks: Sequence[RankSpans]) -> str:

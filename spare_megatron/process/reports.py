@@ -213,6 +213,14 @@ class RanksStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMoved:
+    """The sender's supervisor holds this place from now on: its reports name it as their node."""
+
+    machine: int
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
     """A node's supervisor did not come, or was lost before its ranks were ready; sent by its remote supervisor."""
 
@@ -311,7 +319,9 @@ class LastReportAcknowledged:
 
 DriverOrder = GoOn | EndEarly | StopProcess
 
-NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
+NodeReport = (
+    RankReport | RanksStarted | MachineMoved | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
+)
 
 # ------------------------------------------------------------------------------------------------------ from the driver
 

@@ -97,6 +97,16 @@ def group_incarnation(group: GroupId) -> str:
     return f"incarnation/{group}"
 
 
+def assignment(index: int) -> str:
+    """Entry of the list of assignments. Written once, by the supervisor that assigns; read by those without ranks."""
+    return f"assignment/{index:010}"
+
+
+def last_beat(node: int) -> str:
+    """The heartbeat at which the node was found silent. Written by its watchers; read by those who re-form groups."""
+    return f"silent/{node}"
+
+
 def part_ready(member: Member, node: int) -> str:
     """Says that the node can start its ranks of this incarnation. Written and read by the group's supervisors."""
     return f"part/{member.group}/{member.incarnation}/{node}"

@@ -24,8 +24,8 @@ class Stopped(Exception):
 
 class DriverLink:
     """The connection. A thread sends, so that the supervisor never waits for a driver that does not read. `is_needed`:
-    the node ends when the driver is gone; otherwise it goes on alone. `listener` gets every report, even if the driver
-    is gone.
+    the node ends when the driver is gone; otherwise it goes on alone. `listener`, which may change, gets every report,
+    even if the driver is gone.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DriverLink:
     ) -> None:
         self._connection: Connection | None = connection
         self._is_needed = is_needed
-        self._listener = listener
+        self.listener = listener
         self._unread: Queue[bytes | None] = Queue(most_unread)
         self._last_word_s = last_word_s
         self._failure: OSError | None = None  # of the thread
@@ -55,7 +55,7 @@ class DriverLink:
 
     def report(self, report: NodeReport) -> None:
         """Queues a report for the driver, if any. Stopped: a needed driver leaves too many reports unread."""
-        self._listener(report)
+        self.listener(report)
         if self._connection is None or self._failure is not None:  # `next_order` will find its last order, or its end
             return
         try:

@@ -52,9 +52,14 @@ class GroupRendezvous:
         self._incarnation = incarnation
         self._interval_s = interval_s
         self._on_event = on_event
-        groups = [group for group in layout.groups_on(node) if self._is_divided(group)]
-        self._present = {} if incarnation else {group: Member(group) for group in groups}
+        self._groups = [group for group in layout.groups_on(node) if self._is_divided(group)]
+        self._present = {} if incarnation else {group: Member(group) for group in self._groups}
         self._waiting: dict[GroupId, tuple[Member, PartReadiness]] = {}
+
+    @property
+    def are_broken(self) -> bool:
+        """Whether some group has no present incarnation here that is not fenced."""
+        return len(self._present) < len(self._groups)
 
     def note_started(self, member: Member) -> None:
         """Notes that the group's ranks on this node run this incarnation."""

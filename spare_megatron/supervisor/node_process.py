@@ -9,13 +9,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.own_code import code_mismatch
+from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process import end_signal
+from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import log_to_file, set_environment_of_ranks
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
+from spare_megatron.supervisor.driver_link import DriverLink
+from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.run_end import wait_for_others
 from spare_megatron.supervisor.supervisor import Supervisor
 
@@ -26,15 +30,35 @@ def supervise(spec: NodeSpec, driver: Connection) -> None:
     os._exit(0)  # the store link's thread may be blocked
 
 
-def look_after(spec: NodeSpec, driver: Connection) -> bool:
-    """Supervises a node to its end. Returns whether the run has ended without a driver."""
+def look_after(spec: NodeSpec, driver: Connection) -> int | None:
+    """Supervises the places that this machine holds one after another, until the run ends. Returns the last one if it
+    has ended without a driver, else None.
+    """
     log_to_file(spec.run_dir, spec.name)
-    supervisor = Supervisor(spec, driver)
-    end_signal.listen(supervisor.ask_to_end)
-    failure = supervisor.run()
-    is_orphaned = supervisor.close(failure)
-    sys.stdout.flush()
-    return is_orphaned
+    num_places = spec.config.parallel.num_nodes
+    machine = MachineId(spec.node + num_places * spec.incarnation)
+    link = DriverLink(driver, is_needed=not spec.is_remote)
+    network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
+    taken = _take_place(spec, machine) if spec.incarnation else None
+    while True:
+        if taken is not None:
+            spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
+            log_to_file(spec.run_dir, spec.name)
+        supervisor = Supervisor(spec, link, network, taken)
+        end_signal.listen(supervisor.ask_to_end)
+        end = supervisor.run()
+        if isinstance(end, str):
+            is_orphaned = supervisor.close(end)
+            sys.stdout.flush()
+            return spec.node if is_orphaned else None
+        supervisor.leave()
+        taken = end.to or _take_place(spec, machine)
+
+
+def _take_place(spec: NodeSpec, machine: MachineId) -> PlaceTaken:
+    """A place for a machine that replaces another one, or has lost its place to another one."""
+    store = open_store(spec.store)
+    return GroupReforming(spec.config, machine).take_place(store, AssignmentList(store, spec.config.parallel))
 
 
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
@@ -50,8 +74,9 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
         raise ValueError(f"{mismatch}: install the same on all nodes")
     config = spec.config
     spec = dataclasses.replace(spec, store=with_credentials(spec.store, config.control, os.environ))
-    if not look_after(spec, driver):
+    place = look_after(spec, driver)
+    if place is None:
         return None
     with contextlib.suppress(StoreLost):
-        wait_for_others(open_store(spec.store), node, config.parallel.num_nodes, config.control.heartbeat_interval_s)
+        wait_for_others(open_store(spec.store), place, config.parallel.num_nodes, config.control.heartbeat_interval_s)
     return conclude(spec.run_dir)

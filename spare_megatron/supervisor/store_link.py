@@ -15,12 +15,21 @@ from multiprocessing.connection import Connection
 from spare_megatron.core.actions import AwaitHosts
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
+from spare_megatron.core.places import Holding
+from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
+from spare_megatron.supervisor.group_reforming import (
+    BEATS_PER_INCARNATION,
+    Assigned,
+    AssignmentList,
+    GroupReforming,
+    PlaceTaken,
+)
 from spare_megatron.supervisor.group_rendezvous import (
     GroupRendezvous,
     PartFenced,
@@ -100,7 +109,16 @@ class NodeReplaced:
     """Another supervisor has taken this one's place, so this one must not start a group again."""
 
 
-LinkEvent = FenceWritten | NodeSilent | PartFenced | PartsReady | LinkLost | LogStopped | NodeReplaced
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceChanged:
+    """This machine's place is another from now on; None if it has lost its place to another machine."""
+
+    to: PlaceTaken | None
+
+
+LinkEvent = (
+    FenceWritten | NodeSilent | PartFenced | PartsReady | LinkLost | LogStopped | NodeReplaced | Assigned | PlaceChanged
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +130,8 @@ class _Ready:
 
 class StoreLink:
     """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`. `connect` opens the store, in
-    the thread. `incarnation` is that of this supervisor; None if no other may take its place.
+    the thread. `incarnation` is that of this supervisor. `machine` holds the place `node`; the same number if absent.
+    `reforming`: None if the groups of the layout cannot be re-formed.
     """
 
     def __init__(
@@ -123,8 +142,12 @@ class StoreLink:
         interval_s: float,
         connect: Callable[[], ControlStore],
         outbox: Connection,
-        incarnation: int | None = None,
+        incarnation: int = 0,
+        machine: MachineId | None = None,
+        reforming: GroupReforming | None = None,
     ) -> None:
+        self._holding = Holding(MachineId(node) if machine is None else machine, PlaceId(node), incarnation)
+        self._reforming = reforming
         self._incarnation = incarnation
         self._node = node
         self._layout = layout
@@ -134,12 +157,11 @@ class StoreLink:
         self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
         self._stop: Stop | AwaitHosts | None = None  # as last reported
-        self._parts = GroupRendezvous(layout, node, incarnation or 0, interval_s, outbox.send)
+        self._parts = GroupRendezvous(layout, node, incarnation, interval_s, outbox.send)
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
-        # Offset by incarnation: a replacement's first beat must not equal the last one of the lost supervisor.
-        self._beats = (incarnation or 0) << 32
+        self._beats = incarnation * BEATS_PER_INCARNATION
         self._beat_at_s = time.monotonic()
         """Due time of the next heartbeat."""
         self._last_beats: dict[int, int] = {}
@@ -183,9 +205,7 @@ class StoreLink:
     def _run(self) -> None:
         try:
             store = self._connect()
-            log = DecisionLog(store)
-            if self._incarnation:
-                store.put(keys.supervisor_incarnation(self._node), str(self._incarnation))
+            log = self._begin(store)
             while self._handle_next(store, log):
                 self._since_s = time.monotonic()
         except StoreLost as error:
@@ -194,11 +214,24 @@ class StoreLink:
             traceback.print_exc()
             self._outbox.send(LinkLost(reason=f"{type(error).__name__}: {error}"))
 
+    def _begin(self, store: ControlStore) -> DecisionLog:
+        self._assignments = AssignmentList(store, self._layout)
+        if self._incarnation:
+            store.put(keys.supervisor_incarnation(self._node), str(self._incarnation))
+        return DecisionLog(store)
+
     def _handle_next(self, store: ControlStore, log: DecisionLog) -> bool:
         """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
+            if self._reforming is not None and self._parts.are_broken:
+                if self._is_replaced():
+                    return False
+                assigned = self._reforming.poll(store, self._assignments, self._holding.place)
+                if assigned is not None:
+                    self._outbox.send(assigned)
+                    return True  # its own place may be another
             self._parts.poll(store)
             self._poll_log(store)
             return True
@@ -206,8 +239,7 @@ class StoreLink:
             wanted = self._wanted.get(timeout=left_s)
         except queue.Empty:
             return True
-        if self._is_replaced(store):
-            self._outbox.send(NodeReplaced())
+        if self._is_replaced():
             return False
         if wanted is None:
             store.put(keys.beat(self._node), ENDED)
@@ -236,11 +268,18 @@ class StoreLink:
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_groups)
         return True
 
-    def _is_replaced(self, store: ControlStore) -> bool:
-        if self._incarnation is None:
+    def _is_replaced(self) -> bool:
+        """Whether another supervisor has this one's place, or this one another place; then the last event says so."""
+        own = self._holding
+        places = self._assignments.read()
+        held = places.held_by(own.machine)
+        if held == own:
             return False
-        (latest,) = store.get([keys.supervisor_incarnation(self._node)])
-        return latest is not None and int(latest) > self._incarnation
+        if places.has_replaced(own.machine):
+            self._outbox.send(NodeReplaced())
+        else:
+            self._outbox.send(PlaceChanged(to=None if held is None else self._assignments.last_of(held)))
+        return True
 
     def _keep_beating(self, store: ControlStore) -> None:
         """For use between the requests of a long operation: notes that the store answers, and beats if that is due."""
@@ -291,6 +330,8 @@ class StoreLink:
             # A supervisor beats before it starts a group: if the beat stands still, none of these is a replacement's.
             if store.get([keys.beat(other)]) == [beats]:
                 self._silent.add(other)
+                if beats is not None:
+                    store.put(keys.last_beat(other), beats)
                 self._outbox.send(NodeSilent(node=other, cause=cause, members=tuple(members)))
         elif self._last_beats[other] != before:  # `cause` is also empty in the grace period
             self._silent.discard(other)

@@ -1,10 +1,12 @@
 """Supervises the ranks of one node: starts, watches and reaps them, and fences a group that loses one."""
 
+import contextlib
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.process.network import NodeNetwork
@@ -19,6 +21,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    MachineMoved,
     NodeEnded,
     RankKey,
     RankRaised,
@@ -35,6 +38,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken, is_possible
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
@@ -52,6 +56,7 @@ from spare_megatron.supervisor.store_link import (
     LogStopped,
     NodeReplaced,
     NodeSilent,
+    PlaceChanged,
     StoreLink,
     StoreWatch,
 )
@@ -69,20 +74,31 @@ class _Failed(Exception):
     """The node cannot continue."""
 
 
+class _Moved(Exception):
+    """The machine has another place from now on."""
+
+    def __init__(self, change: PlaceChanged) -> None:
+        self.change = change
+
+
 class Supervisor:
     """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
-    thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `close`.
+    thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `leave` if the machine is to
+    take another place, else `close`. `taken`: how it took this one, if it did not begin with it.
     """
 
-    def __init__(self, spec: NodeSpec, driver: Connection) -> None:
+    def __init__(
+        self, spec: NodeSpec, driver: DriverLink, network: NodeNetwork | None, taken: PlaceTaken | None = None
+    ) -> None:
         self._spec = spec
+        self._driver = driver
+        self._taken = taken
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
-        on_held = report_held(lambda event: self._driver.report(event))
-        self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
+        self._journal = JournalWriter(spec.run_dir, spec.name, on_held=report_held(driver.report))
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
-        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.on_event)
+        driver.listener = self._timeline.on_event
         load_timeout_s = spec.config.checkpoint.timeout_s
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
         self._raised = RaisedExceptions()
@@ -101,27 +117,31 @@ class Supervisor:
         )
         self._store_failure = ""
         self._head_hint = 0
-        network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
         self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
+        machine = MachineId(spec.node) if taken is None else taken.holding.machine
         self._link = StoreLink(
             node=spec.node,
             layout=spec.config.parallel,
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
-            incarnation=spec.incarnation if spec.is_remote else None,
+            incarnation=spec.incarnation,
+            machine=machine,
+            reforming=GroupReforming(spec.config, machine) if is_possible(spec.config.parallel) else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(spec.node))
         self._requests = RequestWatch(spec.run_dir, spec.config.parallel.groups_on(spec.node), notice)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
-    def run(self) -> str:
-        """Supervises until no rank is left. Returns why the run cannot continue; empty after a normal end."""
+    def run(self) -> str | PlaceChanged:
+        """Supervises until no rank is left. Returns why the run cannot continue, empty after a normal end; or that this
+        machine is to take another place.
+        """
         try:
-            if self._spec.incarnation:
-                self._take_over()
+            if self._taken is not None:
+                self._take_over(self._taken)
             else:
                 self._ranks.start_all()
                 self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
@@ -130,6 +150,8 @@ class Supervisor:
             self._watch()
         except Stopped:
             return "stopped"
+        except _Moved as moved:
+            return moved.change
         except _Failed as error:
             return str(error)
         return self._store_failure
@@ -138,14 +160,23 @@ class Supervisor:
         """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
 
+    def leave(self) -> None:
+        """Ends all processes, for a supervisor of another place in this process."""
+        self._ranks.end_all()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        self._timeline.close()
+        close_or_report(self._journal, self._driver.report)
+
     def close(self, failure: str) -> bool:
         """Ends all processes and connections. Returns whether the run has ended without a driver."""
         self._ranks.end_all()
         if not failure:
             self._link.stop(_FAREWELL_S)
-            self._handle_link_events()
-        self._timeline.close()
-        close_or_report(self._journal, self._driver.report)
+            with contextlib.suppress(_Moved):
+                self._handle_link_events()
+        self._close_files()
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         if failure or self._driver.is_there:
             return False
@@ -312,8 +343,10 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------ loss
 
-    def _take_over(self) -> None:
-        """Fences the groups of the node's lost former supervisor, so that they start again under this one."""
+    def _take_over(self, taken: PlaceTaken) -> None:
+        """Fences the groups of the place's former supervisor, so that they start again under this one."""
+        self._journal.write(taken.by.record(self._spec.config.parallel))
+        self._driver.report(MachineMoved(machine=taken.holding.machine, node=self._spec.node))
         self._restarts.has_begun = True
         for group in sorted(self._ranks.foreign):
             self._want_fence(group, -1, f"node {self._spec.node}: its supervisor is lost")
@@ -356,6 +389,10 @@ class Supervisor:
                         self._restarts.on_wipe_out()
                     else:
                         self._end_with_the_run()
+                case Assigned():
+                    self._journal.write(event.record(self._spec.config.parallel))
+                case PlaceChanged():
+                    raise _Moved(event)
                 case NodeReplaced():
                     raise Stopped
                 case LinkLost(reason=reason):

@@ -511,3 +511,22 @@ def test_a_password_in_an_endpoint_is_refused_and_not_shown() -> None:
     problem = only_problem("control.store=etcd", 'control.endpoints=["https://user:secret@etcd-0:2379"]')
     assert "'etcd-0:2379' is not of the form https://host:port" in problem
     assert "secret" not in problem
+
+
+def test_groups_that_do_not_fill_machines_are_not_reformed_and_why_is_said_once() -> None:
+    """An error only for those who ask for it."""
+    divided = ("layout.num_groups=4", "layout.pipeline_parallel=3", "model.num_layers=6", "cluster.num_nodes=6")
+    (text,) = [text for text in warnings(configured(*divided), CPU) if "re-formed" in text]
+    assert "groups of 3 ranks on machines of 2 do not fill whole machines" in text
+    assert problems(configured(*divided), CPU) == []
+    (problem,) = problems(configured(*divided, "spare.reform_after_s=5"), CPU)
+    assert problem.startswith("spare.reform_after_s=5 has no effect: groups of 3 ranks on machines of 2")
+    filled = (*divided[:3], "cluster.num_nodes=12", "spare.reform_after_s=5")
+    assert problems(configured(*filled), CPU) == []
+    (problem,) = problems(configured(*filled, "spare.rejoins=0"), CPU)
+    assert "has no effect with spare.rejoins=0" in problem
+
+
+def test_a_replacement_is_waited_for_where_the_job_has_spare_nodes() -> None:
+    job = ("cluster.launcher=srun", "slurm.num_spare_nodes=1")
+    assert [configured(*sets).reform_after_s for sets in ((), job, (*job, "spare.reform_after_s=5"))] == [0, 60, 5]

@@ -15,6 +15,7 @@ import pytest
 from spare_megatron.cli.train import exit_code
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.core.reforming import MachineId
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
 from spare_megatron.journal.files import read_journal
@@ -24,6 +25,7 @@ from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.process.reports import ExitCode, StoreAway
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys as keys_of_run
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process
 from spare_megatron.supervisor.run_end import end_without_driver, outcome_of, wait_for_others, write_end
@@ -201,13 +203,13 @@ def test_others_are_waited_for_until_they_have_ended_and_not_if_they_are_silent(
 
 
 class OtherSupervisor:
-    """A store that knows of another supervisor of the node."""
+    """A store that knows of another supervisor of the node, on the machine that replaces this one."""
 
     def __init__(self) -> None:
         self.written: list[str] = []
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        return ["2" if key.startswith("life/") else None for key in keys]
+        return ["[[[6,0,2]],[],[]]" if key == keys_of_run.assignment(0) else None for key in keys]
 
     def exists(self, key: str) -> bool:
         return False
@@ -229,6 +231,7 @@ def test_a_supervisor_that_returns_after_it_was_replaced_fences_no_group_and_lea
         connect=lambda: store,  # type: ignore[arg-type, return-value]
         outbox=outbox,
         incarnation=1,
+        machine=MachineId(4),
     )
     member = Member(GroupId(0), 0)
     link.fence(FenceWanted(group=member.group, member=member, rank=0, cause="SIGKILL", error="", from_index=0))

@@ -113,8 +113,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
 
 def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_can_wake(driver: Driver) -> None:
     driver._store = _StoppedStore()  # type: ignore[assignment]
-    driver._handle(RanksReady(group=GroupId(0)))
-    driver._handle(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
+    driver._handle(RanksReady(group=GroupId(0)), 0)
+    driver._handle(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""), 0)
     assert driver._absent_groups == {1}
 
 

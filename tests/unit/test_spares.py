@@ -371,3 +371,10 @@ def test_a_group_that_is_lost_soon_waits_longer_and_a_restart_of_the_whole_run_c
     assert budget.spend(ONE, 4.0, is_free=False) == NextStart(0.0, takes_spares=True), "it was up for long"
     assert budget.spend(ONE, 100.0, is_free=False) is None
     assert budget.spend(ONE, 100.0, is_free=True) is not None
+
+
+def test_restarts_are_counted_anew_after_a_long_life() -> None:
+    """A run of weeks loses each group several times; only one that is lost again and again is given up."""
+    budget = RestartBudget(most_restarts=1, interval_s=1.0)
+    assert all(budget.spend(ONE, 512.0, is_free=False) is not None for _ in range(4))
+    assert budget.spend(ONE, 511.0, is_free=False) is None

@@ -71,6 +71,8 @@ def test_no_other_module_spells_a_key_of_the_control_store() -> None:
         (keys.beat(1), "beat/1"),
         (keys.supervisor_incarnation(1), "life/1"),
         (keys.group_incarnation(MEMBER.group), "incarnation/3"),
+        (keys.assignment(17), "assignment/0000000017"),
+        (keys.last_beat(1), "silent/1"),
         (keys.part_ready(MEMBER, 1), "part/3/2/1"),
         (keys.part_fenced(MEMBER), "lost/3/2"),
         (keys.piece_server(MEMBER, 5), "pieces/3/2/5"),

@@ -1,0 +1,158 @@
+"""Has machines of broken groups take empty places of others, through the list of assignments in the control store.
+
+Any supervisor may write an entry, the lowest machine of a broken group does. An entry binds: a machine whose place is
+given to another, or that is given another place, ends the ranks that it has.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
+from spare_megatron.core.reforming import MachineId, PlaceId, places_per_group
+from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.supervisor.group_rendezvous import present_members
+
+BEATS_PER_INCARNATION = 1 << 32
+"""Heartbeats are counted from a multiple of this, so that those of two supervisors of a place never equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """An assignment and its index in the list."""
+
+    index: int
+    assignment: Assignment
+
+    def record(self, layout: Layout) -> PlacesRecord:
+        assignment = self.assignment
+        return PlacesRecord(
+            index=self.index,
+            num_places=layout.num_nodes,
+            holdings=[list(holding) for holding in assignment.holdings],
+            places=[list(place) for place in assignment.places],
+            idle=list(assignment.idle),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceTaken:
+    """The machine holds this place from now on, by this assignment."""
+
+    holding: Holding
+    by: Assigned
+
+
+class AssignmentList:
+    """The list of assignments over one store connection, as far as it was read."""
+
+    def __init__(self, store: ControlStore, layout: Layout) -> None:
+        self._store = store
+        self._layout = layout
+        self._entries: list[Assignment] = []
+        self.places = Places(layout)
+
+    def read(self) -> Places:
+        """Reads what is new in the list."""
+        while (text := self._store.get([keys.assignment(len(self._entries))])[0]) is not None:
+            self._entries.append(decode_assignment(text))
+            self.places.apply(self._entries[-1])
+        return self.places
+
+    def append(self, assignment: Assignment) -> Assigned | None:
+        """Writes the assignment after those that were read; None if another one was written there."""
+        index, text = len(self._entries), encode_assignment(assignment)
+        is_written = self._store.put_if_absent(keys.assignment(index), text) == text
+        self.read()
+        if not is_written:
+            return None
+        for holding in assignment.holdings:
+            # Without a beat of its own the place would count as empty until the machine has come.
+            self._store.put(keys.beat(holding.place), str(holding.incarnation * BEATS_PER_INCARNATION))
+        return Assigned(index=index, assignment=assignment)
+
+    def last_of(self, holding: Holding) -> PlaceTaken:
+        """How this holding began."""
+        index = next(i for i, one in reversed(list(enumerate(self._entries))) if holding in one.holdings)
+        return PlaceTaken(holding=holding, by=Assigned(index=index, assignment=self._entries[index]))
+
+
+class GroupReforming:
+    """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store."""
+
+    def __init__(self, config: RunConfig, machine: MachineId) -> None:
+        self._layout = config.parallel
+        self._machine = machine
+        self._groups_per_domain = config.spare.groups_per_domain
+        self._after_s = config.reform_after_s
+        self._has_begun = False  # training
+        self._broken_since_s: dict[Member, float] = {}
+
+    def poll(self, store: ControlStore, assignments: AssignmentList, place: PlaceId) -> Assigned | None:
+        """Assigns places if groups have lacked a machine for long enough, and this is the machine to do it."""
+        self._has_begun = self._has_begun or store.exists(keys.ALL_GROUPS_READY)
+        (group,) = self._layout.groups_on(place)
+        if not self._has_begun or not self._is_lowest(store, assignments.places, [group]):
+            return None
+        empty = {member: self._empty_of(store, assignments.places, [member.group]) for member in self._broken(store)}
+        now_s = time.monotonic()
+        self._broken_since_s = {
+            member: self._broken_since_s.get(member, now_s) for member, places in empty.items() if places
+        }
+        due = [member for member, since_s in self._broken_since_s.items() if now_s - since_s >= self._after_s]
+        if not due or not self._is_lowest(store, assignments.places, [member.group for member in due]):
+            return None
+        found = [place for member in due for place in empty[member]]
+        assignment = assignments.places.reform(found, self._groups_per_domain)
+        return assignments.append(assignment) if assignment.holdings else None
+
+    def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
+        """Takes a place for the machine, which has none or replaces another one. ValueError: it was replaced itself."""
+        while True:
+            places = assignments.read()
+            empty: list[PlaceId] = []
+            if places.held_by(self._machine) is None:
+                empty = self._empty_of(store, places, [member.group for member in self._broken(store)])
+            assigned = assignments.append(places.replace(self._machine, empty, self._groups_per_domain))
+            held = assignments.places.held_by(self._machine)
+            if assigned is not None and held is not None:
+                return PlaceTaken(holding=held, by=assigned)
+
+    def _broken(self, store: ControlStore) -> list[Member]:
+        """The groups whose present incarnation is fenced."""
+        present = present_members(store, [GroupId(group) for group in range(self._layout.num_groups)])
+        fenced = store.get([keys.part_fenced(member) for member in present])
+        return [member for member, text in zip(present, fenced, strict=True) if text is not None]
+
+    def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
+        """The places of these groups that no machine holds, or one that has ended or is silent."""
+        of_groups = [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)]
+        if not of_groups:
+            return []
+        beats = store.get([keys.beat(place) for place in of_groups])
+        last = store.get([keys.last_beat(place) for place in of_groups])
+        return [
+            place
+            for place, beat, last_beat in zip(of_groups, beats, last, strict=True)
+            if places.holder_of(place) is None or beat in (None, ENDED, last_beat)
+        ]
+
+    def _is_lowest(self, store: ControlStore, places: Places, groups: Sequence[GroupId]) -> bool:
+        """Whether these groups lack a machine, and this one is the lowest that they have."""
+        empty = self._empty_of(store, places, groups)
+        held = {PlaceId(node) for group in groups for node in self._layout.nodes_of(group)} - set(empty)
+        machines = [machine for place in held if (machine := places.holder_of(place)) is not None]
+        return bool(empty) and min(machines, default=None) == self._machine
+
+
+def is_possible(layout: Layout) -> bool:
+    """Whether groups stand on several machines and fill them: only then have others use for one of a broken group."""
+    try:
+        return places_per_group(layout) > 1
+    except ValueError:
+        return False

@@ -1,0 +1,93 @@
+"""What `spare check` and the views of a run make of machines that take places."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
+from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.journal.check_places import check_places
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.journal.run_state import RunState
+from spare_megatron.stacking.layout import Layout
+from tests.unit.journal_in_memory import run_record
+
+RE_FORMED = PlacesRecord(index=0, num_places=8, holdings=[[2, 0, 1]], places=[[0, None], [1, 1], [2, 2], [3, None]])
+"""Four groups of two machines each; the first of group 0 and the second of group 1 are lost."""
+CAME_BACK = PlacesRecord(index=1, num_places=8, holdings=[[8, 2, 1]])
+"""Another machine in the place of the first takes the place that was left."""
+
+
+def found(*records: PlacesRecord) -> list[str]:
+    view: Any = SimpleNamespace(rare=[SimpleNamespace(record=record) for record in records])
+    return [finding.reason for finding in check_places(view, run_record(4))]
+
+
+def changed(record: PlacesRecord, **fields: Any) -> PlacesRecord:
+    return PlacesRecord(**{name: getattr(record, name) for name in record.__slots__} | fields)
+
+
+def test_assignments_that_follow_each_other_are_right_even_if_one_is_missing() -> None:
+    assert found(RE_FORMED, CAME_BACK, RE_FORMED) == []
+    assert found(changed(CAME_BACK, index=7)) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ((RE_FORMED, changed(RE_FORMED, holdings=[[1, 3, 1]])), "is journaled in two ways"),
+        ((changed(RE_FORMED, holdings=[[2, 0, 1], [2, 3, 1]]),), "names machine 2 twice"),
+        ((changed(RE_FORMED, holdings=[[2, 0, 1], [1, 0, 1]]),), "names place 0 twice"),
+        ((changed(RE_FORMED, holdings=[[4, 0, 1]]),), "moves machine 4, whose group may train"),
+        ((changed(RE_FORMED, holdings=[[2, 1, 1]]),), "gives place 1 away, which is not empty"),
+        ((changed(RE_FORMED, holdings=[[1, 3, 1], [2, 0, 1]]),), "makes groups [0, 1] whole, and its machines suffice"),
+        ((RE_FORMED, changed(CAME_BACK, holdings=[[8, 0, 1]])), "begins incarnation 1 of place 0, which has had 1"),
+        ((RE_FORMED, CAME_BACK, changed(CAME_BACK, index=2, holdings=[[0, 3, 1]])), "which another one has replaced"),
+        ((RE_FORMED, changed(RE_FORMED, index=1, places=[[0, 0], [1, None]], holdings=[[0, 1, 1]])), "that of place 0"),
+        (
+            (changed(RE_FORMED, places=[[0, None], [1, 1], [2, 2], [3, None], [4, 4], [5, None], [6, 6], [7, 7]]),),
+            "makes groups [0] whole, and its machines suffice for 2",
+        ),
+    ],
+)
+def test_what_no_list_of_assignments_has_is_found(records: tuple[PlacesRecord, ...], reason: str) -> None:
+    assert any(reason in one for one in found(*records)), found(*records)
+
+
+def test_more_moves_than_it_takes_are_found() -> None:
+    """Groups of three: one lacks a machine, two lack two."""
+    places: list[list[int | None]] = [[place, None if place in (0, 4, 5, 6, 7) else place] for place in range(9)]
+    record = PlacesRecord(index=0, num_places=12, holdings=[[8, 0, 1]], places=places)
+    assert found(record) == []
+    wasteful = changed(record, holdings=[[1, 4, 1], [2, 5, 1]])
+    assert found(wasteful) == ["assignment 0 of places moves 2 machines, and fewer would make as many groups whole"]
+
+
+def test_each_assignment_is_one_event_of_the_run() -> None:
+    run_state = RunState()
+    run_state.add_line(Line(source="driver", at_s=1.0, record=run_record(4)))
+    for source in ("supervisor-1", "supervisor-0-life-1"):
+        run_state.add_line(Line(source=source, at_s=2.0, record=RE_FORMED))
+    run_state.add_line(Line(source="supervisor-2-life-1", at_s=3.0, record=CAME_BACK))
+    assert [event.text for event in run_state.events(9)] == [
+        "machine 2 takes place 0 to make a group whole",
+        "machine 8 takes place 2",
+    ]
+
+
+def test_a_place_is_vacant_once_its_machine_has_left_it_and_the_list_is_read_as_it_was_written() -> None:
+    places = Places(Layout(num_groups=4, pipeline_parallel=2, num_nodes=8))
+    chosen = places.reform([PlaceId(0), PlaceId(3)], 1)
+    assert chosen.holdings == (Holding(MachineId(2), PlaceId(0), 1),)
+    assert decode_assignment(encode_assignment(chosen)) == chosen
+    places.apply(chosen)
+    assert [places.holder_of(PlaceId(place)) for place in range(4)] == [2, 1, None, 3]
+    assert places.held_by(MachineId(0)) is None
+    back = places.replace(MachineId(8), [], 1)
+    assert back == Assignment(holdings=(Holding(MachineId(8), PlaceId(2), 1),))
+    places.apply(back)
+    assert places.has_replaced(MachineId(0))
+    with pytest.raises(ValueError, match="node 0: another supervisor has replaced this one"):
+        places.replace(MachineId(0), [], 1)

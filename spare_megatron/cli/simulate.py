@@ -64,6 +64,17 @@ _Microbatches = Annotated[int | None, typer.Option(help="Microbatches per shard.
 _Steps = Annotated[int | None, typer.Option(help="Number of steps to commit.")]
 _Seeds = Annotated[int, typer.Option(help="Number of simulations of each scenario, with seeds from 0.")]
 _Repair = Annotated[str | None, typer.Option(help="Time from the loss of a group until its repair, as in 10m.")]
+_Reform = Annotated[
+    str | None,
+    typer.Option(
+        help="Re-form groups from idle machines and those of broken groups: time from the loss of a machine until "
+        "the group runs, as in 60s. Detection and rebuild then take 2 s each unless set."
+    ),
+]
+_Machines = Annotated[int | None, typer.Option(help="Machines of a group; with --reform a loss takes one of them.")]
+_SharedData = Annotated[
+    bool | None, typer.Option("--shared-data", help="All groups can read all data, so that any computes any shard.")
+]
 _Save = Annotated[str | None, typer.Option(help="Time that training stalls for one save, as in 60s.")]
 _Join = Annotated[str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.")]
 _Overrides = Annotated[
@@ -108,6 +119,9 @@ def simulate(
     steps: _Steps = None,
     seeds: _Seeds = 5,
     repair: _Repair = None,
+    reform: _Reform = None,
+    machines_per_group: _Machines = None,
+    shared_data: _SharedData = None,
     save: _Save = None,
     join: _Join = None,
     overrides: _Overrides = None,
@@ -130,12 +144,14 @@ def simulate(
     Exit codes: 2 invalid input, 130 interrupted.
     """
     own: dict[str, str | int | None] = {"granularity": granularity, "redundancy": redundancy, "num_steps": steps}
-    own["microbatches_per_shard"] = microbatches
+    own |= {"microbatches_per_shard": microbatches, "machines_per_group": machines_per_group}
+    own["last_resort"] = "true" if shared_data else None
     request = SimulateRequest(
         preset=preset,
         settings=own,
         durations={
             "repair_s": ("--repair", repair),
+            "reform_s": ("--reform", reform),
             "costs.save_s": ("--save", save),
             "costs.join_s": ("--join", join),
         },

@@ -2,11 +2,13 @@
 
 import heapq
 from collections import Counter
+from collections.abc import Iterable
 from math import inf
 
 import numpy as np
 
 from spare_megatron.simulator.failures import FailureProcess, Loss
+from spare_megatron.simulator.machines import Machines
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId
 
@@ -17,8 +19,9 @@ class Fleet:
     Failed hardware (a group's, or one of its nodes) is repaired into the pool of spares. A lost group reserves what is
     free first: a spare, else the next repaired; groups lost together choose in order of their ids. It then fetches the
     state and waits to be admitted, and cannot be lost meanwhile. Hardware that is never repaired is gone; with no other
-    left a lost group stays away until a restart, which brings back all groups and spares. `num_lost`: groups lost so
-    far, counting each loss. `max_down`: the most groups down at a time.
+    left a lost group stays away until a restart, which brings back all groups and spares. With re-forming a loss takes
+    one machine instead, nothing is reserved, and `core.reforming` decides which groups are whole again. `num_lost`:
+    groups lost so far, counting each loss. `max_down`: the most groups down at a time.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
@@ -29,6 +32,7 @@ class Fleet:
         self.losses_by_cause: Counter[str] = Counter()
         self.cause_of: dict[GroupId, str] = {}
         self._hardware_s = [0.0] * scenario.num_spares
+        self._machines = None if scenario.reform_s is None else Machines(scenario)
         self._ready_s: dict[GroupId, float] = {}
         self._down_s = 0.0  # sum over groups
         self._num_down = 0
@@ -44,7 +48,13 @@ class Fleet:
         for group in loss.groups:
             self.is_up[group] = False
             self.cause_of[group] = loss.cause
-            self._repair(group, loss)
+        repaired_at_s = [loss.at_s + self._repair_time(loss) for _ in loss.groups]
+        if self._machines is None:
+            for group, at_s in zip(loss.groups, repaired_at_s, strict=True):
+                self._reserve(group, loss.at_s, at_s)
+        else:
+            self._return_until(loss.at_s)
+            self._note_whole((group, loss.at_s) for group in self._machines.lose(loss.groups, repaired_at_s))
         self.num_lost += len(loss.groups)
         self.losses_by_cause[loss.cause] += len(loss.groups)
         self._count(loss.at_s, self._num_down + len(loss.groups))
@@ -58,6 +68,7 @@ class Fleet:
 
     def ready(self, now_s: float) -> tuple[GroupId, ...]:
         """The groups that wait to be admitted, ascending."""
+        self._return_until(now_s)
         if not self._ready_s:
             return ()
         return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
@@ -81,6 +92,8 @@ class Fleet:
         self.is_up[:] = True
         self._ready_s.clear()
         self._hardware_s = [now_s] * self._scenario.num_spares
+        if self._machines is not None:
+            self._machines.restart()
         self._process.restarted(began_s, now_s, came_back)
 
     def mean_down(self, now_s: float, restarting_s: float) -> float:
@@ -88,13 +101,23 @@ class Fleet:
         self._count(now_s, self._num_down)
         return self._down_s / (now_s - restarting_s) if now_s > restarting_s else 0.0
 
-    def _repair(self, group: GroupId, loss: Loss) -> None:
-        repair_s = self._repair_time(loss)
-        if repair_s < inf:
-            heapq.heappush(self._hardware_s, loss.at_s + repair_s)
+    def _reserve(self, group: GroupId, lost_at_s: float, repaired_at_s: float) -> None:
+        """Hardware that fails joins the pool once it is repaired; the group takes what is free first."""
+        if repaired_at_s < inf:
+            heapq.heappush(self._hardware_s, repaired_at_s)
         if self._hardware_s:
             free_s = heapq.heappop(self._hardware_s)
-            self._ready_s[group] = max(free_s, loss.at_s) + self._scenario.costs.state_transfer_s
+            self._ready_s[group] = max(free_s, lost_at_s) + self._scenario.costs.state_transfer_s
+
+    def _return_until(self, now_s: float) -> None:
+        if self._machines is not None:
+            self._note_whole(self._machines.return_until(now_s))
+
+    def _note_whole(self, groups: Iterable[tuple[GroupId, float]]) -> None:
+        """Groups that have all their machines since some time: their processes start, then they fetch the state."""
+        for group, whole_at_s in groups:
+            formed_at_s = whole_at_s + (self._scenario.reform_s or 0.0)
+            self._ready_s[group] = formed_at_s + self._scenario.costs.state_transfer_s
 
     def _repair_time(self, loss: Loss) -> float:
         mean_s = self._scenario.repair_s if loss.repair_s is None else loss.repair_s

@@ -54,6 +54,9 @@ T = TypeVar("T")
 TRACE_FILE = "failures.trace_file"
 """Key of a CSV file of losses, relative to the TOML file that names it."""
 
+REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
+"""What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
+
 MIX = "failures.mix."
 """Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
 
@@ -82,6 +85,8 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
     values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
     values |= dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
     _check_keys(values)
+    if values.get("reform_s") not in (None, "none"):
+        values = REFORM_COSTS | values
     try:
         values["failures.mix"] = _take_mix(values)
         if values.get(TRACE_FILE):

@@ -7,10 +7,12 @@ from typing import Literal
 import numpy as np
 
 from spare_megatron.core.cadence import optimal_cadence_s
+from spare_megatron.planner import reforming
 from spare_megatron.planner.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.planner.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.planner.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.planner.readmission import hardware_wait_s
+from spare_megatron.planner.reforming import ReformTimes
 from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.stacking.order import Granularity
@@ -98,7 +100,12 @@ class Scenario:
     repair_is_random: bool = False
     """Whether repair times are exponential with their means instead of constant; those of a trace stay as they are."""
     num_spares: int = 0
-    """Idle hardware that replaces what was lost: groups, or nodes where single nodes are lost."""
+    """Idle hardware that replaces what was lost: groups, or machines where single nodes or machines are lost."""
+    machines_per_group: int = 1
+    """Machines of a group. With reform_s a loss takes one of them."""
+    reform_s: float | None = None
+    """Groups are re-formed from idle machines and those of broken groups: seconds from the loss or repair of a machine
+    until a group that it leaves whole runs and can fetch the state. None: a group waits for its own machines."""
     save_interval_s: float | None = None
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
     expected_group_life_s: float | None = None
@@ -175,6 +182,11 @@ class Scenario:
         if self.policy == "checkpoint_only" or interval_s == inf:
             return interval_s
         hosts = n if self.last_resort and self.policy == "spare" else self.redundancy
+        if self.reform_s is not None:
+            times = self._reform_times(self.reform_s)
+            if self.last_resort:
+                return reforming.time_without_machines_s(n, n * interval_s, times)
+            return reforming.survival(n, hosts, n * interval_s, times)[0]
         back_s = self.mean_absence_s()
         if self.failures.kind == "domain" and self.policy == "spare" and not self.last_resort:
             return self._time_to_wipe_out_by_domains_s(back_s)
@@ -188,6 +200,18 @@ class Scenario:
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
         lost = np.arange(n)
         return float((covered[:n] * interval_s * n / (n - lost)).sum())
+
+    def _reform_times(self, reform_s: float) -> ReformTimes:
+        costs = self.costs
+        return ReformTimes(
+            machines_per_group=self.machines_per_group,
+            reform_s=reform_s,
+            run_s=self.num_steps * (costs.compute_s + costs.reduce_s + costs.update_s),
+            repair_s=self.failures.mean_repair_s(self.repair_s),
+            transfer_s=costs.state_transfer_s,
+            join_s=costs.join_s,
+            num_spares=self.num_spares,
+        )
 
     def _time_to_wipe_out_by_domains_s(self, back_s: float | None) -> float:
         placement = make_placement(self.placement, self.num_groups, self.redundancy, self.placed_groups_per_domain)
@@ -221,6 +245,7 @@ def _problems(scenario: Scenario) -> list[str]:
             ("microbatches_per_shard", 1),
             ("num_steps", 1),
             ("num_spares", 0),
+            ("machines_per_group", 1),
         )
         if getattr(scenario, name) < least
     ]
@@ -236,7 +261,7 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append(f"slice_redundancy belongs to the policy spare, not {scenario.policy}; set it to 0")
     if scenario.slice_copy_s is not None and not scenario.slice_redundancy:
         found.append(f"slice_copy_s={scenario.slice_copy_s} is never used: slice_redundancy is 0")
-    for name in ("repair_s", "save_interval_s", "slice_copy_s"):
+    for name in ("repair_s", "reform_s", "save_interval_s", "slice_copy_s"):
         value = getattr(scenario, name)
         if value is not None and not value >= 0:
             found.append(f"{name}={value} has to be 0 or more")
@@ -249,6 +274,15 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append("repair_is_random has no mean: set repair_s, or repair_s of the causes in failures.mix")
     if scenario.num_spares and scenario.policy == "checkpoint_only":
         found.append(f"num_spares={scenario.num_spares} is never used: checkpoint_only restarts all groups at any loss")
+    if scenario.machines_per_group > 1 and scenario.reform_s is None:
+        found.append(f"machines_per_group={scenario.machines_per_group} is never used: set reform_s")
+    if scenario.reform_s is not None and scenario.policy != "spare":
+        found.append(f"reform_s={scenario.reform_s} belongs to the policy spare, not {scenario.policy}; unset it")
+    if scenario.reform_s is not None and scenario.failures.kind not in ("system", "trace"):
+        found.append(
+            f"reform_s={scenario.reform_s} is simulated for failures.kind system and trace, "
+            f"not {scenario.failures.kind}, whose clocks belong to groups"
+        )
     if scenario.last_resort and scenario.policy != "spare":
         found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
     if scenario.last_resort and scenario.granularity == "stack":

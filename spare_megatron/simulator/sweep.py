@@ -145,7 +145,9 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             policy=variant.policy,
             granularity=variant.granularity,
             redundancy=redundancy,
-            last_resort=base.last_resort and variant.policy == "spare",
+            last_resort=base.last_resort and variant.granularity == "microbatch",
+            reform_s=base.reform_s if variant.policy == "spare" else None,
+            machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
             num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,
         )
         for variant in variants

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
 from spare_megatron.cli.simulate_table import percent_with_bounds
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.simulator.sweep import Estimate
+from spare_megatron.simulator.sweep import Estimate, Figures
 from tests.unit.journal_in_memory import check_journal
 
 SMALL = """
@@ -395,3 +396,22 @@ def test_a_sweep_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
     assert code == -signal.SIGKILL
     assert len(processes) >= 2
     assert not left_over(processes)
+
+
+def test_re_forming_has_options_and_the_figures_of_any_run() -> None:
+    shown = figures(
+        *("--preset", "paper_n200", "--policy", "spare", "--granularity", "microbatch", "--shared-data"),
+        *("--reform", "60s", "--machines-per-group", "375", "--microbatches", "64", "--join", "1s", "--save", "1.5s"),
+        *("--steps", "200", "--seeds", "1"),
+    )
+    assert set(shown) == {field.name for field in fields(Figures)}
+    assert shown["losses"] > 20
+    assert 1 < shown["time_to_train_ratio"]["mean"] < 1.06
+    assert sum(shown["terms"].values()) == pytest.approx(shown["time_to_train_ratio"]["mean"] - 1)
+    assert shown["terms"]["detect"] > 0 < shown["terms"]["rebuild"]
+
+
+def test_machines_without_re_forming_are_refused() -> None:
+    result = spare_simulate("--machines-per-group", "125")
+    assert result.exit_code == 2
+    assert "machines_per_group=125 is never used: set reform_s" in result.output

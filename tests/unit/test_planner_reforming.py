@@ -1,0 +1,137 @@
+"""Closed forms for re-formed groups beside losses of machines, event by event."""
+
+import heapq
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spare_megatron.planner.reforming import ReformTimes, missing_groups, survival, time_without_machines_s
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
+
+N = 60
+
+
+def reform_times(**changes: Any) -> ReformTimes:
+    return ReformTimes(**{"machines_per_group": 10, "reform_s": 1.0, "run_s": 150.0, **changes})
+
+
+class Events:
+    """One run with a loss of a machine a second while all groups are up, counted, without ids of machines."""
+
+    def __init__(self, rng: np.random.Generator, reform: ReformTimes) -> None:
+        self.rng, self.reform = rng, reform
+        self.start()
+
+    def start(self) -> None:
+        self.up = set(range(N))
+        self.num_healthy = N * self.reform.machines_per_group + self.reform.num_spares
+        self.missing: list[int] = []
+        self.coming: list[tuple[float, int]] = []  # when, and the group
+        self.repaired: list[float] = []
+
+    def complete(self, at_s: float) -> None:
+        """Missing groups for which there are machines now are back after a while."""
+        while self.missing and len(self.up) + len(self.coming) < self.num_healthy // self.reform.machines_per_group:
+            heapq.heappush(self.coming, (at_s + self.reform.absence_s, self.missing.pop()))
+
+    def until(self, at_s: float) -> None:
+        while (due_s := min([*self.coming[:1], *((t, -1) for t in self.repaired[:1])], default=(inf, 0))[0]) <= at_s:
+            if self.coming and self.coming[0][0] == due_s:
+                self.up.add(heapq.heappop(self.coming)[1])
+            else:
+                heapq.heappop(self.repaired)
+                self.num_healthy += 1
+                self.complete(due_s)
+
+    def lose(self, at_s: float) -> int | None:
+        """A loss strikes a random group; None if that is not up."""
+        self.until(at_s)
+        group = int(self.rng.integers(N))
+        if group not in self.up:
+            return None
+        self.up.remove(group)
+        self.num_healthy -= 1
+        if self.reform.repair_s is not None:
+            heapq.heappush(self.repaired, at_s + self.reform.repair_s)
+        self.missing.append(group)
+        self.complete(at_s)
+        return group
+
+
+def seconds_per_wipe_out(redundancy: int, reform: ReformTimes, num_runs: int) -> float:
+    """Each run starts over at a wipe-out, with all machines, and ends after run_s without one."""
+    placement = make_placement("golomb", N, redundancy)
+    hosts = [[set(placement.hosts[shard]) for shard in placement.stack(GroupId(group))] for group in range(N)]
+    events = Events(np.random.default_rng(0), reform)
+    passed_s, num_wipe_outs = 0.0, 0
+    for _ in range(num_runs):
+        events.start()
+        at_s = 0.0
+        while (at_s := at_s + events.rng.exponential()) < reform.run_s:
+            group = events.lose(at_s)
+            if group is not None and any(not shard & events.up for shard in hosts[group]):
+                num_wipe_outs += 1
+                break
+        passed_s += min(at_s, reform.run_s)
+    assert num_wipe_outs > 100
+    return passed_s / num_wipe_outs
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "changes", "num_runs"),
+    [
+        (2, {}, 250),
+        (3, {"run_s": 120.0}, 500),
+        (3, {"repair_s": 25.0}, 250),
+        (3, {"repair_s": 25.0, "num_spares": 20}, 600),
+    ],
+)
+def test_time_to_a_wipe_out_is_that_of_random_losses(redundancy: int, changes: dict[str, Any], num_runs: int) -> None:
+    reform = reform_times(**changes)
+    counted_s = seconds_per_wipe_out(redundancy, reform, num_runs)
+    expected_s = survival(N, redundancy, float(N), reform)[0]
+    print(f"\nr = {redundancy}, {changes}: {expected_s / counted_s - 1:+.1%}")
+    assert 0.8 < expected_s / counted_s < 1.2
+
+
+@pytest.mark.parametrize("changes", [{}, {"repair_s": 25.0}, {"repair_s": 25.0, "num_spares": 25}, {"run_s": 1000.0}])
+def test_missing_groups_are_those_for_which_random_losses_leave_no_machines(changes: dict[str, Any]) -> None:
+    reform = reform_times(reform_s=0.0, **changes)
+    missing = missing_groups(N, float(N), reform)
+    rng = np.random.default_rng(0)
+    at = len(missing.times_s) - 1
+    counted = []
+    for _ in range(60):
+        events = Events(rng, reform)
+        at_s = 0.0
+        while (at_s := at_s + rng.exponential()) < reform.run_s:
+            events.lose(at_s)
+        events.until(reform.run_s)
+        counted.append(len(events.missing))
+    assert missing.shares.sum(axis=1) == pytest.approx(1.0)
+    assert missing.mean[at] == pytest.approx(np.mean(counted), abs=4 * np.std(counted) / 60**0.5 + 0.05)
+
+
+def test_losses_until_no_group_is_left_are_all_machines() -> None:
+    """With one group that is lost once a second: the sum of the times of its machines."""
+    assert time_without_machines_s(1, 1.0, reform_times(machines_per_group=7)) == 7.0
+    assert time_without_machines_s(3, 3.0, reform_times(machines_per_group=1)) == pytest.approx(1 + 3 / 2 + 3)
+    assert time_without_machines_s(3, 3.0, reform_times(repair_s=1.0)) == inf
+
+
+def test_one_group_is_missing_while_fewer_machines_are_away_than_it_has() -> None:
+    missing = missing_groups(600, 600 * 300.0, reform_times(machines_per_group=125, repair_s=600.0, run_s=7e5))
+    assert missing.mean[-1] == pytest.approx(1 - np.exp(-2.0), rel=1e-3), "two machines are away on average, Poisson"
+    assert ceil(missing.mean.max()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"machines_per_group": 0}, {"run_s": 0.0}, {"num_spares": -1}, {"reform_s": -1.0}, {"repair_s": 0.0}],
+)
+def test_times_out_of_range_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        reform_times(**changes)

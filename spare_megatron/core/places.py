@@ -90,6 +90,10 @@ class Places:
         seat = self._seats.get(place)
         return None if seat is None else self._held[seat].machine
 
+    def incarnation_of(self, place: PlaceId) -> int:
+        """The latest incarnation of the place's supervisor."""
+        return self._incarnations[place]
+
     def replace(self, machine: MachineId, empty: Collection[PlaceId], groups_per_domain: int) -> Assignment:
         """The assignment of a place to a machine without one, where these places of broken groups are empty: that of
         the machine it replaces, else a vacant one: the one that makes a group whole, or the lowest. ValueError: another

@@ -178,6 +178,7 @@ class RunState:
         self.steps = StepTable(0, 0)
         self._losses = Losses()
         self._assignments: set[int] = set()  # of machines to places
+        self.num_places_taken = 0
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
         # restarts and committed steps before it, and kind of digest
@@ -258,9 +259,8 @@ class RunState:
                 for kind, digest in (("digest", record.digest), ("sha256", record.sha256)):
                     if digest:
                         self._params.setdefault((record.num_restarts, record.step, kind), set()).add(digest)
-            case PlacesRecord() if record.index not in self._assignments:  # each who reads it writes it
-                self._assignments.add(record.index)
-                self._note(text_of_places(record), at_s)
+            case PlacesRecord():
+                self._on_assignment(record, at_s)
             case StorageRecord():
                 self.storage = None if record.outcome == "written" else record
             case EndRecord() if self.end is None:
@@ -287,6 +287,12 @@ class RunState:
         is_known = self._losses.find(record.group, record.incarnation) is not None
         if self._losses.add(record, at_s):
             self._note(text_of_loss(record, is_known=is_known), at_s)
+
+    def _on_assignment(self, record: PlacesRecord, at_s: float) -> None:
+        if record.index not in self._assignments:  # all supervisors concerned write it
+            self._assignments.add(record.index)
+            self.num_places_taken += len(record.holdings)
+            self._note(text_of_places(record), at_s)
 
     def _note(self, text: str, at_s: float) -> None:
         self._events.append(EventLine(at_s=at_s, text=text))

@@ -107,6 +107,7 @@ class History:
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
         lasted_s: Seconds from then to its end, or to now.
         checkpoints: How saves ended, each with its seconds since the run's record.
+        num_places_taken: By machines that replaced others or moved to make groups whole.
         evaluations: Validation set -> committed steps and loss of each evaluation, the last one of a step.
         params: As `RunState.params` returns them, as far as they have been read.
     """
@@ -122,6 +123,7 @@ class History:
     began_s: float | None
     lasted_s: float
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    num_places_taken: int
     evaluations: Mapping[str, Mapping[int, float]]
     params: Mapping[tuple[int, str], frozenset[str]]
 
@@ -162,6 +164,7 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         checkpoints=[
             (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
         ],
+        num_places_taken=run_state.num_places_taken,
         evaluations=_evaluations(run_state),
         params=run_state.params(),
     )

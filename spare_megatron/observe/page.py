@@ -154,6 +154,8 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     yield "groups", f"{history.run.num_groups} of {ranks}, r = {history.run.redundancy}"
     yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
+    if history.num_places_taken:
+        yield "places that other machines took", str(history.num_places_taken)
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
     yield "last loss", f"{loss:.4f}" if loss else "none"
     for name, losses in history.evaluations.items():

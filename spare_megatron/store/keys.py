@@ -88,7 +88,7 @@ def beat(node: int) -> str:
 
 
 def supervisor_incarnation(node: int) -> str:
-    """Incarnation of the node's present supervisor, if not the first. Written by it; read by former ones and peers."""
+    """Incarnation of the node's present supervisor, if not the first. Written by it; for people."""
     return f"life/{node}"
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.core.places import Places
+from spare_megatron.core.reforming import PlaceId
 from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.readiness import note_ready
@@ -84,8 +86,8 @@ class GroupRendezvous:
             if self._present.get(member.group) == member:
                 del self._present[member.group]
 
-    def poll(self, store: ControlStore) -> None:
-        """Polls what the other nodes have published."""
+    def poll(self, store: ControlStore, read_places: Callable[[], Places]) -> None:
+        """Polls what the other nodes have published. `read_places` reads the list of assignments."""
         for member in list(self._present.values()):
             if self._is_fenced(store, member):
                 del self._present[member.group]
@@ -93,7 +95,7 @@ class GroupRendezvous:
             # Other nodes may have started and lost it while this one believed a node to be away.
             if self._is_fenced(store, member):
                 del self._waiting[member.group]
-            elif self._are_ready(store, member, readiness):
+            elif self._are_ready(store, member, readiness, read_places):
                 del self._waiting[member.group]
                 # Before anything starts: a replacement supervisor must know of this incarnation.
                 store.put(keys.group_incarnation(member.group), str(member.incarnation))
@@ -106,15 +108,18 @@ class GroupRendezvous:
             self._on_event(PartFenced(member=member, rank=rank, cause=cause))
         return text is not None
 
-    def _are_ready(self, store: ControlStore, member: Member, readiness: PartReadiness) -> bool:
+    def _are_ready(
+        self, store: ControlStore, member: Member, readiness: PartReadiness, read_places: Callable[[], Places]
+    ) -> bool:
         nodes = self._layout.nodes_of(member.group)
         published = store.get([keys.part_ready(member, node) for node in nodes])
         beats = store.get([keys.beat(node) for node in nodes])
-        latest_incarnations = store.get([keys.supervisor_incarnation(node) for node in nodes])
+        # After the beats: an assignment is written before a beat stands for the machine that has not come yet.
+        places = read_places()
         ready = [
             node
-            for node, text, latest in zip(nodes, published, latest_incarnations, strict=True)
-            if text == (latest or "0")
+            for node, text in zip(nodes, published, strict=True)
+            if text == str(places.incarnation_of(PlaceId(node)))
         ]
         present = {node: None if beat == ENDED else beat for node, beat in zip(nodes, beats, strict=True)}
         return readiness.poll(ready, present, time.monotonic())

@@ -225,14 +225,15 @@ class StoreLink:
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
-            if self._reforming is not None and self._parts.are_broken:
+            if self._parts.are_broken:
                 if self._is_replaced():
                     return False
-                assigned = self._reforming.poll(store, self._assignments, self._holding.place)
-                if assigned is not None:
-                    self._outbox.send(assigned)
-                    return True  # its own place may be another
-            self._parts.poll(store)
+                if self._reforming is not None:
+                    assigned = self._reforming.poll(store, self._assignments, self._holding.place)
+                    if assigned is not None:
+                        self._outbox.send(assigned)
+                        return True  # its own place may be another
+            self._parts.poll(store, self._assignments.read)
             self._poll_log(store)
             return True
         try:

@@ -8,9 +8,13 @@ import pytest
 from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.check_places import check_places
+from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.run_state import RunState
+from spare_megatron.observe.history import history_of
+from spare_megatron.observe.page import _figures_of
+from spare_megatron.observe.trace import _moves
 from spare_megatron.stacking.layout import Layout
 from tests.unit.journal_in_memory import run_record
 
@@ -65,7 +69,7 @@ def test_more_moves_than_it_takes_are_found() -> None:
     assert found(wasteful) == ["assignment 0 of places moves 2 machines, and fewer would make as many groups whole"]
 
 
-def test_each_assignment_is_one_event_of_the_run() -> None:
+def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() -> None:
     run_state = RunState()
     run_state.add_line(Line(source="driver", at_s=1.0, record=run_record(4)))
     for source in ("supervisor-1", "supervisor-0-life-1"):
@@ -75,6 +79,10 @@ def test_each_assignment_is_one_event_of_the_run() -> None:
         "machine 2 takes place 0 to make a group whole",
         "machine 8 takes place 2",
     ]
+    assert ("places that other machines took", "2") in list(_figures_of(history_of(run_state, "unknown", 4.0)))
+    journal = Journal(lines=(Line(source="", at_s=2.0, record=RE_FORMED),) * 2)
+    trace = _moves(journal, origin_s=1.0, end_us=2_000_000)
+    assert [(event["name"], event["ts"]) for event in trace] == [(run_state.events(9)[0].text, 1_000_000)]
 
 
 def test_a_place_is_vacant_once_its_machine_has_left_it_and_the_list_is_read_as_it_was_written() -> None:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED
+from spare_megatron.core.places import Assignment, Holding, Places
+from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
@@ -20,6 +22,15 @@ from tests.unit.memory_store import MemoryStore
 GROUP = GroupId(0)
 INTERVAL_S = 1.0
 TICK_S = INTERVAL_S / BEATS_PER_INTERVAL
+LAYOUT = Layout(num_groups=2, pipeline_parallel=2, num_nodes=4)
+
+
+def places_in(store: MemoryStore, layout: Layout) -> Places:
+    """What the list of assignments says if each supervisor of a node is on a machine of that number."""
+    places = Places(layout)
+    for node, text in enumerate(store.get([f"life/{node}" for node in range(layout.num_nodes)])):
+        places.apply(Assignment(holdings=(Holding(MachineId(node), PlaceId(node), int(text or 0)),)))
+    return places
 
 
 # ----------------------------------------------------------------------------------------------------- who is there
@@ -69,9 +80,7 @@ class OneNode:
 
     def __init__(self, store: MemoryStore, clock: Clock, node: int, incarnation: int = 0) -> None:
         self.events: list[PartsReady | PartFenced] = []
-        self.parts = GroupRendezvous(
-            Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, incarnation, INTERVAL_S, self.on_event
-        )
+        self.parts = GroupRendezvous(LAYOUT, node, incarnation, INTERVAL_S, self.on_event)
         self.store, self.clock, self.node = store, clock, node
         if incarnation:
             store.put(f"life/{node}", str(incarnation))
@@ -83,7 +92,7 @@ class OneNode:
         for _ in range(num_looks):
             self.clock.now_s += TICK_S / 2  # the other node beats as often
             self.store.put(f"beat/{self.node}", beat or str(self.clock.now_s))
-            self.parts.poll(self.store)  # type: ignore[arg-type]
+            self.parts.poll(self.store, lambda: places_in(self.store, LAYOUT))  # type: ignore[arg-type]
 
     def wait(self, member: Member) -> None:
         self.parts.publish_ready(self.store, member)  # type: ignore[arg-type]
@@ -254,7 +263,7 @@ class Node:
         self.timers.run_due()
         self.beats += 1
         self.world.store.put(f"beat/{self.number}", str(self.beats))
-        self.parts.poll(self.world.store)  # type: ignore[arg-type]
+        self.parts.poll(self.world.store, lambda: places_in(self.world.store, self.world.layout))  # type: ignore[arg-type]
         while self.events:
             event = self.events.pop(0)
             if isinstance(event, PartsReady):

@@ -1,5 +1,6 @@
 """What all tests share: hardware they may need, a corpus, an etcd binary."""
 
+import gc
 import math
 import os
 import signal
@@ -29,6 +30,12 @@ def pytest_configure() -> None:
     os.environ.pop("COLUMNS", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all tests are found: to examine what is imported takes nearly as long as to import it
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -70,8 +70,6 @@ def train(
     console = RunConsole(stderr=as_json)
     # Before anything is imported that starts threads, as numpy does: one that lets the signal through would swallow it.
     with end_signal.blocked(), explained_errors("train"):
-        from spare_megatron.cli.progress import print_summary
-
         settings = [*(overrides or ()), *([f"program.file={program}"] if program else [])]
         loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
         folder = choose_run_dir(loaded, run_dir)
@@ -83,7 +81,14 @@ def train(
                 return
         with reported_interruption("train", folder), elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
-    unsaved = unsaved_end(loaded, folder, summary)
+    raise typer.Exit(_report(summary, loaded, folder, console, as_json=as_json))
+
+
+def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunConsole, *, as_json: bool) -> int:
+    """Prints how the run has ended. Returns the exit code."""
+    from spare_megatron.cli.progress import print_summary
+
+    unsaved = unsaved_end(config, folder, summary)
     with outlasting_output(console.file):
         print_summary(summary, folder, console)
     with outlasting_output(sys.stderr):
@@ -93,7 +98,7 @@ def train(
         if as_json:
             sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
         sys.stdout.flush()
-    raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None) or bool(unsaved))
+    return exit_code(summary, is_timed=config.train.max_minutes is not None) or bool(unsaved)
 
 
 def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:

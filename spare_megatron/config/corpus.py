@@ -41,28 +41,25 @@ HELD_OUT = "validation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
-    """Contents of a corpus.
-
-    Attributes:
-        digest: First digits of the SHA-256 over both files.
-        tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
-        vocab_size: Vocabulary named in the note.
-        end_of_document: Token id that ends each document, by the note.
-        split: `data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole.
-        parts: Share and facts of each corpus of a blend; the figures are then those of all.
-        validation: Facts of the corpora of `data.validation`.
-    """
+    """Contents of a corpus."""
 
     digest: str
+    """First digits of the SHA-256 over both files."""
     num_tokens: int
     least_token: int
     largest_token: int
     tokenizer: str = ""
+    """Tokenizer named in the note beside the corpus; empty if there is none."""
     vocab_size: int | None = None
+    """Vocabulary named in the note."""
     end_of_document: int | None = None
+    """Token id that ends each document, by the note."""
     split: str = ""
+    """`data.split` in shares that add up to 1; empty if all is trained on. The figures are those of the whole."""
     parts: tuple[tuple[float, "CorpusFacts"], ...] = ()
+    """Share and facts of each corpus of a blend; the figures are then those of all."""
     validation: tuple["CorpusFacts", ...] = ()
+    """Facts of the corpora of `data.validation`."""
 
     @property
     def identity(self) -> str:

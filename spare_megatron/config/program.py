@@ -4,6 +4,7 @@ The driver reads the file, for its digest and the names that it defines, and nev
 """
 
 import ast
+import contextlib
 import hashlib
 import re
 import sys
@@ -104,10 +105,9 @@ def import_program(config: ProgramConfig) -> Mapping[str, Any]:
     sys.modules[MODULE] = module
     if (folder := str(found.path.parent)) not in sys.path:
         sys.path.append(folder)
-    try:
+    # A script that trains by itself ends here with its call of `pretrain`: what the roles need is defined before that.
+    with contextlib.suppress(ProgramImported):
         exec(compile(found.source, str(found.path), "exec", dont_inherit=True), module.__dict__)
-    except ProgramImported:
-        pass
     defined = {name: vars(module)[name] for name in (*ROLES, LOSS_TERMS) if vars(module).get(name) is not None}
     if defined.keys() != found.names:
         differ = ", ".join(sorted(defined.keys() ^ found.names))

@@ -46,30 +46,27 @@ _MOST_WAIT_S = 1e8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Resources of the machine that a run starts on; None stands for unknown.
-
-    Attributes:
-        num_gpus: Accelerators, as `num_cores` CPU cores, for the run, over all its nodes.
-        can_isolate: The process is root and has `ip`, `bridge` and `nsenter`, so it can give nodes separate networks.
-        can_listen: `control.listen_address` is an address of this machine.
-        corpus_failure: Why the corpus cannot be used; empty if it can.
-        program: Names that the program of the run defines.
-        program_failure: Why it cannot be used; empty if it can, or there is none.
-        memory_bytes: Memory of one machine.
-        process_memory_bytes: Memory that one process may use.
-    """
+    """Resources of the machine that a run starts on; None stands for unknown."""
 
     num_gpus: int
+    """Accelerators, as `num_cores` CPU cores, for the run, over all its nodes."""
     num_cores: int
     has_corpus: bool
     can_isolate: bool = False
+    """The process is root and has `ip`, `bridge` and `nsenter`, so it can give nodes separate networks."""
     can_listen: bool = True
+    """`control.listen_address` is an address of this machine."""
     corpus_failure: str = ""
+    """Why the corpus cannot be used; empty if it can."""
     corpus: CorpusFacts | None = None
     program: frozenset[str] = frozenset()
+    """Names that the program of the run defines."""
     program_failure: str = ""
+    """Why the program cannot be used; empty if it can, or there is none."""
     memory_bytes: int | None = None
+    """Memory of one machine."""
     process_memory_bytes: int | None = None
+    """Memory that one process may use."""
 
 
 def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:

@@ -1,5 +1,6 @@
 """What rides in a staged bucket beside its gradients: whether they are unsound, judged without waiting for a device."""
 
+import contextlib
 import functools
 import math
 from types import SimpleNamespace
@@ -54,26 +55,44 @@ def unsound_over(groups: list[Any], limit: float = math.inf) -> list[int]:
     return found
 
 
-class NoTransfers(TorchDispatchMode):
-    """Raises where a number becomes a tensor: torch makes it on the host, copies it and waits for the device.
+class OperatorsSeen(TorchDispatchMode):
+    """Notes every operator that is called."""
 
-    `element = number` and `torch.where(mask, values, number)` do so; `fill_` and `masked_fill` pass the number on.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten.scalar_tensor.default, f"{args} is copied to the device"
+        self.seen.add(func)
         return func(*args, **(kwargs or {}))
+
+
+WAITING = {torch.ops.aten.scalar_tensor.default, torch.ops.aten._local_scalar_dense.default}
+"""Operators that wait for a device: a number becomes a tensor on the host and is copied, as by `element = number` and
+`torch.where(mask, values, number)` (`fill_` and `masked_fill` pass it on); and an element becomes a number.
+"""
 
 
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])
 def test_staging_a_bucket_and_judging_it_waits_for_no_device(mode: str) -> None:
     """Tensors of `meta` have no values: whatever reads one raises."""
     sums = make_sums(mode, "meta")
-    with NoTransfers():
+    with OperatorsSeen() as operators:
         for bucket in range(len(sums.buckets)):
             sums.stage(bucket, sums.new_staging())
             sums.measure(bucket, 10.0)
             sums.stage(bucket, sums.new_staging())
+    assert operators.seen
+    assert operators.seen.isdisjoint(WAITING)
+
+
+def test_what_waits_for_a_device_is_seen() -> None:
+    values = torch.zeros(3, device="meta")
+    waits = (lambda: values.__setitem__(0, 1.0), lambda: torch.where(values > 0, values, 2.0), values.sum().item)
+    for wait in waits:
+        with OperatorsSeen() as operators, contextlib.suppress(RuntimeError):
+            wait()
+        assert not operators.seen.isdisjoint(WAITING)
 
 
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])

@@ -151,11 +151,7 @@ def checkpoint_of_run(path: Path) -> tuple[Checkpoint, RunConfig]:
 def _find(path: Path, rejected: list[Rejected], setting: str = "checkpoint.load") -> Checkpoint:
     if not path.is_dir():
         raise ValueError(f"{setting}={path}: there is no such directory; {_WHAT_TO_SET}")
-    try:
-        step_of(path)
-    except ValueError:
-        pass
-    else:
+    if _is_named_as_checkpoint(path):
         try:
             return verify(path)
         except DamagedCheckpoint as error:
@@ -168,6 +164,14 @@ def _find(path: Path, rejected: list[Rejected], setting: str = "checkpoint.load"
     if search.found is None:
         raise ValueError(f"{setting}={path} {_what_is_missing(path)}")
     return search.found
+
+
+def _is_named_as_checkpoint(path: Path) -> bool:
+    try:
+        step_of(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _what_is_missing(path: Path) -> str:

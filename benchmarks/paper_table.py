@@ -35,6 +35,8 @@ from spare_megatron.simulator.world import CAUSES
 SIZES = (200, 600, 1000)
 REJOIN = {"repair_s": 600.0, "costs.join_s": 30.0}
 OVERLAPPED = {"repair_s": 600.0, "costs.join_s": 1.0, "costs.save_s": 1.5}
+NUM_MACHINES = 75_000
+"""600,000 GPUs in machines of 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Row:
 
 
 MICROBATCH = {"granularity": "microbatch"}
+RE_FORMED = {**MICROBATCH, **OVERLAPPED, "microbatches_per_shard": 64, "repair_s": None, "reform_s": 60.0}
 WHOLE_SHARDS = Row(name="SPARe, whole shards", settings={"granularity": "stack"}, published_policy="spare")
 ROWS = (
     Row(name="checkpoint-only", settings={"policy": "checkpoint_only"}, redundancies=(1,)),
@@ -74,6 +77,13 @@ ROWS = (
         settings={**MICROBATCH, **OVERLAPPED, "microbatches_per_shard": 64},
         redundancies=(3, 4),
     ),
+    Row(name="groups re-formed after 60 s, no repair, hosts only", settings=RE_FORMED, redundancies=(8, 12, 16)),
+    Row(name="the same, all groups read all data", settings={**RE_FORMED, "last_resort": True}, redundancies=(8,)),
+    Row(
+        name="+ repair after 10 min",
+        settings={**RE_FORMED, "last_resort": True, "repair_s": 600.0},
+        redundancies=(8,),
+    ),
 )
 
 
@@ -84,6 +94,8 @@ def sweep_rows(redundancies: Sequence[int]) -> tuple[Row, ...]:
 
 def scenarios_of(row: Row, num_groups: int, num_steps: int) -> tuple[Scenario, ...]:
     base = {"policy": "spare", "num_steps": num_steps, **row.settings}
+    if "reform_s" in row.settings:
+        base["machines_per_group"] = NUM_MACHINES // num_groups
     point = row.published(num_groups)
     redundancies = row.redundancies or (() if point is None else (point.redundancy,))
     return tuple(load_scenario(f"paper_n{num_groups}", {**base, "redundancy": r}) for r in redundancies)

@@ -15,11 +15,13 @@ from spare_megatron.cli.plan_question import (
     ASSUMED_MICROBATCHES,
     ASSUMED_SLICE_COPY,
     ASSUMED_STEP,
+    ASSUMED_STEPS,
     Domains,
     Holding,
     LastResort,
     LossRate,
     Question,
+    Reforming,
     Returning,
     check_redundancy_asked,
     facts_of,
@@ -56,7 +58,20 @@ _Join = Annotated[
     str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.", show_default="0s")
 ]
 _Spares = Annotated[
-    int | None, typer.Option(help="Spare groups, idle until they replace lost ones at once.", show_default="0")
+    int | None,
+    typer.Option(help="Spare groups, or machines with --reform, that replace lost ones at once.", show_default="0"),
+]
+_Reform = Annotated[
+    str | None,
+    typer.Option(
+        help="Time from the loss of a machine until a group is re-formed with another one, as in 60s. A loss then "
+        "takes one machine."
+    ),
+]
+_Machines = Annotated[int | None, typer.Option(help="Machines of a group, for --reform.")]
+_Steps = Annotated[
+    int | None,
+    typer.Option(help="Steps of the training, in which machines are lost for good.", show_default=str(ASSUMED_STEPS)),
 ]
 _PerDomain = Annotated[int | None, typer.Option(help="Groups in one rack or power domain, with consecutive ids.")]
 _DomainMtbf = Annotated[
@@ -75,7 +90,7 @@ _PolicyName = Annotated[
     str | None,
     typer.Option(
         help="stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin is "
-        "microbatch with lost groups that come back.",
+        "microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
         show_default="see above",
     ),
 ]
@@ -110,6 +125,9 @@ def plan(
     transfer: _Transfer = None,
     join: _Join = None,
     spares: _Spares = None,
+    reform: _Reform = None,
+    machines_per_group: _Machines = None,
+    steps: _Steps = None,
     groups_per_domain: _PerDomain = None,
     domain_mtbf: _DomainMtbf = None,
     last_resort: _LastResort = False,
@@ -129,8 +147,8 @@ def plan(
     """Plan redundancy and checkpoint cadence for a cluster.
 
     Estimates the fastest redundancy and cadence, and what to expect of them; nothing is measured. Without --policy,
-    --repair implies rejoin, --microbatches or --last-resort microbatch, and otherwise it is stack, as in the SPARe
-    paper. The table compares all policies that apply.
+    --reform implies reform, --repair rejoin, --microbatches or --last-resort microbatch, and otherwise it is stack, as
+    in the SPARe paper. The table compares all policies that apply.
 
     Example: `spare plan --groups 600 --mtbf 300s --restart 60m --save 60s --microbatches 16`
 
@@ -144,6 +162,7 @@ def plan(
         step=step,
         reduce=reduce,
         returning=Returning(repair, transfer, join, spares),
+        reforming=Reforming(reform, machines_per_group, steps),
         microbatches=microbatches,
         policy=policy,
         redundancy=redundancy,
@@ -203,8 +222,10 @@ def answer_to(question: Question) -> Answer:
         "microbatches": question.microbatches,
         "slice_copy": question.slice_copy,
     }
-    if question.returning.repair is not None:
+    if question.returning.repair is not None or question.reforming.reform is not None:
         names["join"] = question.returning.join
+    if question.reforming.reform is not None:
+        names["steps"] = question.reforming.steps
     return Answer(
         facts=facts,
         plan=best,

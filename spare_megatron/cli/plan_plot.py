@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-POLICY_STYLES = {"stack": ("#0072B2", "o"), "microbatch": ("#D55E00", "s"), "rejoin": ("#009E73", "^")}
+POLICY_STYLES = {
+    "stack": ("#0072B2", "o"),
+    "microbatch": ("#D55E00", "s"),
+    "rejoin": ("#009E73", "^"),
+    "reform": ("#CC79A7", "D"),
+}
 """Okabe and Ito's palette; each policy also has a marker, so that colour is not needed."""
 
 INK = "#444444"
@@ -111,7 +116,7 @@ def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
     )
     axes.set_ylim(0, 1.15 * float(chance.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    title = "Losses endured" if plan.policy != "rejoin" else "Losses endured if no group came back"
+    title = "Losses endured" if plan.policy not in ("rejoin", "reform") else "Losses endured if no group came back"
     if facts.has_domains or facts.last_resort:
         title = "Losses endured one by one, by hosts alone"
     axes.set(title=title, xlabel="losses before a wipe-out (groups)", ylabel="probability of exactly so many (%)")

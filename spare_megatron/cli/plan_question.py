@@ -8,12 +8,15 @@ from spare_megatron.cli.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
     from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
+    from spare_megatron.planner.overhead import StepTimes
     from spare_megatron.planner.readmission import RejoinTimes
+    from spare_megatron.planner.reforming import ReformTimes
 
 ASSUMED_STEP = "64s"
 ASSUMED_REDUCE_S_PER_GROUP = 0.01
 ASSUMED_MICROBATCHES = 16
 ASSUMED_SLICE_COPY = "60s"
+ASSUMED_STEPS = 10_000
 SECONDS_PER_DAY = 86400.0
 _MOST_GROUPS = 10_000_000
 _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
@@ -42,6 +45,14 @@ class Returning(NamedTuple):
     spares: int | None
 
 
+class Reforming(NamedTuple):
+    """How long it takes to re-form a group, of how many machines, and the steps in which machines are lost for good."""
+
+    reform: str | None
+    machines_per_group: int | None
+    steps: int | None
+
+
 class Domains(NamedTuple):
     """Groups that are lost together, and how often."""
 
@@ -67,6 +78,7 @@ class Question:
     step: str | None
     reduce: str | None
     returning: Returning
+    reforming: Reforming
     microbatches: int | None
     policy: str | None
     redundancy: int | None
@@ -100,19 +112,21 @@ def facts_of(question: Question) -> "ClusterFacts":
             f"--spares {question.returning.spares} plans for groups that are lost one by one, --groups-per-domain "
             f"{groups_per_domain} for groups lost together; leave out one of them"
         )
+    times = StepTimes(
+        shard_s=parse_duration_s("--step", question.step or ASSUMED_STEP),
+        reduce_s=reduce_s,
+        loss_interval_s=_loss_interval_s(question.losses, question.groups),
+    )
     return ClusterFacts(
         num_groups=question.groups,
-        times=StepTimes(
-            shard_s=parse_duration_s("--step", question.step or ASSUMED_STEP),
-            reduce_s=reduce_s,
-            loss_interval_s=_loss_interval_s(question.losses, question.groups),
-        ),
+        times=times,
         checkpoint=CheckpointTimes(
             save_s=parse_duration_s("--save", question.save),
             restart_s=parse_duration_s("--restart", question.restart, is_zero_fine=True),
         ),
         num_microbatches=question.microbatches or ASSUMED_MICROBATCHES,
-        rejoin=_rejoin(question.returning),
+        rejoin=_rejoin(question.returning, question.reforming),
+        reform=_reform(question.returning, question.reforming, times),
         groups_per_domain=groups_per_domain,
         domain_interval_s=math.inf if domain_mtbf is None else parse_duration_s("--domain-mtbf", domain_mtbf),
         last_resort=question.last_resort.is_wanted,
@@ -120,16 +134,42 @@ def facts_of(question: Question) -> "ClusterFacts":
     )
 
 
-def _rejoin(returning: Returning) -> "RejoinTimes | None":
+def _reform(returning: Returning, reforming: Reforming, times: "StepTimes") -> "ReformTimes | None":
+    from spare_megatron.planner.reforming import ReformTimes
+
+    if reforming.reform is None:
+        for option, value in (("machines-per-group", reforming.machines_per_group), ("steps", reforming.steps)):
+            if value is not None:
+                raise ValueError(f"--{option} {value} needs --reform, the time to re-form a group, as in 60s")
+        return None
+    if reforming.machines_per_group is None:
+        raise ValueError(f"--reform {reforming.reform} needs --machines-per-group, of which a loss takes one")
+    for option, value in (("machines-per-group", reforming.machines_per_group), ("steps", reforming.steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} {value} is below 1")
+    return ReformTimes(
+        machines_per_group=reforming.machines_per_group,
+        reform_s=parse_duration_s("--reform", reforming.reform, is_zero_fine=True),
+        run_s=(reforming.steps or ASSUMED_STEPS) * times.step_s,
+        repair_s=None if returning.repair is None else parse_duration_s("--repair", returning.repair),
+        transfer_s=_duration_or_0("--transfer", returning.transfer),
+        join_s=_duration_or_0("--join", returning.join),
+        num_spares=returning.spares or 0,
+    )
+
+
+def _rejoin(returning: Returning, reforming: Reforming) -> "RejoinTimes | None":
     from spare_megatron.planner.readmission import RejoinTimes
 
+    if returning.spares is not None and returning.spares < 0:
+        raise ValueError(f"--spares {returning.spares} is below 0")
     if returning.repair is None:
+        if reforming.reform is not None:
+            return None
         for option, value in (("transfer", returning.transfer), ("join", returning.join), ("spares", returning.spares)):
             if value is not None:
                 raise ValueError(f"--{option} {value} needs --repair, the time from a loss until the group is repaired")
         return None
-    if returning.spares is not None and returning.spares < 0:
-        raise ValueError(f"--spares {returning.spares} is below 0")
     return RejoinTimes(
         repair_s=parse_duration_s("--repair", returning.repair),
         transfer_s=_duration_or_0("--transfer", returning.transfer),
@@ -196,6 +236,8 @@ def _gpus(option: str, count: int | None) -> int:
 def policy_of(question: Question) -> "Policy":
     """The requested policy, or the one that the other options imply; raises ValueError if they contradict it."""
     repair, is_last_resort = question.returning.repair, question.last_resort.is_wanted
+    if question.policy is None and question.reforming.reform is not None:
+        return "reform"
     if question.policy is None:
         return "rejoin" if repair else "microbatch" if question.microbatches or is_last_resort else "stack"
     match question.policy:
@@ -203,10 +245,12 @@ def policy_of(question: Question) -> "Policy":
             raise ValueError("--last-resort shares out single microbatches, --policy stack moves whole shards")
         case "rejoin" if repair is None:
             raise ValueError("--policy rejoin needs --repair, the time until a lost group is back, as in 10m")
-        case "stack" | "microbatch" | "rejoin":
+        case "reform" if question.reforming.reform is None:
+            raise ValueError("--policy reform needs --reform, the time to re-form a group, as in 60s")
+        case "stack" | "microbatch" | "rejoin" | "reform":
             return question.policy
         case _:
-            raise ValueError(f"--policy {question.policy} is unknown; known: stack, microbatch, rejoin")
+            raise ValueError(f"--policy {question.policy} is unknown; known: stack, microbatch, rejoin, reform")
 
 
 def partition_copy_s_of(question: Question) -> float:
@@ -218,6 +262,8 @@ def policies_of(question: Question) -> "tuple[Policy, ...]":
     found.append("microbatch")
     if question.returning.repair is not None:
         found.append("rejoin")
+    if question.reforming.reform is not None:
+        found.append("reform")
     return tuple(found)
 
 

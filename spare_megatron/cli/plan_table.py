@@ -14,6 +14,7 @@ _DESCRIPTIONS = {
     "stack": "whole shards",
     "microbatch": "single microbatches",
     "rejoin": "microbatches, groups come back",
+    "reform": "microbatches, groups re-formed",
 }
 
 _LONG_CADENCE_S = 86400.0
@@ -44,6 +45,9 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "hardly slower", f"{_hosts(frugal.redundancy)} per shard: {frugal.time_to_train_ratio:.2f} x"
     yield "save every", format_duration(plan.cadence_s)
     yield "time to train", f"{plan.time_to_train_ratio:.2f} x that without losses and saves"
+    if plan.policy == "reform":
+        without = min(other.time_to_train_ratio for other in answer.alternatives if other.policy != "reform")
+        yield "re-forming is worth", f"{without - plan.time_to_train_ratio:.2f} of it: {without:.2f} x without"
     yield "mean step between wipe-outs", f"{plan.stretch:.2f} x that without losses"
     yield "availability", f"{plan.availability:.1%}"
     yield "losses endured", f"{format_count(plan.endured_losses)} before a wipe-out"
@@ -76,6 +80,12 @@ def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
     yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")
     yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
+    reform = facts.reform
+    if reform is not None:
+        yield "machines per group", str(reform.machines_per_group)
+        yield "re-forming", f"{format_duration(reform.reform_s)} from the loss of a machine"
+        yield "training without losses", format_duration(reform.run_s) + mark.get("steps", "")
+        yield "spare machines", str(reform.num_spares)
     rejoin = facts.rejoin
     if rejoin is not None:
         yield "lost hardware is repaired after", format_duration(rejoin.repair_s)
@@ -83,7 +93,8 @@ def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
             "state transfer, join",
             (f"{format_duration(rejoin.transfer_s)}, {format_duration(rejoin.join_s)}" + mark.get("join", "")),
         )
-        yield "spare groups", str(rejoin.num_spares)
+        if reform is None:
+            yield "spare groups", str(rejoin.num_spares)
     if facts.has_domains:
         yield "groups in a domain", str(facts.groups_per_domain)
         yield "a domain is lost every", format_duration(facts.domain_interval_s)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.readmission import RejoinTimes
+from spare_megatron.planner.reforming import ReformTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,10 @@ class CheckpointTimes:
     restart_s: float
 
 
-Policy = Literal["stack", "microbatch", "rejoin"]
-"""SPARe's reordering of whole shards; reordering of single microbatches; the latter with lost groups that come back."""
+Policy = Literal["stack", "microbatch", "rejoin", "reform"]
+"""SPARe's reordering of whole shards; reordering of single microbatches; the latter with lost groups that come back; or
+with groups that are re-formed from the machines of broken ones.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +35,10 @@ class ClusterFacts:
     Attributes:
         num_groups: N, data-parallel groups, and shards of a batch.
         times: Step times and the interval between losses of single groups. The loss rate of the whole system is
-            constant; only the policy "rejoin" takes it per group that is up.
+            constant; only the policies "rejoin" and "reform" take it per group that is up.
         num_microbatches: m, microbatches per shard; unused by the policy "stack".
         rejoin: How lost groups come back; used only by the policy "rejoin".
+        reform: How groups are re-formed; used only by the policy "reform", for which a loss takes one machine.
         groups_per_domain: Groups of consecutive ids that form a domain (rack, power) and are lost together.
         domain_interval_s: Mean seconds between losses of any whole domain; infinite for none.
         last_resort: Any survivor can compute any shard, so only the loss of all groups is a wipe-out. Not with the
@@ -47,6 +51,7 @@ class ClusterFacts:
     checkpoint: CheckpointTimes
     num_microbatches: int = 1
     rejoin: RejoinTimes | None = None
+    reform: ReformTimes | None = None
     groups_per_domain: int = 1
     domain_interval_s: float = inf
     last_resort: bool = False
@@ -61,6 +66,11 @@ class ClusterFacts:
             raise ValueError(
                 f"groups_per_domain={self.groups_per_domain} has to be from 1 to num_groups={self.num_groups}, "
                 f"domain_interval_s={self.domain_interval_s} above 0, fetch_s={self.fetch_s} 0 or more"
+            )
+        if self.has_domains and self.reform is not None:
+            raise ValueError(
+                f"reform_s={self.reform.reform_s}: re-forming is planned for machines that are lost one by one, not "
+                f"for domains of {self.groups_per_domain} groups; leave out one of them"
             )
         if self.has_domains and self.rejoin is not None and self.rejoin.num_spares > 0:
             raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
-from spare_megatron.planner.forecast import Forecast, forecast, forecast_with_rejoin
+from spare_megatron.planner.forecast import Forecast, forecast, forecast_with_reform, forecast_with_rejoin
 from spare_megatron.stacking.golomb import check_redundancy
 
 _LEAST = 1e-300
@@ -110,7 +110,7 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
     Within 1.2% of simulated runs at the same assumptions (benchmarks/planner_formulas.py). With SPARe's published
     settings (N = 200, 600, 1000) the best ratios are 2.87, 2.52, 2.39 at r = 8, 8, 9; the paper's simulation has 2.92,
     2.49, 2.34 at r = 9, 8, 9. ValueError: the redundancy is not from 1 to N, the policy is unknown, is "rejoin" without
-    `facts.rejoin`, or is "stack" with hosts of last resort.
+    `facts.rejoin`, "reform" without `facts.reform`, or "stack" with hosts of last resort.
     """
     check_redundancy(facts.num_groups, redundancy)
     expected = _forecast(facts, policy, redundancy)
@@ -173,9 +173,13 @@ def _forecast(facts: ClusterFacts, policy: Policy, redundancy: int) -> Forecast:
             return forecast(facts, redundancy, 1)
         case "microbatch":
             return forecast(facts, redundancy, facts.num_microbatches)
-        case "rejoin" if facts.rejoin is None:
-            raise ValueError("the policy rejoin needs the time after which a lost group is back: rejoin.repair_s")
         case "rejoin":
+            if facts.rejoin is None:
+                raise ValueError("the policy rejoin needs the time after which a lost group is back: rejoin.repair_s")
             return forecast_with_rejoin(facts, redundancy, facts.num_microbatches, facts.rejoin)
+        case "reform":
+            if facts.reform is None:
+                raise ValueError("the policy reform needs the time to re-form a group and its machines: facts.reform")
+            return forecast_with_reform(facts, redundancy, facts.num_microbatches, facts.reform)
         case _:
             raise ValueError(f"policy {policy!r} is unknown; known: {', '.join(get_args(Policy))}")

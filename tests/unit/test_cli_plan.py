@@ -64,6 +64,23 @@ def test_facts_choose_the_policy() -> None:
     assert set(figures("--repair", "10m")["alternatives"]) == {"stack", "microbatch", "rejoin"}
 
 
+def test_re_forming_is_planned_and_set_beside_what_training_takes_without() -> None:
+    flags = ("--reform", "60s", "--machines-per-group", "125", "--microbatches", "64", "--join", "1s", "--save", "1.5s")
+    found = figures(*flags)
+    assert (found["policy"], set(found["alternatives"])) == ("reform", {"stack", "microbatch", "reform"})
+    assert found["time_to_train_ratio"] < 1.05 < 1.3 < found["alternatives"]["microbatch"]["time_to_train_ratio"]
+    assert found["facts"]["reform"]["run_s"] == 10_000 * (64.0 + 6.0)
+    assert "steps" in found["assumed"]
+    ratios = [
+        figures(*flags, "--redundancy", "8", *more)["time_to_train_ratio"]
+        for more in ([], ["--steps", "1000"], ["--repair", "10m"])
+    ]
+    assert ratios[0] > ratios[1], "fewer machines are lost in a shorter run"
+    assert ratios[0] > ratios[2]
+    table = spare_plan(*EXAMPLE, *flags).output
+    assert re.search(r"re-forming is worth +0\.\d\d of it: 1\.\d\d x without", table)
+
+
 def test_every_policy_has_its_figures_in_one_place() -> None:
     """Both `stack` as in the paper and what `spare train` does are shown, whichever is asked for."""
     contract = {"redundancy", "cadence_s", "endured_losses", "time_to_train_ratio", "availability"}
@@ -178,7 +195,17 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
             "--groups 75000 in 9375 domains (--groups-per-domain 8): groups x domains may be 8000000 at most",
         ),
         ("--mtbf 300s --microbatches 0", "--microbatches 0 is below 1"),
-        ("--mtbf 300s --policy other", "--policy other is unknown; known: stack, microbatch, rejoin"),
+        ("--mtbf 300s --policy other", "--policy other is unknown; known: stack, microbatch, rejoin, reform"),
+        ("--mtbf 300s --policy reform", "--policy reform needs --reform"),
+        ("--mtbf 300s --reform 60s", "--reform 60s needs --machines-per-group"),
+        ("--mtbf 300s --machines-per-group 4", "--machines-per-group 4 needs --reform"),
+        ("--mtbf 300s --steps 4", "--steps 4 needs --reform"),
+        ("--mtbf 300s --reform 60s --machines-per-group 0", "--machines-per-group 0 is below 1"),
+        ("--mtbf 300s --reform 60s --machines-per-group 4 --spares -1", "--spares -1 is below 0"),
+        (
+            "--mtbf 300s --reform 60s --machines-per-group 4 --groups-per-domain 4 --domain-mtbf 30d",
+            "re-forming is planned for machines that are lost one by one",
+        ),
         ("--mtbf 300s --policy rejoin", "--policy rejoin needs --repair"),
         ("--mtbf 300s --join 30s", "--join 30s needs --repair"),
         ("--mtbf 300s --spares 2", "--spares 2 needs --repair"),

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
+from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.planner.plan import predict
 from spare_megatron.planner.reforming import ReformTimes, missing_groups, survival, time_without_machines_s
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 
@@ -135,3 +141,51 @@ def test_one_group_is_missing_while_fewer_machines_are_away_than_it_has() -> Non
 def test_times_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         reform_times(**changes)
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "changes", "others"),
+    [
+        (4, {}, {}),
+        (8, {"repair_s": 900.0}, {}),
+        (4, {"repair_s": 900.0, "num_spares": 6, "transfer_s": 20.0}, {}),
+        (4, {}, {"last_resort": True}),
+    ],
+)
+def test_the_planned_step_is_that_of_simulated_runs(
+    redundancy: int, changes: dict[str, Any], others: dict[str, Any]
+) -> None:
+    step = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
+    times: dict[str, Any] = {"reform_s": 60.0, "join_s": 1.0, "run_s": 1000 * step.step_s, "machines_per_group": 50}
+    reform = reform_times(**{**times, **changes})
+    facts = ClusterFacts(
+        num_groups=N,
+        times=step,
+        checkpoint=CheckpointTimes(save_s=1.5, restart_s=3600.0),
+        num_microbatches=16,
+        reform=reform,
+        **others,
+    )
+    costs = CostModel(
+        compute_s=64.0, reduce_s=6.0, save_s=1.5, restart_s=3600.0, join_s=1.0, state_transfer_s=reform.transfer_s
+    )
+    scenario = Scenario(
+        name="planned",
+        num_groups=N,
+        redundancy=redundancy,
+        num_steps=1000,
+        costs=costs,
+        failures=FailureSpec(mean_s=300.0),
+        repair_s=reform.repair_s,
+        num_spares=reform.num_spares,
+        machines_per_group=reform.machines_per_group,
+        reform_s=reform.reform_s,
+        save_interval_s=1000.0,
+        **others,
+    )
+    run = simulate(scenario, 0)
+    assert run.losses > 100
+    simulated = run.availability * run.time_to_train_ratio
+    planned = predict(facts, "reform", redundancy).stretch
+    print(f"\nr = {redundancy}, {changes}, {others}: {planned / simulated - 1:+.1%}")
+    assert 0.99 < planned / simulated < 1.06

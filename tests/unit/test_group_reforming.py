@@ -163,6 +163,7 @@ class Supervisor:
         self.log = self.link._begin(world.store)
         self.restarts = GroupRestarts(
             most_restarts=1_000_000,
+            restarts_all=True,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(),
             timers=self.timers,

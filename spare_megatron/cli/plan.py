@@ -69,7 +69,7 @@ _LastResort = Annotated[
     ),
 ]
 _Fetch = Annotated[
-    str | None, typer.Option(help="Time to read a shard that is not in a group's stack.", show_default="0s")
+    str | None, typer.Option(help="Time until a group has data of shards outside its stack.", show_default="0s")
 ]
 _PolicyName = Annotated[
     str | None,

@@ -88,7 +88,7 @@ def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "groups in a domain", str(facts.groups_per_domain)
         yield "a domain is lost every", format_duration(facts.domain_interval_s)
     if facts.last_resort:
-        yield "last resort", f"any group, reading a shard in {format_duration(facts.fetch_s)}"
+        yield "last resort", f"any group, data there after {format_duration(facts.fetch_s)}"
 
 
 def _alternatives(answer: Answer) -> Table:

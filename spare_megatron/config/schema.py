@@ -177,8 +177,8 @@ class DataConfig:
     cache: str = ""
     """Folder for sample indices; `cache` beside the first corpus if empty."""
     access: Literal["stacked", "shared"] = "stacked"
-    """Shards that a group can read: those of its stack, or all (shared), which lets any group compute a shard that has
-    lost its hosts."""
+    """Shards that a group can read: those of its stack, or all (shared), which lets any group compute any shard:
+    patches go to all survivors, and no shard is lost with its hosts."""
 
     @property
     def document_settings(self) -> tuple[str, ...]:

@@ -58,7 +58,10 @@ class ControllerSetup:
     first_step: int = 0
     """Committed steps of the checkpoint that the run begins with."""
     last_resort: bool = False
-    """All groups can read all data: survivors may compute shards without a host. Microbatch granularity only."""
+    """All groups can read all data, so any may compute any microbatch. Microbatch granularity only."""
+    fetch: int = 0
+    """With `last_resort`, time until a group has data of shards that it does not host, as in `stacking.reorder`: 0 in
+    runs, whose ranks read every microbatch when they compute it."""
     ends_at_s: float | None = None
     """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
     partitions: PartitionSetup | None = None
@@ -134,7 +137,8 @@ class Controller:
 
     def _deal(self, num_microbatches: int) -> Dealing:
         setup = self._setup
-        order = initial_order(setup.placement, num_microbatches, setup.granularity, last_resort=setup.last_resort)
+        fetch = setup.fetch if setup.last_resort else None
+        order = initial_order(setup.placement, num_microbatches, setup.granularity, fetch=fetch)
         return Dealing(order, self._all_groups)
 
     # ------------------------------------------------------------------------------------------- folding the log

@@ -39,7 +39,7 @@ class ClusterFacts:
         domain_interval_s: Mean seconds between losses of any whole domain; infinite for none.
         last_resort: Any survivor can compute any shard, so only the loss of all groups is a wipe-out. Not with the
             policy "stack".
-        fetch_s: Seconds a group takes in each step to read one shard that is not in its stack.
+        fetch_s: Seconds from the start of a step or patch until a group has data of shards that it does not host.
     """
 
     num_groups: int

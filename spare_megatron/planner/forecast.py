@@ -21,7 +21,7 @@ from spare_megatron.planner.domains import (
 )
 from spare_megatron.planner.endurance import FloatArray, coverage_probabilities, lost_counts
 from spare_megatron.planner.facts import ClusterFacts
-from spare_megatron.planner.overhead import StepTimes, borrowed_shards, least_makespans, mean_step_s, patch_stacks
+from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks, wait_for_data
 from spare_megatron.planner.readmission import (
     RejoinTimes,
     absence,
@@ -116,11 +116,10 @@ class _StepCosts:
         n = facts.num_groups
         k = lost_counts(n).middle
         makespans = least_makespans(n, num_microbatches, k)
-        patch = patch_stacks(n, redundancy, num_microbatches, k, last_resort=facts.last_resort)
-        if facts.last_resort:
-            fetch = facts.fetch_s / facts.times.shard_s
-            makespans = makespans + fetch * borrowed_shards(n, redundancy, num_microbatches, k)
-            patch = patch + fetch * (k / max(n - 1, 1)) ** (redundancy - 1)  # no other host is left
+        fetch = facts.fetch_s / facts.times.shard_s if facts.last_resort else None
+        patch = patch_stacks(n, redundancy, num_microbatches, k, fetch=fetch)
+        if fetch is not None:
+            makespans = makespans + wait_for_data(n, redundancy, num_microbatches, fetch, k)
         return cls(
             makespans=makespans,
             patch=patch,

@@ -6,7 +6,7 @@ per step, `patch` per round of patches, for each k. Stack granularity is the cas
 """
 
 from dataclasses import dataclass
-from math import comb
+from math import ceil, comb, floor
 
 import numpy as np
 
@@ -59,38 +59,51 @@ def patch_stacks(
     num_microbatches: int = 1,
     num_lost: FloatArray | None = None,
     *,
-    last_resort: bool = False,
+    fetch: float | None = None,
 ) -> FloatArray:
     """Expected makespan in stacks of the patch for one more loss after k; 0 for r = 1, where no loss can be patched.
 
     E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) the surviving other hosts of the lost
     group's home shard, which share its m microbatches. Its work on other shards is smaller pieces that other hosts
-    compute meanwhile. With `last_resort` any survivor computes any shard: there is no condition, and for H = 0 all
-    N - 1 - k survivors share the shard.
+    compute meanwhile. With `fetch`, in stacks, any survivor computes any shard after so long: there is no condition,
+    and `shared_patch` takes the place of ceil(m / H).
     Derived; H is really hypergeometric. Against `stacking.reorder.patch_work` until wipe-out, N in {200, 600, 1000}: 11
     to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20; high because a group has given away part of its
     home shard by the time it is lost.
 
-    >>> float(patch_stacks(600, 5, 16)[0])
-    0.25
+    >>> float(patch_stacks(600, 5, 16)[0]), float(patch_stacks(600, 5, 16, fetch=0.0)[0])
+    (0.25, 0.0625)
     """
     k = np.arange(num_groups, dtype=np.float64) if num_lost is None else num_lost
-    patch = np.zeros_like(k)
     other = redundancy - 1
-    if other == 0 and not last_resort:
-        return patch
     alive = 1 - k / max(num_groups - 1, 1)
-    some = np.zeros_like(k)
-    if last_resort:
-        survivors = np.maximum(num_groups - 1 - k, 1)
-        some = (1 - alive) ** other
-        patch = some * -(-num_microbatches // survivors) / num_microbatches
-    for h in range(1, other + 1):
+    patch, some = np.zeros_like(k), np.zeros_like(k)
+    if other == 0 and fetch is None:
+        return patch
+    for h in range(0 if fetch is not None else 1, other + 1):
         weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
-        patch += weight * -(-num_microbatches // h) / num_microbatches
+        share = np.full_like(k, -(-num_microbatches // h)) if h else np.full_like(k, np.inf)
+        if fetch is not None:
+            survivors = np.maximum(num_groups - 1 - k, 1)
+            share = shared_patch(num_microbatches, h, survivors, fetch * num_microbatches)
+        patch += weight * share / num_microbatches
         some += weight
     # With all other hosts lost the loss is a wipe-out; the limit for few survivors is one host that computes all.
     return np.divide(patch, some, out=np.ones_like(k), where=some > 1e-12)
+
+
+def shared_patch(num_microbatches: int, num_hosts: int, num_survivors: FloatArray, fetch: float) -> FloatArray:
+    """Least time T, in microbatches, in which some hosts of a shard and all other survivors compute its microbatches:
+    each host takes floor(T), each other one floor(T - fetch). Exact, as T is a whole number or that plus `fetch`.
+
+    >>> shared_patch(64, 3, np.array([599.0, 10.0]), 0.25).tolist(), shared_patch(6, 2, np.array([599.0]), 9.0).tolist()
+    ([1.25, 7.25], [3.0])
+    """
+    m, h, s = num_microbatches, np.minimum(num_hosts, num_survivors), num_survivors
+    late = fetch + np.maximum(np.ceil((m - h * floor(fetch)) / s), 1)
+    whole = np.ceil((m + (s - h) * ceil(fetch)) / s)
+    least = np.where(whole > ceil(fetch), np.minimum(late, whole), late)
+    return np.minimum(least, np.ceil(m / h)) if num_hosts else least
 
 
 def mean_step_s(
@@ -110,22 +123,23 @@ def mean_step_s(
     return step_s + np.where(patch_s > 0, rounds * patch_s, 0.0)
 
 
-def borrowed_shards(
-    num_groups: int, redundancy: int, num_microbatches: int, num_lost: FloatArray | None = None
+def wait_for_data(
+    num_groups: int, redundancy: int, num_microbatches: int, fetch: float, num_lost: FloatArray | None = None
 ) -> FloatArray:
-    """Shards read from outside its stack by the group that reads most of them, with hosts of last resort, for each k.
+    """Stacks by which a step ends later because groups compute shards that they do not host, for each k: their data are
+    there after `fetch` stacks, and meanwhile the groups compute what they host.
 
     U = N p_k shards have no host left on average; with probability P there is any. Then U / P shards are dealt out in
-    single microbatches, each survivor's of different shards: on average P min(U / P, ceil(m U / P / (N - k))). Derived;
-    p_k from `planner.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`, so `num_lost` must rise.
+    single microbatches, ceil(m U / P / (N - k)) of them to each survivor. Derived; p_k from
+    `planner.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`, so `num_lost` must rise.
 
-    >>> borrowed_shards(4, 1, 3)[1:].tolist()
-    [1.0, 2.0, 3.0]
+    >>> wait_for_data(4, 1, 4, 0.5).tolist(), wait_for_data(4, 1, 4, 1.5)[1:].tolist()
+    ([0.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5])
     """
     k = np.arange(num_groups, dtype=np.float64) if num_lost is None else num_lost
     orphaned = 1 - coverage_probabilities(num_groups, redundancy, k)
     num_shards = num_groups * wiped_probabilities(num_groups, redundancy, k)
     given = np.divide(num_shards, orphaned, out=np.zeros_like(k), where=orphaned > 1e-12)
     given = np.where(orphaned > 1e-12, np.maximum(given, 1.0), 0.0)
-    each = np.ceil(given * num_microbatches / (num_groups - k) - 1e-9)
-    return orphaned * np.minimum(given, each)
+    each = np.ceil(given * num_microbatches / (num_groups - k) - 1e-9) / num_microbatches
+    return orphaned * np.maximum(fetch + each - least_makespans(num_groups, num_microbatches, k), 0.0)

@@ -50,7 +50,8 @@ class CostModel:
     state_transfer_s: float = 0.0
     """A group that is back fetches the state before it can be admitted; the others train on."""
     fetch_s: float = 0.0
-    """A host of last resort reads one shard that is not in its stack, in each step."""
+    """From the start of a step or patch until a group has the data of shards that it does not host, with last_resort;
+    meanwhile it computes what it hosts."""
 
     def __post_init__(self) -> None:
         for name, value in self.terms().items():
@@ -103,7 +104,7 @@ class Scenario:
     expected_group_life_s: float | None = None
     """Prior mean time until a given group is lost, for saves at a measured cadence; None saves at the planned one."""
     last_resort: bool = False
-    """Every group can read all data: any survivor computes any shard, at costs.fetch_s."""
+    """Every group can read all data: any survivor computes any shard, after costs.fetch_s."""
     slice_redundancy: int = 0
     """Hosts of each state partition (r_o); 0 if every group holds all state. Policy spare only."""
     slice_copy_s: float | None = None
@@ -125,6 +126,12 @@ class Scenario:
         if self.groups_per_domain is not None:
             return self.groups_per_domain
         return self.failures.groups_per_domain if self.placement == "golomb" else 1
+
+    @property
+    def fetch(self) -> int:
+        """costs.fetch_s in thousandths of the time of one microbatch."""
+        costs = self.costs
+        return round(1000 * costs.fetch_s * (self.microbatches_per_shard + costs.pipeline_fill) / costs.compute_s)
 
     @property
     def num_sets(self) -> int:

@@ -90,6 +90,7 @@ class SpareRun:
             granularity=scenario.granularity,
             saves=self._save_policy(),
             last_resort=scenario.last_resort,
+            fetch=scenario.fetch,
             partitions=self._partition_setup(),
         )
         self.decision_s = 0.0
@@ -259,14 +260,22 @@ class SpareRun:
         return EntryRead(index=index, entry=entry)
 
     def _fetch_s(self, work: Work) -> float:
-        """Seconds of the group that reads the most shards from outside its stack."""
-        if not self._world.scenario.last_resort:
+        """Seconds by which waiting for data of shards that it does not host delays the last group."""
+        scenario = self._world.scenario
+        if not scenario.last_resort or not scenario.costs.fetch_s:
             return 0.0
         if self._fetching[0] is not work:
-            hosts, owners = self._placement.host_array, work.owners
-            is_host = (owners[:, :, None] == hosts[:, None, :]).any(axis=2) | (owners == NO_OWNER)
-            shards, columns = np.nonzero(~is_host)
-            pairs = np.unique(np.stack([owners[shards, columns], shards]), axis=1)
-            most = int(np.bincount(pairs[0]).max(initial=0))
-            self._fetching = (work, most * self._world.scenario.costs.fetch_s)
+            self._fetching = (work, self._delay_s(work))
         return self._fetching[1]
+
+    def _delay_s(self, work: Work) -> float:
+        hosts, owners = self._placement.host_array, work.owners
+        is_cold = owners != NO_OWNER
+        for column in hosts.T:
+            is_cold &= owners != column[:, None]
+        if not is_cold.any():
+            return 0.0
+        cold = Work(np.where(is_cold, owners, NO_OWNER).astype(owners.dtype))
+        costs = self._world.scenario.costs
+        late_s = costs.fetch_s + (self._stacks_of(cold) - self._stacks_of(work)) * costs.compute_s
+        return max(late_s, 0.0)

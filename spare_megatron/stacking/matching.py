@@ -1,10 +1,13 @@
-"""Assigns the demand of shards to hosts at least capacity, then least cost: the one transport problem of every reorder.
+"""Assigns the units of shards to groups in the least makespan, at least cost: the transport problem of every reorder.
 
-Shard s has `demand[s]` units, each placed on one of its surviving hosts; no host takes more than `capacity`. On a pair
-(s, h) the first `free[s, h]` units cost 0 (they stay), every further one 1 (it moves). Primal-dual minimum-cost flow
-(Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8). Proof: docs/protocol.md.
+Shard s has `demand[s]` units. Each is hosted, that is placed on a surviving host of the shard, or cold: placed on any
+survivor, by way of the commons node. A group that takes p per unit takes at most T // p units within the makespan T,
+of them at most (T - fetch) // p cold ones. On a pair (s, h) the first `free[s, h]` units stay at no cost, every other
+unit moves at cost 1, and a cold one costs more than all moves together. Primal-dual minimum-cost flow (Ford and
+Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8). Proof: docs/protocol.md.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +21,14 @@ _SOURCE, _SINK, _FIRST_NODE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpreadProblem:
-    """Units of demand to place on surviving hosts. Arrays of pairs are flat: shard * redundancy + column.
+    """Units of demand to place on surviving groups. Arrays of pairs are flat: shard * redundancy + column.
 
     Attributes:
+        is_alive: For each group; groups beyond those of the placement host nothing and take only cold units.
         free: For each pair, how many units cost nothing there. 0 where the host is lost.
         start: For each pair, the units placed there at first; at most `free`, and per shard at most its demand.
+        pace: Time per unit, at least 1, of all groups or of each.
+        fetch: Time before a group can begin a cold unit, in the same unit of time; None if it never can.
     """
 
     placement: Placement
@@ -30,6 +36,15 @@ class SpreadProblem:
     demand: IntArray
     free: IntArray
     start: IntArray
+    pace: IntArray | int = 1
+    fetch: int | None = None
+
+    def capacities(self, makespan: int) -> tuple[IntArray, IntArray]:
+        """Units, and cold units, that each group can take within a makespan."""
+        alive = self.is_alive.astype(np.int64)
+        if self.fetch is None:
+            return makespan // self.pace * alive, np.zeros_like(alive)
+        return makespan // self.pace * alive, max(makespan - self.fetch, 0) // self.pace * alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,76 +52,107 @@ class Spread:
     """A placement of all units at least cost.
 
     Attributes:
+        flow: For each pair, the hosted units. `cold`: for each shard, its cold units; `lent`: for each group, the cold
+            units that it takes, of any shards.
+        num_moves: Units beyond the free ones, cold units included.
         num_phases: Distinct lengths of displacement chains that were needed; 0 if the start was complete.
         shard_potential: For each shard, and `host_potential` for each group, its distance from the unplaced units.
     """
 
     flow: IntArray
-    capacity: int
-    cost: int
+    cold: IntArray
+    lent: IntArray
+    makespan: int
+    num_moves: int
     num_phases: int
     shard_potential: IntArray
     host_potential: IntArray
+    commons_potential: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bottleneck:
-    """Proof that a capacity is too small: units of shards that have only `num_hosts` surviving hosts in total."""
+    """Proof that a makespan is too short: units for which there are only some hosts, and cold capacity of some groups.
+
+    No group is both.
+    """
 
     demand: int
-    num_hosts: int
+    is_host: BoolArray
+    is_lender: BoolArray
 
-    @property
-    def least_capacity(self) -> int:
-        """The least capacity at which these shards fit; larger than the one that failed."""
-        return -(-self.demand // self.num_hosts)
+    def least_makespan(self, problem: SpreadProblem) -> int:
+        """The least makespan in which these groups have room for these units; longer than the one that failed."""
+
+        def has_room(makespan: int) -> bool:
+            total, cold = problem.capacities(makespan)
+            return int(total[self.is_host].sum() + cold[self.is_lender].sum()) >= self.demand
+
+        num_groups = int(self.is_host.sum() + self.is_lender.sum())
+        each = -(-self.demand // num_groups)
+        least, most = each * int(np.min(problem.pace)), each * int(np.max(problem.pace)) + (problem.fetch or 0)
+        return bisect_left(range(most), True, lo=least, key=has_room)
 
 
-def capacity_bound(problem: SpreadProblem) -> int:
-    """A lower bound on the feasible capacity: from all groups together, each shard and each sole host. Cost: O(N r)."""
+def makespan_bound(problem: SpreadProblem) -> int:
+    """A lower bound on the makespan: from all groups together, from shards without a host and, if no unit can be cold,
+    from each shard and each sole host. Cost: O(N r).
+    """
     placement, demand = problem.placement, problem.demand
     is_alive = problem.is_alive[placement.host_array]
     num_hosts = is_alive.sum(axis=1)
-    asked = np.zeros(placement.num_groups, dtype=np.bool_)
+    nothing = np.zeros_like(problem.is_alive)
+    if problem.fetch is not None:
+        together = Bottleneck(demand=int(demand.sum()), is_host=problem.is_alive, is_lender=nothing)
+        lost = Bottleneck(demand=int(demand[num_hosts == 0].sum()), is_host=nothing, is_lender=problem.is_alive)
+        return max(together.least_makespan(problem), lost.least_makespan(problem) if lost.demand else 0)
+    asked = nothing.copy()
     asked[placement.host_array[demand > 0]] = True
-    per_group = -(-int(demand.sum()) // max(int((asked & problem.is_alive).sum()), 1))
+    asked &= problem.is_alive
+    if not asked.any():
+        return 0
+    together = Bottleneck(demand=int(demand.sum()), is_host=asked, is_lender=nothing)
     per_shard = -(-demand // np.maximum(num_hosts, 1))
     alone = is_alive & (num_hosts == 1)[:, None]
     sole_host, its_shards = placement.host_array[alone], np.nonzero(alone)[0]
     per_sole_host = np.bincount(sole_host, weights=demand[its_shards], minlength=1)
-    return max(per_group, int(per_shard.max()), int(per_sole_host.max()))
+    most = max(int(per_shard.max()), int(per_sole_host.max()))
+    return max(together.least_makespan(problem), int(np.min(problem.pace)) * most)
 
 
 def least_spread(problem: SpreadProblem) -> Spread:
-    """The spread of least capacity and then least cost; each failure raises the proven bound (Hall's condition)."""
-    capacity = capacity_bound(problem)
+    """The spread of least makespan and then least cost; each failure raises the proven bound (Hall's condition)."""
+    makespan = makespan_bound(problem)
     while True:
-        result = cheapest_spread(problem, capacity)
+        result = cheapest_spread(problem, makespan)
         if isinstance(result, Spread):
             return result
-        capacity = result.least_capacity
+        makespan = result.least_makespan(problem)
 
 
-def cheapest_spread(problem: SpreadProblem, capacity: int) -> Spread | Bottleneck:
-    """The spread of least cost under a capacity, or the bottleneck that proves there is none.
+def cheapest_spread(problem: SpreadProblem, makespan: int) -> Spread | Bottleneck:
+    """The spread of least cost within a makespan, or the bottleneck that proves there is none.
 
     Deterministic: nodes and arcs are numbered by ascending ids. Cost: per phase O(number of pairs) and a maximum flow.
     """
-    residual = _Residual(problem, capacity)
+    residual = _Residual(problem, makespan)
     num_phases = 0
     while residual.is_incomplete():
         distances = residual.distances()
         if isinstance(distances, Bottleneck):
             return distances
-        residual.augment(*distances)
+        residual.augment(distances)
         num_phases += 1
     return Spread(
         flow=residual.flow,
-        capacity=capacity,
-        cost=int(np.maximum(residual.flow - problem.free, 0).sum()),
+        cold=residual.cold,
+        lent=residual.lent,
+        makespan=makespan,
+        num_moves=int(np.maximum(residual.flow - problem.free, 0).sum() + residual.cold.sum()),
         num_phases=num_phases,
         shard_potential=residual.shard_potential,
         host_potential=residual.host_potential,
+        commons_potential=residual.commons_potential,
     )
 
 
@@ -115,36 +161,87 @@ def is_certified(problem: SpreadProblem, spread: Spread) -> bool:
 
     Complementary slackness, with gap = potential of host - potential of shard: a pair with a gap below 0 carries
     nothing, with gap 0 at most its free units, with gap 1 at least those; larger gaps do not occur. A surviving host
-    below the highest potential is full, and no potential is negative. Cost: O(N r).
+    below the highest potential is full, and no potential is negative. For cold units `_is_commons_certified`. Cost:
+    O(N r).
     """
     placement, r = problem.placement, problem.placement.redundancy
     hosts = placement.host_array.ravel()
     alive = problem.is_alive[hosts]
     gap = spread.host_potential[hosts] - np.repeat(spread.shard_potential, r)
-    load = np.bincount(hosts, weights=spread.flow, minlength=placement.num_groups)
-    top = max(int(spread.host_potential.max()), int(spread.shard_potential.max()))
-    is_full = load == spread.capacity
+    load = np.bincount(hosts, weights=spread.flow, minlength=problem.is_alive.size) + spread.lent
+    top = max(int(spread.host_potential.max()), int(spread.shard_potential.max()), spread.commons_potential)
+    total, _ = problem.capacities(spread.makespan)
     return bool(
         (spread.flow >= 0).all()
         and (spread.flow[~alive] == 0).all()
-        and (spread.flow.reshape(-1, r).sum(axis=1) == problem.demand).all()
-        and (load <= spread.capacity).all()
+        and (spread.flow.reshape(-1, r).sum(axis=1) + spread.cold == problem.demand).all()
+        and (load <= total).all()
         and (gap[alive] <= 1).all()
         and (spread.flow[alive & (gap < 0)] == 0).all()
         and (spread.flow <= problem.free)[alive & (gap == 0)].all()
         and (spread.flow >= problem.free)[alive & (gap == 1)].all()
-        and (is_full | (spread.host_potential == top))[problem.is_alive].all()
+        and ((load == total) | (spread.host_potential == top))[problem.is_alive].all()
         and spread.host_potential.min() >= 0
         and spread.shard_potential.min() >= 0
+        and _is_commons_certified(problem, spread)
     )
+
+
+def _is_commons_certified(problem: SpreadProblem, spread: Spread) -> bool:
+    """The same for the commons: no shard lies more than the cost of a cold unit below it, and one that has cold units
+    lies exactly that much below. A survivor above the commons takes all cold units that it can, one below takes none.
+    """
+    _, capacity = problem.capacities(spread.makespan)
+    if problem.fetch is None:
+        return not spread.cold.any() and not spread.lent.any()
+    gap = spread.commons_potential - spread.shard_potential
+    beyond = spread.host_potential - spread.commons_potential
+    return bool(
+        (spread.cold >= 0).all()
+        and (spread.lent >= 0).all()
+        and (spread.lent <= capacity).all()
+        and spread.cold.sum() == spread.lent.sum()
+        and (gap <= _cold_cost(problem)).all()
+        and (gap == _cold_cost(problem))[spread.cold > 0].all()
+        and (spread.lent == capacity)[problem.is_alive & (beyond > 0)].all()
+        and (spread.lent[beyond < 0] == 0).all()
+        and spread.commons_potential >= 0
+    )
+
+
+def _cold_cost(problem: SpreadProblem) -> int:
+    """More than all units cost if they move to hosts: cold units are as few as possible, whatever moves instead."""
+    return int(problem.demand.sum()) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Distances:
+    """Reduced distances from the excess; `nearest` is that of the nearest host with spare capacity."""
+
+    to_shard: IntArray
+    to_host: IntArray
+    to_commons: int
+    nearest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Link:
+    """Arcs between nodes of the network: how many more units each can carry, and how many it can give back."""
+
+    tails: IntArray
+    heads: IntArray
+    ahead: IntArray
+    back: IntArray
 
 
 class _Residual:
     """A flow of least cost for the units placed so far, with the potentials that prove it."""
 
-    def __init__(self, problem: SpreadProblem, capacity: int) -> None:
+    def __init__(self, problem: SpreadProblem, makespan: int) -> None:
         placement = problem.placement
-        self.num_groups, self.redundancy = placement.host_array.shape
+        self.problem = problem
+        self.num_shards, self.redundancy = placement.host_array.shape
+        self.num_groups = problem.is_alive.size
         self.hosts = placement.host_array.ravel()
         self.host_array, self.pair_array, self.stack_array = (
             placement.host_array,
@@ -153,38 +250,54 @@ class _Residual:
         )
         self.is_alive = problem.is_alive
         self.free = problem.free
-        self.demand = problem.demand
         self.flow = problem.start.copy()
-        self.unplaced = problem.demand - self.flow.reshape(self.num_groups, self.redundancy).sum(axis=1)
+        self.unplaced = problem.demand - self.flow.reshape(self.num_shards, self.redundancy).sum(axis=1)
         load = np.bincount(self.hosts, weights=self.flow, minlength=self.num_groups).astype(np.int64)
-        self.spare = np.where(self.is_alive, capacity - load, 0)
+        total, self.most_lent = problem.capacities(makespan)
+        self.spare = np.where(self.is_alive, total - load, 0)
         """Units a host can still take; negative where it must give some away."""
-        self.shard_potential = np.zeros(self.num_groups, dtype=np.int64)
+        self.cold = np.zeros(self.num_shards, dtype=np.int64)
+        self.lent = np.zeros(self.num_groups, dtype=np.int64)
+        self.cold_cost = _cold_cost(problem)
+        self.shard_potential = np.zeros(self.num_shards, dtype=np.int64)
         self.host_potential = np.zeros(self.num_groups, dtype=np.int64)
+        self.commons_potential = 0
 
     def is_incomplete(self) -> bool:
         return bool((self.unplaced > 0).any() or (self.spare < 0).any())
 
-    def distances(self) -> tuple[IntArray, IntArray, int] | Bottleneck:
-        """Reduced distances of shards and hosts from the excess, and that of the nearest host with spare capacity.
-
-        Dial's algorithm; distances beyond that host are upper bounds. A `Bottleneck` if no such host is reachable.
+    def distances(self) -> _Distances | Bottleneck:
+        """Dial's algorithm; distances beyond the nearest host with spare capacity are upper bounds. A `Bottleneck` if
+        no such host is reachable.
         """
         ahead, back = self._reduced_costs()
-        to_shard = np.where(self.unplaced > 0, 0, _FAR)
+        from_shard, from_host, on_to_shard, on_to_host = self._commons_costs()
+        to_shard, to_commons = np.where(self.unplaced > 0, 0, _FAR), _FAR
         to_host = np.where(self.spare < 0, 0, _FAR)
         has_spare = self.spare > 0
         level = 0
         while level < _FAR:
             shards, hosts = np.flatnonzero(to_shard == level), np.flatnonzero(to_host == level)
-            while shards.size or hosts.size:
+            is_commons_left = to_commons >= level
+            while shards.size or hosts.size or (is_commons_left and to_commons == level):
+                if not (shards.size or hosts.size):
+                    is_commons_left = False
+                    hosts = _relax(to_host, np.arange(self.num_groups), on_to_host, level)
+                    shards = _relax(to_shard, np.arange(self.num_shards), on_to_shard, level)
+                    continue
+                entry = min(from_shard[shards].min(initial=_FAR), from_host[hosts].min(initial=_FAR))
+                to_commons = min(to_commons, level + int(entry))
                 next_hosts = _relax(to_host, self.host_array[shards], ahead[shards], level)
-                shards = _relax(to_shard, self.stack_array[hosts], back[hosts], level)
+                hosting = hosts[hosts < self.num_shards]
+                shards = _relax(to_shard, self.stack_array[hosting], back[hosting], level)
                 hosts = next_hosts
             if has_spare[to_host == level].any():
-                return to_shard, to_host, level
-            level = min(int(distance[distance > level].min(initial=_FAR)) for distance in (to_shard, to_host))
-        return Bottleneck(demand=int(self.demand[to_shard < _FAR].sum()), num_hosts=int((to_host < _FAR).sum()))
+                return _Distances(to_shard=to_shard, to_host=to_host, to_commons=to_commons, nearest=level)
+            further = [int(distance[distance > level].min(initial=_FAR)) for distance in (to_shard, to_host)]
+            level = min(*further, to_commons if to_commons > level else _FAR)
+        is_lender = self.is_alive & (to_host >= _FAR) & (to_commons < _FAR)
+        demand = int(self.problem.demand[to_shard < _FAR].sum())
+        return Bottleneck(demand=demand, is_host=to_host < _FAR, is_lender=is_lender)
 
     def _reduced_costs(self) -> tuple[IntArray, IntArray]:
         """Reduced costs of one unit more per pair, by shard, and of one unit less, by host; `_FAR` where impossible."""
@@ -194,62 +307,114 @@ class _Residual:
         back = np.where(flow > 0, gap - (flow > free), _FAR)
         return ahead, back.ravel()[self.pair_array]
 
-    def augment(self, to_shard: IntArray, to_host: IntArray, level: int) -> None:
-        self.shard_potential += np.minimum(to_shard, level)
-        self.host_potential += np.minimum(to_host, level)
-        near_host = (to_host <= level) & self.is_alive
-        shards = np.flatnonzero(to_shard <= level)
+    def _commons_costs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Reduced costs into the commons from each shard and host, and out of it to each; `_FAR` where impossible."""
+        gap = self.commons_potential - self.shard_potential
+        beyond = self.host_potential - self.commons_potential
+        is_open = self.problem.fetch is not None
+        return (
+            np.where(is_open, self.cold_cost - gap, _FAR),
+            np.where(self.lent > 0, beyond, _FAR),
+            np.where(self.cold > 0, gap - self.cold_cost, _FAR),
+            np.where(self.lent < self.most_lent, -beyond, _FAR),
+        )
+
+    def augment(self, distances: _Distances) -> None:
+        level = distances.nearest
+        self.shard_potential += np.minimum(distances.to_shard, level)
+        self.host_potential += np.minimum(distances.to_host, level)
+        self.commons_potential += min(distances.to_commons, level)
+        near_host = (distances.to_host <= level) & self.is_alive
+        near_shard = distances.to_shard <= level
+        shards = np.flatnonzero(near_shard)
         pairs = (shards[:, None] * self.redundancy + np.arange(self.redundancy)).ravel()
         pairs = pairs[near_host[self.hosts[pairs]]]
         gap = self.host_potential[self.hosts[pairs]] - self.shard_potential[pairs // self.redundancy]
         pairs, gap = pairs[gap >= 0], gap[gap >= 0]
+        is_near = distances.to_commons <= level
+        lacking = np.flatnonzero(
+            is_near & near_shard & (self.commons_potential - self.shard_potential == self.cold_cost)
+        )
+        lenders = np.flatnonzero(is_near & near_host & (self.host_potential == self.commons_potential))
+        changes = self._push(pairs, gap, lacking, lenders, np.where(near_host, self.spare, 0))
+        placed, cold, lent = changes
+        self.flow[pairs] += placed
+        self.cold[lacking] += cold
+        self.lent[lenders] += lent
+        n, m = self.num_shards, self.num_groups
+        self.spare -= np.bincount(self.hosts[pairs], weights=placed, minlength=m).astype(np.int64)
+        self.spare[lenders] -= lent
+        self.unplaced -= np.bincount(pairs // self.redundancy, weights=placed, minlength=n).astype(np.int64)
+        self.unplaced[lacking] -= cold
+
+    def _push(
+        self, pairs: IntArray, gap: IntArray, lacking: IntArray, lenders: IntArray, spare: IntArray
+    ) -> list[IntArray]:
+        """Maximum flow from excess to spare capacity over some pairs, and over the commons from some shards to some
+        hosts: units that each of the three gains (negative: loses).
+        """
+        shards, hosts = pairs // self.redundancy, self.hosts[pairs]
+        is_shard = np.bincount(shards, minlength=self.num_shards) > 0
+        is_host = np.bincount(hosts, minlength=self.num_groups) > 0
+        is_shard[lacking] = is_host[lenders] = True
+        shard_node = _FIRST_NODE + np.cumsum(is_shard) - 1
+        host_node = _FIRST_NODE + int(is_shard.sum()) + np.cumsum(is_host) - 1
+        commons = int(host_node[-1]) + 1
         flow, free = self.flow[pairs], self.free[pairs]
         total = int(self.unplaced.sum() + np.maximum(-self.spare, 0).sum())
-        ahead = np.where(gap == 0, free - flow, total)
-        back = np.where(gap == 0, flow, flow - free)
-        change = self._push(pairs, ahead, back, np.where(near_host, self.spare, 0))
-        self.flow[pairs] += change
-        n = self.num_groups
-        self.spare -= np.bincount(self.hosts[pairs], weights=change, minlength=n).astype(np.int64)
-        self.unplaced -= np.bincount(pairs // self.redundancy, weights=change, minlength=n).astype(np.int64)
-
-    def _push(self, pairs: IntArray, ahead: IntArray, back: IntArray, spare: IntArray) -> IntArray:
-        """Maximum flow from excess to spare capacity over some pairs: units that each pair gains (negative: loses)."""
-        shard_node = np.full(self.num_groups, -1, dtype=np.int64)
-        host_node = np.full(self.num_groups, -1, dtype=np.int64)
-        shards, hosts = pairs // self.redundancy, self.hosts[pairs]
-        is_shard = np.bincount(shards, minlength=self.num_groups) > 0
-        is_host = np.bincount(hosts, minlength=self.num_groups) > 0
-        num_shards = int(is_shard.sum())
-        shard_node[is_shard] = _FIRST_NODE + np.arange(num_shards)
-        host_node[is_host] = _FIRST_NODE + num_shards + np.arange(int(is_host.sum()))
-
-        can_go, can_return = np.flatnonzero(ahead > 0), np.flatnonzero(back > 0)
+        links = [
+            _Link(
+                tails=shard_node[shards],
+                heads=host_node[hosts],
+                ahead=np.where(gap == 0, free - flow, total),
+                back=np.where(gap == 0, flow, flow - free),
+            ),
+            _Link(
+                tails=shard_node[lacking],
+                heads=np.full(lacking.size, commons),
+                ahead=np.full(lacking.size, total),
+                back=self.cold[lacking],
+            ),
+            _Link(
+                tails=np.full(lenders.size, commons),
+                heads=host_node[lenders],
+                ahead=(self.most_lent - self.lent)[lenders],
+                back=self.lent[lenders],
+            ),
+        ]
         waiting = np.flatnonzero(is_shard & (self.unplaced > 0))
         giving, taking = np.flatnonzero(is_host & (spare < 0)), np.flatnonzero(is_host & (spare > 0))
-        tails = (
-            shard_node[shards[can_go]],
-            host_node[hosts[can_return]],
-            np.full(waiting.size + giving.size, _SOURCE),
-            host_node[taking],
-        )
-        heads = (
-            host_node[hosts[can_go]],
-            shard_node[shards[can_return]],
-            shard_node[waiting],
-            host_node[giving],
-            np.full(taking.size, _SINK),
-        )
-        limits = (ahead[can_go], back[can_return], self.unplaced[waiting], -spare[giving], spare[taking])
-        solver = max_flow.SimpleMaxFlow()
-        arcs = solver.add_arcs_with_capacity(np.concatenate(tails), np.concatenate(heads), np.concatenate(limits))
-        status = solver.solve(_SOURCE, _SINK)
-        assert status == max_flow.SimpleMaxFlow.OPTIMAL, status
-        flows = solver.flows(arcs[: can_go.size + can_return.size])
-        change = np.zeros(pairs.size, dtype=np.int64)
-        change[can_go] += flows[: can_go.size]
-        change[can_return] -= flows[can_go.size :]
-        return change
+        sources = (np.concatenate((shard_node[waiting], host_node[giving])), host_node[taking])
+        limits = (np.concatenate((self.unplaced[waiting], -spare[giving])), spare[taking])
+        return _changes_by_maximum_flow(links, sources, limits)
+
+
+def _changes_by_maximum_flow(
+    links: list[_Link], ends: tuple[IntArray, IntArray], limits: tuple[IntArray, IntArray]
+) -> list[IntArray]:
+    """Units that each arc of the links gains under a maximum flow from the first ends to the second, within limits."""
+    can_go = [np.flatnonzero(link.ahead > 0) for link in links]
+    can_return = [np.flatnonzero(link.back > 0) for link in links]
+    tails, heads, most = [], [], []
+    for link, go, back in zip(links, can_go, can_return, strict=True):
+        tails += [link.tails[go], link.heads[back]]
+        heads += [link.heads[go], link.tails[back]]
+        most += [link.ahead[go], link.back[back]]
+    tails += [np.full(ends[0].size, _SOURCE), ends[1]]
+    heads += [ends[0], np.full(ends[1].size, _SINK)]
+    solver = max_flow.SimpleMaxFlow()
+    arcs = solver.add_arcs_with_capacity(*map(np.concatenate, (tails, heads, [*most, *limits])))
+    status = solver.solve(_SOURCE, _SINK)
+    assert status == max_flow.SimpleMaxFlow.OPTIMAL, status
+    flows = solver.flows(arcs)
+    changes = []
+    for link, go, back in zip(links, can_go, can_return, strict=True):
+        change = np.zeros(link.tails.size, dtype=np.int64)
+        change[go] += flows[: go.size]
+        change[back] -= flows[go.size : go.size + back.size]
+        flows = flows[go.size + back.size :]
+        changes.append(change)
+    return changes
 
 
 def _relax(distance: IntArray, heads: IntArray, cost: IntArray, level: int) -> IntArray:

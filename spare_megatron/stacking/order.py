@@ -5,10 +5,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, Owners, Work, work_of
-from spare_megatron.stacking.reorder import assign_to_least_loaded, initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import StackOrder, reorder_stacks
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
 
@@ -30,18 +30,19 @@ class Order(Protocol):
 
 
 def initial_order(
-    placement: Placement, num_microbatches: int, granularity: Granularity, *, last_resort: bool = False
+    placement: Placement, num_microbatches: int, granularity: Granularity, *, fetch: int | None = None
 ) -> Order:
     """The order before any loss: every group owns its home shard.
 
-    With `last_resort` any survivor may compute a shard without a host; ValueError at stack granularity.
+    With `fetch`, as in `stacking.reorder`, any group may compute any microbatch, also groups beyond those of the
+    placement, which host nothing; ValueError at stack granularity.
     """
-    if granularity == "stack" and last_resort:
-        raise ValueError("hosts of last resort take single microbatches: set the granularity to microbatch")
+    if granularity == "stack" and fetch is not None:
+        raise ValueError("groups that can read all data take single microbatches: set the granularity to microbatch")
     if granularity == "stack":
         home = initial_owners(placement, 1)[:, 0]
         return WholeShards(placement, initial_stacks(placement), home, num_microbatches)
-    return SingleMicrobatches(placement, initial_owners(placement, num_microbatches), last_resort=last_resort)
+    return SingleMicrobatches(placement, initial_owners(placement, num_microbatches), fetch)
 
 
 class Dealing:
@@ -68,31 +69,18 @@ class Dealing:
 
 
 class SingleMicrobatches:
-    def __init__(self, placement: Placement, owners: Owners, *, last_resort: bool = False) -> None:
+    def __init__(self, placement: Placement, owners: Owners, fetch: int | None) -> None:
         self._placement = placement
         self._owners = owners
-        self._last_resort = last_resort
+        self._fetch = fetch
         self.work = Work(owners)
 
     def for_groups(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
-        lost = self._without_host(alive)
-        owners = reorder_microbatches(self._placement, alive, self._owners, left_out=lost).owners
-        if lost:
-            items = [Microbatch(shard, k) for shard in lost for k in range(owners.shape[1])]
-            owners = assign_to_least_loaded(owners, items, alive)
-        return SingleMicrobatches(self._placement, owners, last_resort=self._last_resort)
+        reorder = reorder_microbatches(self._placement, alive, self._owners, fetch=self._fetch)
+        return SingleMicrobatches(self._placement, reorder.owners, self._fetch)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
-        lost = frozenset(self._without_host(alive))
-        hosted = [item for item in orphans if item.shard not in lost]
-        work = work_of(patch_work(self._placement, alive, hosted), self._owners.shape)
-        if len(hosted) == len(orphans):
-            return work
-        return Work(assign_to_least_loaded(work.owners, [item for item in orphans if item.shard in lost], alive))
-
-    def _without_host(self, alive: frozenset[GroupId]) -> tuple[ShardId, ...]:
-        """Shards that need a host of last resort; none if there is no last resort or no group is left."""
-        return self._placement.uncovered(alive) if self._last_resort and alive else ()
+        return work_of(patch_work(self._placement, alive, orphans, fetch=self._fetch), self._owners.shape)
 
 
 class WholeShards:

@@ -105,11 +105,13 @@ class Placement:
         return most
 
     def alive_mask(self, alive: frozenset[GroupId]) -> BoolArray:
-        """`mask[group]`: whether the group is alive. Raises ValueError for an unknown id."""
+        """`mask[group]`: whether the group is alive. Ids from `num_groups` on are of groups that host nothing; they
+        make the mask longer. Raises ValueError for a negative id.
+        """
         ids = np.fromiter(alive, dtype=np.int64, count=len(alive))
-        if ids.size and (ids.min() < 0 or ids.max() >= self.num_groups):
-            raise ValueError(f"group ids go from 0 to {self.num_groups - 1}, got {ids.min()} to {ids.max()}")
-        mask = np.zeros(self.num_groups, dtype=np.bool_)
+        if ids.min(initial=0) < 0:
+            raise ValueError(f"group ids begin with 0, got {ids.min()}")
+        mask = np.zeros(max(self.num_groups, int(ids.max(initial=0)) + 1), dtype=np.bool_)
         mask[ids] = True
         return mask
 

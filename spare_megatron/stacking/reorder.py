@@ -1,19 +1,28 @@
-"""New owners for the microbatches of lost groups: least makespan, then fewest moves."""
+"""New owners for the microbatches of lost groups: least makespan, then least cold work, then fewest moves.
 
-import heapq
+A microbatch is cold for a group that does not host its shard. Groups compute cold microbatches only where `fetch` is
+given: the time from the start of a step or patch until a group has their data, in thousandths of the time of one
+microbatch. A group with h hosted and c > 0 cold microbatches needs the time of max(h + c, fetch / 1000 + c).
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from spare_megatron.stacking.layout import GroupId, ShardId
-from spare_megatron.stacking.matching import SpreadProblem, least_spread
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.matching import Spread, SpreadProblem, least_spread
 from spare_megatron.stacking.placement import IntArray, Placement
-from spare_megatron.stacking.plans import NO_OWNER, Microbatch, Owners
+from spare_megatron.stacking.plans import Microbatch, Owners
 from spare_megatron.stacking.wipe_out import require_hosts
 
 ReorderPath = Literal["unchanged", "orphans", "chains"]
+
+_PACE = 1000
+"""Time of one microbatch, in the unit of `fetch`."""
+
+_COLD = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,7 +32,7 @@ class Reorder:
     Attributes:
         owners: Read-only, shape (num_shards, m): the owner of each microbatch.
         makespan: Largest number of microbatches of any group.
-        num_moves: Microbatches whose owner changed, those of lost groups included.
+        num_moves: Microbatches whose owner changed, those of lost groups included, and all cold ones.
         path: "orphans" if only microbatches without a surviving owner moved, else "chains".
     """
 
@@ -50,82 +59,81 @@ def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
 
 
 def reorder_microbatches(
-    placement: Placement, alive: frozenset[GroupId], owners: Owners, *, left_out: Sequence[ShardId] = ()
+    placement: Placement, alive: frozenset[GroupId], owners: Owners, *, fetch: int | None = None
 ) -> Reorder:
-    """Owners of least makespan among surviving groups and, at that makespan, with the fewest moves.
+    """Owners of least makespan among surviving groups, then with the least cold work, then with the fewest moves.
 
     The present owners, of shape (num_shards, m), may come from any earlier state. A microbatch whose owner is not a
-    surviving host of its shard always moves. Shards `left_out` keep their owners; any other without a host raises
-    WipeOut.
+    surviving host of its shard always moves. Groups with ids from `num_groups` on host nothing: their work is cold.
+    Without `fetch` a shard without a surviving host raises WipeOut; with it, only the loss of all groups does.
 
     Notes:
-        Both optima are exact: see `stacking.matching`. Ties: a host keeps its lowest indices; the others go in
-            ascending order of index to hosts in ascending order of id. Cost: O(N (m + r) r) and, per length of
-            displacement chains, one maximum flow over the pairs they touch.
+        All optima are exact: see `stacking.matching`. Ties: a host keeps its lowest indices; the others go in
+            ascending order of index to hosts in ascending order of id. The last of a shard are its cold ones; over all
+            shards they go in ascending order to groups in ascending order of id. Cost: O(N (m + r) r) and, per length
+            of displacement chains, one maximum flow over the pairs they touch.
     """
     if owners.ndim != 2 or len(owners) != placement.num_groups:
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")
     is_alive = placement.alive_mask(alive)
-    require_hosts(placement, alive, set(range(placement.num_groups)).difference(left_out))
+    if fetch is None or not alive:
+        require_hosts(placement, alive)
     kept = np.where(is_alive[placement.host_array], _count_owned(placement, owners), 0)
     demand = np.full(placement.num_groups, owners.shape[1], dtype=np.int64)
-    kept[list(left_out)] = demand[list(left_out)] = 0
     problem = SpreadProblem(
-        placement=placement, is_alive=is_alive, demand=demand, free=kept.ravel(), start=kept.ravel()
+        placement=placement,
+        is_alive=is_alive,
+        demand=demand,
+        free=kept.ravel(),
+        start=kept.ravel(),
+        pace=_PACE,
+        fetch=fetch,
     )
     spread = least_spread(problem)
     num_orphans = int(demand.sum() - kept.sum())
-    path: ReorderPath = "chains" if spread.cost > num_orphans else "orphans" if num_orphans else "unchanged"
+    path: ReorderPath = "chains" if spread.num_moves > num_orphans else "orphans" if num_orphans else "unchanged"
+    changed = _hand_over(placement, owners, kept, spread)
     return Reorder(
-        owners=_read_only(_hand_over(placement, owners, kept, spread.flow.reshape(kept.shape))),
-        makespan=int(np.bincount(placement.host_array.ravel(), weights=spread.flow).max()),
-        num_moves=spread.cost,
+        owners=_read_only(changed),
+        makespan=int(np.bincount(changed.ravel()).max()),
+        num_moves=spread.num_moves,
         path=path,
     )
 
 
 def patch_work(
-    placement: Placement, alive: frozenset[GroupId], orphans: Sequence[Microbatch]
+    placement: Placement, alive: frozenset[GroupId], orphans: Sequence[Microbatch], *, fetch: int | None = None
 ) -> dict[GroupId, tuple[Microbatch, ...]]:
-    """Spreads the microbatches that lost groups still owed in this step over surviving hosts of their shards, by group.
+    """Spreads the microbatches that lost groups still owed in this step over surviving hosts of their shards and, with
+    `fetch`, over all survivors, by group.
 
-    The patch alone has the least makespan. Groups and microbatches are ascending; ties as in `reorder_microbatches`,
-    within a shard lower indices to lower group ids. Raises WipeOut if a shard has no surviving host.
+    The patch alone has the least makespan, then the least cold work. Groups and microbatches are ascending; ties and
+    WipeOut as in `reorder_microbatches`, within a shard lower indices to lower ids of hosts.
     """
     items = sorted(orphans)
     if len(set(items)) != len(items):
         raise ValueError("an orphaned microbatch is named twice; it would be counted twice")
     shards = np.array([item.shard for item in items], dtype=np.int64)
     demand = np.bincount(shards, minlength=placement.num_groups).astype(np.int64)
-    require_hosts(placement, alive, {item.shard for item in items})
+    if fetch is None or not alive:
+        require_hosts(placement, alive, {item.shard for item in items})
     nothing = np.zeros(placement.host_array.size, dtype=np.int64)
     problem = SpreadProblem(
-        placement=placement, is_alive=placement.alive_mask(alive), demand=demand, free=nothing, start=nothing
+        placement=placement,
+        is_alive=placement.alive_mask(alive),
+        demand=demand,
+        free=nothing,
+        start=nothing,
+        pace=_PACE,
+        fetch=fetch,
     )
-    flow = least_spread(problem).flow.reshape(placement.host_array.shape)
+    spread = least_spread(problem)
+    flow = spread.flow.reshape(placement.host_array.shape)
+    groups = _groups_in_order(placement.host_array, flow, spread.cold, spread.lent)
     work: dict[GroupId, list[Microbatch]] = {}
-    for item, group in zip(items, _groups_in_order(placement.host_array, flow), strict=True):
+    for item, group in zip(items, groups, strict=True):
         work.setdefault(GroupId(int(group)), []).append(item)
     return {group: tuple(work[group]) for group in sorted(work)}
-
-
-def assign_to_least_loaded(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId]) -> Owners:
-    """Owners with some microbatches assigned to the least loaded surviving groups (at least one), hosts or not.
-
-    Ties go to the lowest id; items in ascending order. No load exceeds the larger of its earlier value and ceil(total /
-    alive), so the makespan is least. Cost: O(n log N) for n items.
-    """
-    changed = owners.copy()
-    for item in items:
-        changed[item.shard, item.index] = NO_OWNER
-    present = np.bincount(changed[changed != NO_OWNER].ravel(), minlength=len(owners))
-    loads = [(int(present[group]), group) for group in sorted(alive)]
-    heapq.heapify(loads)
-    for item in sorted(items):
-        load, group = loads[0]
-        changed[item.shard, item.index] = group
-        heapq.heapreplace(loads, (load + 1, group))
-    return _read_only(changed)
 
 
 def _count_owned(placement: Placement, owners: Owners) -> IntArray:
@@ -137,22 +145,29 @@ def _count_owned(placement: Placement, owners: Owners) -> IntArray:
     return np.stack(columns, axis=1).astype(np.int64)
 
 
-def _groups_in_order(hosts: IntArray, counts: IntArray) -> IntArray:
-    """Shard by shard, each host repeated by its count; hosts of a shard in ascending order of ids."""
+def _groups_in_order(hosts: IntArray, counts: IntArray, cold: IntArray, lent: IntArray) -> IntArray:
+    """Shard by shard, each host repeated by its count, in ascending order of ids, then the groups of its cold units:
+    over all shards each group repeated by what it takes of them, in ascending order of ids.
+    """
     by_id = np.argsort(hosts, axis=1)
-    return np.repeat(np.take_along_axis(hosts, by_id, 1).ravel(), np.take_along_axis(counts, by_id, 1).ravel())
+    groups = np.column_stack((np.take_along_axis(hosts, by_id, 1), np.full(len(hosts), _COLD)))
+    times = np.column_stack((np.take_along_axis(counts, by_id, 1), cold))
+    ordered = np.repeat(groups.ravel(), times.ravel())
+    ordered[ordered == _COLD] = np.repeat(np.arange(lent.size), lent)
+    return ordered
 
 
-def _hand_over(placement: Placement, owners: Owners, kept: IntArray, flow: IntArray) -> Owners:
-    """The present owners, changed so that each host owns as many microbatches of each shard as the flow says."""
+def _hand_over(placement: Placement, owners: Owners, kept: IntArray, spread: Spread) -> Owners:
+    """The present owners, changed so that each group owns as many microbatches of each shard as the spread says."""
+    flow = spread.flow.reshape(kept.shape)
     stays = np.minimum(kept, flow)
-    rows = np.flatnonzero(stays.sum(axis=1) < flow.sum(axis=1))
+    rows = np.flatnonzero(stays.sum(axis=1) < owners.shape[1])
     hosts, old = placement.host_array[rows], owners[rows]
     is_kept = np.zeros(old.shape, dtype=np.bool_)
     for column in range(placement.redundancy):
         mine = old == hosts[:, [column]]
         is_kept |= mine & (np.cumsum(mine, axis=1) <= stays[rows, column][:, None])
-    old[~is_kept] = _groups_in_order(hosts, flow[rows] - stays[rows])
+    old[~is_kept] = _groups_in_order(hosts, flow[rows] - stays[rows], spread.cold[rows], spread.lent)
     changed = owners.copy()
     changed[rows] = old
     return changed

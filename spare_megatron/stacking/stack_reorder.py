@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.matching import Spread, SpreadProblem, capacity_bound, cheapest_spread
+from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, makespan_bound
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
 from spare_megatron.stacking.wipe_out import require_hosts
 
@@ -69,7 +69,7 @@ def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: Stack
     is_alive = placement.alive_mask(alive)
     position = _positions(placement, order)
     problem = _one_unit_per_shard(placement, is_alive)
-    bound = capacity_bound(problem)
+    bound = makespan_bound(problem)
     is_covered = (is_alive[placement.host_array] & (position < order.depth)).any(axis=1).all()
     if is_covered:
         depth = next((s for s in range(bound, order.depth) if _has_matching(problem, s)), order.depth)
@@ -104,7 +104,7 @@ def _fewest_moves(
         owners=_read_only(placement.host_array[is_owner].astype(np.int32)),
         order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depth), depth=depth),
         depth=depth,
-        num_moves=spread.cost,
+        num_moves=spread.num_moves,
         phase=3,
     )
 

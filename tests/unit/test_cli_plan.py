@@ -118,7 +118,7 @@ def test_the_table_shows_the_assumptions_of_a_plan() -> None:
         assert text in result.output
     assert "(assumed)" in next(line for line in result.output.splitlines() if "compute of one shard" in line)
     result = spare_plan(*EXAMPLE, "--repair", "10m", "--last-resort", "--fetch", "2s")
-    assert "any group, reading a shard in 2 s" in result.output
+    assert "any group, data there after 2 s" in result.output
 
 
 def test_a_rate_per_node_and_day_says_the_same_as_a_time_between_losses() -> None:

@@ -1,4 +1,6 @@
-"""Least capacity and least cost, against an independent solver."""
+"""Least makespan and least cost, against an independent solver."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,37 +10,51 @@ from spare_megatron.stacking.matching import (
     Bottleneck,
     Spread,
     SpreadProblem,
-    capacity_bound,
     cheapest_spread,
     is_certified,
     least_spread,
+    makespan_bound,
 )
 from spare_megatron.stacking.placement import Placement, make_placement
 
+COLD_COST = 10**6
 
-def oracle_cost(problem: SpreadProblem, capacity: int) -> int | None:
+
+def oracle_cost(problem: SpreadProblem, makespan: int) -> int | None:
     """Cost by cost scaling on the whole network with every pair as two arcs; None where there is no spread."""
     placement, n = problem.placement, problem.placement.num_groups
     hosts, r = placement.host_array.ravel(), placement.redundancy
     pairs = np.flatnonzero(problem.is_alive[hosts])
-    shards = pairs // r
     alive = np.flatnonzero(problem.is_alive)
+    pace = np.broadcast_to(problem.pace, problem.is_alive.shape)[alive]
     solver = min_cost_flow.SimpleMinCostFlow()
     total = int(problem.demand.sum())
     add = solver.add_arcs_with_capacity_and_unit_cost
-    add(shards, n + hosts[pairs], problem.free[pairs], np.zeros(pairs.size, int))
-    add(shards, n + hosts[pairs], np.full(pairs.size, total), np.ones(pairs.size, int))
-    add(n + alive, np.full(alive.size, 2 * n), np.full(alive.size, capacity), np.zeros(alive.size, int))
+    add(pairs // r, n + hosts[pairs], problem.free[pairs], np.zeros(pairs.size, int))
+    add(pairs // r, n + hosts[pairs], np.full(pairs.size, total), np.ones(pairs.size, int))
+    commons, sink = n + problem.is_alive.size, n + problem.is_alive.size + 1
+    add(n + alive, np.full(alive.size, sink), makespan // pace, np.zeros(alive.size, int))
+    if problem.fetch is not None and makespan >= problem.fetch:
+        add(np.arange(n), np.full(n, commons), problem.demand, np.full(n, COLD_COST))
+        add(np.full(alive.size, commons), n + alive, (makespan - problem.fetch) // pace, np.zeros(alive.size, int))
     solver.set_nodes_supplies(np.arange(n), problem.demand)
-    solver.set_node_supply(2 * n, -total)
+    solver.set_node_supply(sink, -total)
     return int(solver.optimal_cost()) if solver.solve() == solver.OPTIMAL else None
 
 
 def oracle(problem: SpreadProblem) -> tuple[int, int]:
-    capacity = 0
-    while (cost := oracle_cost(problem, capacity)) is None:
-        capacity += 1
-    return capacity, cost
+    """The least makespan, trying each, and the least cost."""
+    makespan = 0
+    while (cost := oracle_cost(problem, makespan)) is None:
+        makespan += 1
+    return makespan, cost
+
+
+def cost_of(problem: SpreadProblem, spread: Spread) -> int:
+    hosted = int(np.maximum(spread.flow - problem.free, 0).sum())
+    num_cold = int(spread.cold.sum())
+    assert spread.num_moves == hosted + num_cold
+    return hosted + COLD_COST * num_cold
 
 
 def random_problem(rng: np.random.Generator, *, start_is_free: bool) -> SpreadProblem:
@@ -67,9 +83,25 @@ def two_shards_on_one_pair() -> SpreadProblem:
     )
 
 
+def with_commons(problem: SpreadProblem, rng: np.random.Generator, *, is_even: bool) -> SpreadProblem:
+    """Further groups that host nothing, shards that may have lost all hosts, and paces of the groups unless even."""
+    n = problem.placement.num_groups
+    is_alive = np.append(rng.random(n) < rng.uniform(0, 1), rng.random(rng.integers(0, 4)) < 0.7)
+    is_alive[rng.integers(n)] = True
+    free = np.where(is_alive[problem.placement.host_array].ravel(), problem.free, 0)
+    return replace(
+        problem,
+        is_alive=is_alive,
+        free=free,
+        start=np.minimum(problem.start, free),
+        pace=3 if is_even else rng.integers(1, 5, is_alive.size),
+        fetch=int(rng.choice([0, 1, 2, 3, 7, 20])),
+    )
+
+
 def test_an_overloaded_host_gives_away_just_its_surplus() -> None:
     spread = least_spread(two_shards_on_one_pair())
-    assert (spread.capacity, spread.cost) == (2, 2)
+    assert (spread.makespan, spread.num_moves) == (2, 2)
     assert np.bincount([0, 1, 1, 0], weights=spread.flow).tolist() == [2, 2]
 
 
@@ -77,13 +109,14 @@ def test_what_fits_as_it_lies_is_left_alone() -> None:
     spread = cheapest_spread(two_shards_on_one_pair(), 4)
     assert isinstance(spread, Spread)
     assert spread.flow.tolist() == [2, 0, 0, 2]
-    assert (spread.cost, spread.num_phases) == (0, 0)
+    assert (spread.num_moves, spread.num_phases) == (0, 0)
 
 
 def test_too_small_a_capacity_yields_shards_that_prove_it() -> None:
     result = cheapest_spread(two_shards_on_one_pair(), 1)
-    assert result == Bottleneck(demand=4, num_hosts=2)
-    assert result.least_capacity == 2
+    assert isinstance(result, Bottleneck)
+    assert (result.demand, result.is_host.tolist(), result.is_lender.tolist()) == (4, [True, True], [False, False])
+    assert result.least_makespan(two_shards_on_one_pair()) == 2
 
 
 def test_a_chain_of_displacements_is_found_where_no_direct_hop_fits() -> None:
@@ -100,40 +133,87 @@ def test_a_chain_of_displacements_is_found_where_no_direct_hop_fits() -> None:
     )
     spread = least_spread(problem)
     # 12 units on 3 groups: group 3 takes 3, hands on 2, of which group 2 hands on 1.
-    assert (spread.capacity, spread.cost, spread.num_phases) == (4, 6, 3)
+    assert (spread.makespan, spread.num_moves, spread.num_phases) == (4, 6, 3)
     assert spread.flow.reshape(4, 2).tolist() == [[0, 3], [3, 0], [2, 1], [1, 2]]
+
+
+def check_against_oracle(problem: SpreadProblem, slack: int) -> Spread:
+    """The least spread, after comparing it, a longer one and a shorter one with the oracle."""
+    spread = least_spread(problem)
+    assert (spread.makespan, cost_of(problem, spread)) == oracle(problem)
+    assert makespan_bound(problem) <= spread.makespan
+    assert is_certified(problem, spread)
+    roomy = cheapest_spread(problem, spread.makespan + slack)
+    assert isinstance(roomy, Spread)
+    assert is_certified(problem, roomy)
+    assert cost_of(problem, roomy) == oracle_cost(problem, roomy.makespan)
+    if spread.makespan:
+        tight = cheapest_spread(problem, spread.makespan - 1)
+        assert isinstance(tight, Bottleneck)
+        assert spread.makespan - 1 < tight.least_makespan(problem) <= spread.makespan
+    return spread
 
 
 @pytest.mark.parametrize("start_is_free", [True, False])
 @pytest.mark.parametrize("seed", range(150))
-def test_capacity_and_cost_agree_with_a_general_solver(seed: int, start_is_free: bool) -> None:
+def test_makespan_and_cost_agree_with_a_general_solver(seed: int, start_is_free: bool) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, start_is_free=start_is_free)
-    spread = least_spread(problem)
-    assert (spread.capacity, spread.cost) == oracle(problem)
-    assert capacity_bound(problem) <= spread.capacity
-    assert is_certified(problem, spread)
-    roomy = cheapest_spread(problem, spread.capacity + int(rng.integers(1, 4)))
-    assert isinstance(roomy, Spread)
-    assert is_certified(problem, roomy)
-    assert roomy.cost == oracle_cost(problem, roomy.capacity)
-    if spread.capacity:
-        tight = cheapest_spread(problem, spread.capacity - 1)
-        assert isinstance(tight, Bottleneck)
-        assert spread.capacity - 1 < tight.least_capacity <= spread.capacity
+    spread = check_against_oracle(problem, int(rng.integers(1, 4)))
+    assert not spread.cold.any()
+    paces = replace(problem, pace=rng.integers(1, 5, problem.is_alive.size))
+    check_against_oracle(paces, int(rng.integers(1, 9)))
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize("seed", range(150))
+def test_makespan_and_cost_with_a_commons_agree_with_a_general_solver(seed: int, is_even: bool) -> None:
+    rng = np.random.default_rng(seed)
+    problem = with_commons(random_problem(rng, start_is_free=seed % 3 > 0), rng, is_even=is_even)
+    spread = check_against_oracle(problem, int(rng.integers(1, 9)))
+    load = np.bincount(problem.placement.host_array.ravel(), spread.flow, problem.is_alive.size) + spread.lent
+    pace = np.broadcast_to(problem.pace, load.shape)
+    assert problem.fetch is not None
+    ends = np.maximum(load * pace, np.where(spread.lent > 0, problem.fetch + spread.lent * pace, 0))
+    assert ends.max(initial=0) == spread.makespan, "the last group ends when the spread says"
+
+
+def test_cold_units_are_taken_only_for_a_shorter_makespan_and_by_any_survivor() -> None:
+    # A ring of 4 with group 0 lost, group 5 come in, which hosts nothing; group 3 alone hosts shard 0.
+    ring = Placement(hosts=((0, 3), (1, 0), (2, 1), (3, 2)))
+    nothing = np.zeros(8, dtype=np.int64)
+    problem = SpreadProblem(
+        placement=ring,
+        is_alive=np.array([False, True, True, True, False, True]),
+        demand=np.array([4, 0, 0, 0]),
+        free=nothing,
+        start=nothing,
+        pace=10,
+    )
+    at_host, at_once, later, too_late = (least_spread(replace(problem, fetch=fetch)) for fetch in (None, 0, 12, 30))
+    assert (at_host.makespan, at_host.flow[1], at_host.lent.sum()) == (40, 4, 0)
+    assert (at_once.makespan, at_once.flow[1], at_once.lent.tolist()) == (10, 1, [0, 1, 1, 0, 0, 1])
+    assert (later.makespan, later.flow[1], later.lent.sum()) == (22, 2, 2), "its host computes two meanwhile"
+    assert (too_late.makespan, too_late.flow[1], too_late.lent.sum()) == (40, 4, 0)
 
 
 def test_the_certificate_rejects_a_spread_that_costs_too_much() -> None:
     problem = two_shards_on_one_pair()
     spread = cheapest_spread(problem, 4)
     assert isinstance(spread, Spread)
-    worse = Spread(
-        flow=np.array([1, 1, 0, 2]),
-        capacity=4,
-        cost=1,
-        num_phases=1,
-        shard_potential=spread.shard_potential,
-        host_potential=spread.host_potential,
-    )
     assert is_certified(problem, spread)
-    assert not is_certified(problem, worse)
+    assert not is_certified(problem, replace(spread, flow=np.array([1, 1, 0, 2]), num_moves=1))
+
+
+def test_the_certificate_rejects_a_cold_unit_that_a_host_has_room_for() -> None:
+    problem = replace(two_shards_on_one_pair(), fetch=0)
+    spread = cheapest_spread(problem, 2)
+    assert isinstance(spread, Spread)
+    assert is_certified(problem, spread)
+    colder = replace(spread, flow=np.array([1, 0, 0, 2]), cold=np.array([1, 0]), lent=np.array([0, 1]))
+    assert not is_certified(problem, colder)
+    for shard_potential, commons_potential in ((0, 1), (0, 5), (1, 5)):
+        moved = replace(
+            colder, shard_potential=np.full(2, shard_potential), commons_potential=commons_potential, num_moves=1
+        )
+        assert not is_certified(problem, moved)

@@ -109,8 +109,10 @@ def test_uncovered_shards_are_those_that_lost_all_hosts() -> None:
     assert ring.uncovered(frozenset({0, 2})) == ()
     assert ring.uncovered(frozenset({0, 1})) == (3,)
     assert ring.uncovered(frozenset()) == (0, 1, 2, 3)
-    with pytest.raises(ValueError, match="from 0 to 3"):
-        ring.uncovered(frozenset({4}))
+    assert ring.uncovered(frozenset({0, 2, 6})) == ()
+    assert ring.uncovered(frozenset({0, 1, 4})) == (3,), "a group beyond those of the placement hosts nothing"
+    with pytest.raises(ValueError, match="begin with 0, got -1"):
+        ring.uncovered(frozenset({-1}))
 
 
 def test_a_wipe_out_names_its_shards_and_survives_pickling() -> None:

@@ -10,8 +10,10 @@ from spare_megatron.planner.overhead import (
     mean_step_s,
     patch_stacks,
 )
+from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.reorder import least_load
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.reorder import least_load, patch_work
 from tests.oracle.enumeration import mean_makespans
 from tests.oracle.monte_carlo import depth_samples, endured_samples, makespan_samples
 
@@ -91,6 +93,17 @@ def test_a_patch_is_one_stack_when_shards_stay_whole_and_nothing_without_spare_h
     np.testing.assert_allclose(patch_stacks(20, 3)[:10], 1.0)
     assert patch_stacks(20, 1, 16).tolist() == [0.0] * 20
     assert patch_stacks(20, 5, 16)[0] == 4 / 16
+
+
+@pytest.mark.parametrize("fetch", [0.0, 0.25, 1.0, 2.5, 40.0])
+def test_a_patch_over_all_survivors_takes_what_the_core_takes(fetch: float) -> None:
+    for n, r, m in ((4, 2, 7), (12, 3, 16), (12, 3, 5), (40, 5, 64), (9, 1, 4)):
+        placement = make_placement("golomb", n, r)
+        survivors = frozenset(GroupId(group) for group in range(n) if group != placement.hosts[0][0])
+        orphans = [Microbatch(ShardId(0), index) for index in range(m)]
+        work = patch_work(placement, survivors, orphans, fetch=round(1000 * fetch))
+        ends = [len(items) + fetch * (group not in placement.hosts[0]) for group, items in work.items()]
+        assert patch_stacks(n, r, m, fetch=fetch / m)[0] * m == pytest.approx(max(ends))
 
 
 def test_mean_step_counts_rounds_of_patches_like_a_simulation() -> None:

@@ -205,13 +205,39 @@ def test_a_replicated_step_takes_all_shards_of_a_set_and_its_losses_cost_nothing
     check(dying, 1335.0, rework=89.0, restart=1000.0, **terms)
 
 
-def test_hosts_of_last_resort_keep_the_run_going_at_the_price_of_reading() -> None:
-    # Step 0: a patch of 4 microbatches of shard 1 over 3 groups, each reading that shard; then 6 of 16 each, shard 1
-    # in the hands of all three survivors, once per step.
+def test_a_shard_without_a_host_keeps_the_run_going_and_its_data_are_awaited_only_by_idle_groups() -> None:
+    # Step 0: a patch of 4 microbatches of shard 1 over 3 groups, which first await its data; then 6 of 16 each, shard 1
+    # in the hands of the survivors, who compute their own shards meanwhile.
     costs = dataclasses.replace(COSTS, fetch_s=0.5)
     scenario = scenario_of((10, 1), redundancy=1, last_resort=True, costs=costs)
-    terms = {"compute": 120.0, "extra_compute": 40.0, "reduce": 6.0, "patch": 20.0, "fetch": 1.5, **RECOVERY}
-    assert check(scenario, 192.5, **terms).restarts == 0
+    terms = {"compute": 120.0, "extra_compute": 40.0, "reduce": 6.0, "patch": 20.0, "fetch": 0.5, **RECOVERY}
+    assert check(scenario, 191.5, **terms).restarts == 0
+    # 5 microbatches' time: whoever takes two of shard 1 ends after 7, of which 6 or less are computed.
+    late = dataclasses.replace(COSTS, fetch_s=50.0)
+    result = simulate(dataclasses.replace(scenario, costs=late), seed=0)
+    step_s = (result.terms["compute"] + result.terms["extra_compute"] - 40 + result.terms["fetch"] - 50) / 2
+    assert step_s == pytest.approx(70.0)
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "terms"),
+    [
+        (None, {"patch": 20.0}),  # the shard's two other hosts take 4 each
+        (0.0, {"patch": 5.0}),
+        (1.0, {"patch": 5.0, "fetch": 1.0}),
+        (10.0, {"patch": 15.0}),  # hosts compute 3 each, meanwhile the data of 2 come in 10 s and are computed in 5
+        (20.0, {"patch": 20.0}),
+    ],
+)
+def test_a_patch_over_all_groups_takes_one_microbatch_and_the_time_to_get_its_data(
+    fetch_s: float | None, terms: dict[str, float]
+) -> None:
+    # 8 microbatches of 5 s; 80 over 9 groups are 9 each from step 1 on.
+    sizes = {"num_groups": 10, "redundancy": 3, "microbatches_per_shard": 8}
+    costs = dataclasses.replace(COSTS, fetch_s=fetch_s or 0.0)
+    scenario = scenario_of((10, 1), last_resort=fetch_s is not None, costs=costs, **sizes)
+    terms = {"compute": 120.0, "extra_compute": 10.0, "reduce": 6.0, **RECOVERY, **terms}
+    check(scenario, sum(terms.values()), **terms)
 
 
 def test_a_run_that_cannot_get_on_is_given_up() -> None:

@@ -21,7 +21,8 @@ class GroupRestarts:
         coming_back: Lost groups that are about to be started again.
         not_admitted: These, and the groups that are started but not admitted yet.
         wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
-        drained: Groups that have left the run. They are started again if they are asked for, or after a wipe-out.
+        drained: Groups that have left the run, and `further_groups`, which have yet to be asked for. They are started
+            if they are asked for, and those that have taken part also after a wipe-out.
         has_begun: Some group has been ready, so that losses are masked.
         is_over: The run is ending: no group is started again.
     """
@@ -32,6 +33,7 @@ class GroupRestarts:
         most_restarts: int,
         interval_s: float,
         whole_groups: frozenset[GroupId],
+        further_groups: frozenset[GroupId] = frozenset(),
         timers: Timers,
         wait_for_parts: Callable[[GroupId], None],
         start: Callable[[GroupId, bool], None],
@@ -47,8 +49,8 @@ class GroupRestarts:
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()
         self.not_admitted: set[GroupId] = set()
-        self.drained: set[GroupId] = set()
-        self._leave_asked: frozenset[GroupId] = frozenset()
+        self.drained = set(further_groups)
+        self._leave_asked = further_groups
         self.wiped_out_at_s: float | None = None
         self.has_begun = False
         self.is_over = False

@@ -93,6 +93,7 @@ class Supervisor:
             most_restarts=spec.config.spare.rejoins,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
+            further_groups=self._ranks.further_groups,
             timers=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
             start=self._start_again,
@@ -112,7 +113,7 @@ class Supervisor:
             incarnation=spec.incarnation if spec.is_remote else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(spec.node))
-        self._requests = RequestWatch(spec.run_dir, spec.config.parallel.groups_on(spec.node), notice)
+        self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, self._ranks.further_groups)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:

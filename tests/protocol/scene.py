@@ -44,6 +44,8 @@ class Scene:
     eval_microbatches_per_shard: int = 1
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
+    num_further: int = 0
+    """Groups beyond those of the beginning that may be taken in. Where there are any, each can compute every shard."""
     ramp_steps: int = 0
     """Steps over which shards grow from one microbatch; 0 if they have as many in every step."""
 
@@ -213,6 +215,13 @@ class Scene:
             eval_every_steps=random.choice((0, 0, 2)),
             keep_last=random.choice((1, 9)),
         )
+
+    @classmethod
+    def draw_growth(cls, random: Random) -> "Scene":
+        """One of these in which further groups, which host nothing, come and go, too."""
+        scene = cls.draw_drains(random)
+        faults = {**scene.fault_budget, "replace": random.randint(3, 8)}
+        return replace(scene, granularity="microbatch", num_further=random.randint(1, 3), fault_budget=faults)
 
     @classmethod
     def draw_returns(cls, random: Random) -> "Scene":

@@ -84,7 +84,8 @@ class World:
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
         every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
         evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
-        self.invariants = Invariants(placement, scene.sizes, scene.num_steps, observer, evaluation)
+        hosts = None if scene.num_further else placement.hosts
+        self.invariants = Invariants(hosts, scene.num_groups, scene.sizes, scene.num_steps, observer, evaluation)
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -97,7 +98,9 @@ class World:
         self._suspected: list[Member] = []
         self._num_incarnations: Counter[GroupId] = Counter()
         self._clock_skew_s: dict[str, float] = {}
-        self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
+        first = range(scene.num_groups)
+        self.groups = tuple(GroupId(group) for group in range(scene.num_groups + scene.num_further))
+        self._num_incarnations.update(dict.fromkeys(self.groups[scene.num_groups :], 1))
         # By restarts and step: what donors give to those who come back.
         self.states: dict[tuple[int, int], dict[Member, Content]] = {}
         self.may_restart = scene.max_restarts > 0
@@ -110,12 +113,13 @@ class World:
             ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
+            last_resort=scene.num_further > 0,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )
-        for group in self.groups:
+        for group in map(GroupId, first):
             self._start_group(group)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.events import and_others, text_of_entry, text_of_loss
+from spare_megatron.journal.events import and_others, text_of_entry, text_of_loss, text_of_pause
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.quantities import format_bytes
@@ -34,6 +34,7 @@ from spare_megatron.process.reports import (
     RecordsHeld,
     RecordsLost,
     RunEvent,
+    RunPaused,
     RunStopped,
     Starting,
     StepCommitted,
@@ -65,6 +66,7 @@ class RunProgress:
         self._absent: set[int] = set()  # lost groups that are not up again
         self._is_store_away = self._is_store_short = False
         self._wiped_out_at: int | None = None
+        self._awaited: tuple[int, ...] = ()  # shards without a host
         self._reported: tuple[int, float] | None = None  # a step missing from the journal, and when it was reported
         self._next_at_s = self._next_poll_s = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -126,6 +128,10 @@ class RunProgress:
                     self._show(f"group {group} rank {rank} raised:\n{text.rstrip()}")
             case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
                 self._show_store(event)
+            case RunPaused(step=step, shards=shards) if shards != self._awaited:
+                self._awaited = shards  # each group reports it
+                if shards:
+                    self._show_unrecorded(text_of_pause(step, shards))
             case RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
                 self._wiped_out_at = step  # each group reports it
                 self._show(f"wiped out after {step} committed steps: {reason}")

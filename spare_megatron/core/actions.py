@@ -323,8 +323,27 @@ class FinishRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitHosts:
+    """Keep the committed state, and report the next entry or, on leaders, the groups that wait for admission.
+
+    A report without an entry is answered by the same action. Collective over: all ranks of the group.
+
+    Attributes:
+        index: Of the entry to wait for.
+        step: Committed steps.
+        shards: Those without a host among the voters.
+    """
+
+    index: int
+    step: int
+    epoch: int
+    voters: tuple[Member, ...]
+    shards: tuple[ShardId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopWipeOut:
-    """These shards (all if no group is left) or state partitions have no surviving host: only a checkpoint helps."""
+    """These shards (all if no group is left) or state partitions have no surviving host, and no host is awaited."""
 
     step: int
     shards: tuple[ShardId, ...] = ()
@@ -368,6 +387,7 @@ Action = (
     | AdmitGroups
     | DrainGroups
     | FinishRun
+    | AwaitHosts
     | StopWipeOut
     | StopHalted
 )

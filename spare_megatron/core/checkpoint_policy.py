@@ -341,7 +341,7 @@ _EMERGENCY_SAVERS = 2
 def emergency_save(
     member: Member, step: int, voters: tuple[Member, ...], epoch: int, ownership: Ownership | None, *, has_params: bool
 ) -> SaveCheckpoint | None:
-    """What a group saves by itself once the store is lost for good, or None.
+    """What a group saves by itself once the store is lost for good or shards stay without a host, or None.
 
     With partitioned optimizer state all groups save; no group whose parameters (`has_params`) are not those after
     `step` committed steps.

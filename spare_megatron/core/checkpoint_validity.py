@@ -79,7 +79,14 @@ class CheckpointValidity:
         lost = [fence for fence in self._fences if any(map(fence.hits, save.writers))]
         if lost and self._wrong and not save.num_commits:
             return self._wrong
-        return next(filter(None, map(_wrong_with, lost)), "")
+        own = [fence for fence in lost if any(self._is_end_of(writer, fence) for writer in save.writers)]
+        return next(filter(None, map(_wrong_with, own)), "")
+
+    def _is_end_of(self, writer: Member, fence: Fence) -> bool:
+        """Whether it fences the writer, and not a later incarnation that came back after an earlier fence."""
+        earlier = self._fences[: self._fences.index(fence)]
+        is_later = fence.incarnation > writer.incarnation and any(other.hits(writer) for other in earlier)
+        return fence.hits(writer) and not is_later
 
     def _refuse(self, doubts: Iterable[tuple[_Save, str]]) -> tuple[RefuseCheckpoint, ...]:
         refused = {save.action.step: (save.action, reason) for save, reason in doubts if reason}

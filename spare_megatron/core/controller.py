@@ -3,7 +3,7 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
@@ -13,6 +13,7 @@ from spare_megatron.core.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AwaitHosts,
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
@@ -33,9 +34,10 @@ from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
 from spare_megatron.core.departures import departures
-from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Retry
+from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Resume, Retry
 from spare_megatron.core.evaluation import EvaluationPolicy
-from spare_megatron.core.events import EndRequested, EntryRead, Event, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.events import EndRequested, EntryRead, Event, HostsRead, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
@@ -68,6 +70,8 @@ class ControllerSetup:
     """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     restarts: RestartLimits | None = None
     """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
+    pause_s: float | None = None
+    """Longest wait for the return of hosts while a whole copy of the state lives; None if no group comes back."""
     snapshots: SnapshotPolicy | None = None
     evaluation: EvaluationPolicy | None = None
     ramp: BatchRamp | None = None
@@ -114,6 +118,9 @@ class Controller:
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
+        self.pause: AwaitHosts | None = None
+        """While shards have no host and groups wait for one."""
+        self._num_resumes = 0  # of this step or evaluation
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event; raises ValueError if the log is damaged."""
@@ -131,6 +138,8 @@ class Controller:
             case WaitingRead():
                 over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
+            case HostsRead():
+                return self._await_hosts(event, now_s)
             case EndRequested():
                 self._is_end_requested = True
                 return ()
@@ -165,18 +174,23 @@ class Controller:
             case Finish(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return (FinishRun(step=step),)
+            case Resume(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._resume(entry)
             case Restart():
                 return self._restart(entry, now_s)
             case GiveUp(step=step, reason=reason):
-                return self.restarts.on_wipe_out(
-                    replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason)
-                )
+                shards = self.pause.shards if self.pause else ()
+                stop = self.restarts.wipe_out or StopWipeOut(step=step, shards=shards)
+                return self._stop_wiped_out(replace(stop, reason=reason))
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
     def _expect(self, entry: Entry, step: int, attempt: int) -> None:
         if (step, attempt) != (self.step, self.attempt):
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
+        if isinstance(entry, Resume) != (self.pause is not None):
+            raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
         if isinstance(entry, Commit | Evaluated) and self._is_discarded:
             raise ValueError(f"log entry {entry} commits a sum that was discarded")
         if isinstance(entry, Commit | Evaluated) and isinstance(entry, Evaluated) != self._is_evaluating:
@@ -191,7 +205,7 @@ class Controller:
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
-            return self._await_votes()
+            return self._await_decision()
         if fence.error and fence.error == self._last_error:
             # Every further group that computes that microbatch would fail, too, until none is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
@@ -202,13 +216,13 @@ class Controller:
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
             shards = tuple(ShardId(int(group)) for group in self._all_groups)
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=shards))
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=shards))
         try:
             own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
-            return self.restarts.on_wipe_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
-        return (self._build_communicator(), *own, *self._await_votes())
+            return self._stop_wiped_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
+        return (self._build_communicator(), *own, *self._await_decision())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
@@ -216,7 +230,7 @@ class Controller:
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
         self.step += 1
         self.attempt += 1
-        self._retries_without_loss = 0
+        self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
@@ -232,13 +246,14 @@ class Controller:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
-        return (*actions, *self._drain_and_admit(commit), *self._begin())
+        return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
 
-    def _drain_and_admit(self, commit: Commit) -> tuple[Action, ...]:
-        # The commit may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
-        asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
-        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
-        left = tuple(voter for voter in self.voters if voter in commit.drain)
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        """Changes the members: those that are drained leave, and those that may of the ones that ask come in."""
+        # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
+        able = [member for member in self._not_fenced(asked) if member.group not in self.members]
+        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(able).items())
+        left = tuple(voter for voter in self.voters if voter in drained)
         if not admitted and not left:
             return ()
         actions: list[Action] = []
@@ -259,7 +274,7 @@ class Controller:
     def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
         self.attempt += 1
         self._is_evaluating = False
-        self._retries_without_loss = 0
+        self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
         return (report, *self._begin())
@@ -270,6 +285,7 @@ class Controller:
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(restart.members))
         self.restarts.on_restart(step, self._clock.at_s)
+        self.pause = None
         self._last_error = ""
         partitions = self._setup.partitions
         ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
@@ -280,7 +296,7 @@ class Controller:
         self.step = step
         self.attempt += 1
         self._is_discarded = False
-        self._retries_without_loss = 0
+        self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
         if self._evaluation_dealing is not None:
@@ -289,6 +305,14 @@ class Controller:
         self._is_over = self._votes_on_end = step == self._num_steps
         self._is_evaluating = self._is_evaluation_due()
         return (load, self._build_communicator(), *self._own(ownership), *self._begin())
+
+    def _resume(self, resume: Resume) -> tuple[Action, ...]:
+        self.attempt += 1
+        self.pause = None
+        self._is_discarded = False
+        self._num_resumes += 1
+        # Some group may lack parameters: no vote has said so since the last gather.
+        return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -337,8 +361,7 @@ class Controller:
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
         )
-        ends_at_s = self._setup.ends_at_s
-        is_last = self._is_end_requested or (ends_at_s is not None and now_s >= ends_at_s)
+        is_last = self._is_end_requested or self._is_time_over(now_s)
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
@@ -364,6 +387,23 @@ class Controller:
         save = commit.save and not found.ready
         return replace(commit, drain=found.drain, leaving=found.leaving, save=save)
 
+    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
+        if self.pause is None or self._setup.pause_s is None:
+            return ()
+        entry = decide_pause(
+            self.pause,
+            self._setup.placement,
+            self.attempt,
+            [member for member in self._not_fenced(event.waiting) if member.group not in self.members],
+            event.waited_s,
+            self._setup.pause_s,
+            is_end_due=self._is_end_requested or self._is_time_over(now_s),
+        )
+        return (self.pause,) if entry is None else (AppendEntry(index=self.head, entry=entry), self.pause)
+
+    def _is_time_over(self, now_s: float) -> bool:
+        return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
+
     # ------------------------------------------------------------------------------------------------- planning
 
     def _begin(self) -> tuple[Action, ...]:
@@ -387,7 +427,22 @@ class Controller:
         if self._is_over and self.voters:  # all steps are committed: no restart for an evaluation
             self._is_evaluating = False
             return (*prepare, *self._end())
-        return self.restarts.on_wipe_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+        if self._setup.pause_s is None or not self.voters:
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+        if self._num_resumes == MAX_RESUMES_WITHOUT_COMMIT:
+            reason = f"training has resumed {MAX_RESUMES_WITHOUT_COMMIT} times in this step, which no commit followed"
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards, reason=reason))
+        return (*prepare, self._pause())
+
+    def _stop_wiped_out(self, stop: StopWipeOut) -> tuple[Action, ...]:
+        self.pause = None
+        return self.restarts.on_wipe_out(stop)
+
+    def _pause(self) -> AwaitHosts:
+        """Begins the pause, or goes on with it after an entry."""
+        shards = self._setup.placement.uncovered(frozenset(self.members))
+        self.pause = AwaitHosts(index=self.head, step=self.step, epoch=self.epoch, voters=self.voters, shards=shards)
+        return self.pause
 
     def _end(self) -> tuple[Action, ...]:
         if not self._votes_on_end:
@@ -462,6 +517,9 @@ class Controller:
             kept=kept,
             ownership=self.ownership,
         )
+
+    def _await_decision(self) -> tuple[Action, ...]:
+        return self._await_votes() if self.pause is None else (self._pause(),)
 
     def _await_votes(self) -> tuple[Action, ...]:
         read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))

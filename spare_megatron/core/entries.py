@@ -1,6 +1,7 @@
 """Entries of the decision log, the single point of agreement, and their encoding.
 
-Entry i is written once, by compare-and-set; `core.controller` folds the log.
+Entry i is written once, by compare-and-set; `core.controller` folds the log. Each entry names the version of the
+format, so that no program takes an entry of another version for one of its own.
 """
 
 import json
@@ -10,6 +11,9 @@ from typing import Any, NamedTuple, get_args
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionCopy
+
+VERSION = 2
+"""Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,19 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Ends a pause: with these members every shard has a host again, and the step is computed from zero sums.
+
+    Attributes:
+        admit: Members that take part from here on, unless fenced by then.
+    """
+
+    step: int
+    attempt: int
+    admit: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     """The run cannot go on correctly: every group stops before it changes anything."""
 
@@ -144,7 +161,7 @@ class Halt:
     """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
 
 
-Entry = Commit | Fence | Retry | Evaluated | Finish | Restart | GiveUp | Halt
+Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | GiveUp | Halt
 
 _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}
 
@@ -160,16 +177,22 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 2}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
-    return json.dumps(said, sort_keys=True)
+    return json.dumps({**said, "version": VERSION}, sort_keys=True)
 
 
 def decode_entry(text: str) -> Entry:
-    """The inverse of `encode_entry`. Raises ValueError for a kind that this version does not know."""
+    """The inverse of `encode_entry`. Raises ValueError for an entry of another version, and for an unknown kind."""
     values = json.loads(text)
+    version = values.pop("version", 1)
+    if version != VERSION:
+        raise ValueError(
+            f"log entry of version {version!r}; this program reads version {VERSION}: every process of a run must be "
+            f"of the version of spare_megatron that began it"
+        )
     kind = values.pop("entry", None)
     if kind not in _ENTRY_KINDS:
         raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")

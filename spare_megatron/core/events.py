@@ -70,8 +70,19 @@ class VotesRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostsRead:
+    """The members that wait for admission in a pause; empty except on leaders.
+
+    `waited_s`: seconds since the last loss, or since the last group came to wait.
+    """
+
+    waiting: tuple[Member, ...] = ()
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequested:
     """The run is to end with the step under way. Further reports change nothing."""
 
 
-Event = RunStarted | EntryRead | VotesRead | WaitingRead | EndRequested
+Event = RunStarted | EntryRead | VotesRead | WaitingRead | HostsRead | EndRequested

@@ -368,6 +368,8 @@ class Driver:
         reason = self._stop_reason or (
             f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
         )
+        if outcome == "wipe_out" and self._stop_reason:
+            reason += saved_state(self._config.checkpoint, self._run_dir)
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
 
     def _read_stop_reason(self) -> None:

@@ -34,6 +34,7 @@ from spare_megatron.process.reports import (
     GroupRestarted,
     MetricsLost,
     RecordsHeld,
+    RunPaused,
     SaveReported,
     StepCommitted,
     StoreMeasured,
@@ -63,6 +64,9 @@ class LiveGoodput:
 
     def on_loss(self) -> None:
         self._met.add("fence")
+
+    def on_pause(self) -> None:
+        self._met.add("resume")
 
     def on_evaluation(self) -> None:
         self._met.add("evaluated")
@@ -197,6 +201,8 @@ class Telemetry:
                     self._counts["fault/restarts"] += 1
                     self._goodput.on_restart(self._next_step - step)
                 self._next_step = min(step, self._next_step)
+            case RunPaused():
+                self._goodput.on_pause()
             case StoreMeasured(space=space):
                 self._store = {"spare/store_bytes": space.used_bytes}
                 if space.limit_bytes is not None:

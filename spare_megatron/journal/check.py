@@ -27,12 +27,11 @@ from spare_megatron.journal.check_steps import (
 from spare_megatron.journal.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Finding, Fold, fold_log
+from spare_megatron.journal.fold import Finding, Fold, fold_log, placement_of
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
 from spare_megatron.stacking.layout import GroupId, ShardId
-from spare_megatron.stacking.placement import Placement, make_placement
 
 
 def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
@@ -198,7 +197,7 @@ def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
     """A group computes only shards in its stack, unless the run has hosts of last resort."""
     if run.last_resort:
         return
-    placement = _placement(run)
+    placement = placement_of(run)
     for place, record in (*part.contributions, *part.evaluations):
         for shard in record.microbatches:
             if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
@@ -266,11 +265,7 @@ def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
     left = frozenset(GroupId(group) for group in fold.members)
     if not left or has_lost_state(run, fold):
         return True
-    return not run.last_resort and bool(_placement(run).uncovered(left))
-
-
-def _placement(run: RunRecord) -> Placement:
-    return make_placement(run.placement, run.num_groups, run.redundancy, run.groups_per_domain)  # type: ignore[arg-type]
+    return not run.last_resort and bool(placement_of(run).uncovered(left))
 
 
 _RULES_OF_ATTEMPTS: Sequence[_Rule] = (

@@ -52,7 +52,7 @@ def _excused_groups(
     lost = set(groups) & set(fold.last_fenced_at)
     if step < fold.next_step:  # a group lost before it contributed spoiled nothing
         first = -1
-        if key in fold.computed_anew:
+        if key in fold.computed_anew | fold.resumed:
             first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
         contributed = {group for group, attempt in contributions if attempt >= first}
         excused |= lost - contributed
@@ -176,7 +176,7 @@ def _fold_partitions(run: RunRecord, fold: Fold) -> _PartitionHosts:
             fenced.add(lost)
             for row in partitions.hosts:
                 row.discard(lost)
-        if entry["entry"] in ("commit", "retry"):
+        if entry["entry"] in ("commit", "retry", "evaluated", "resume"):
             partitions.attempt = entry["attempt"] + 1
         if entry["entry"] == "commit":
             present = {

@@ -34,6 +34,10 @@ def groups_named(groups: Collection[int]) -> str:
     return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
 
 
+def shards_named(shards: Collection[int]) -> str:
+    return f"shard{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"
+
+
 class FaultLike(Protocol):
     @property
     def kind(self) -> str: ...
@@ -99,6 +103,11 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
     return f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
 
 
+def text_of_pause(step: int, shards: Collection[int]) -> str:
+    """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
+    return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
+
+
 def text_of_end(record: EndRecord, halted_by: str) -> str:
     """Text of the end of the run; omits a reason that equals `halted_by`, which was shown when the log halted."""
     if not record.reason:
@@ -115,6 +124,8 @@ def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
             drained = [group for group, _ in entry.get("drain", ())]
             left = f"{groups_named(drained)} left after step {step}, as requested" if drained else ""
             return "; ".join(filter(None, (left, joined)))
+        case {"entry": "resume", "step": step}:
+            return f"training resumes with step {step}: {groups_named(taken_in)} back"
         case {"entry": "evaluated", "step": step}:
             losses = [f"{name} loss {loss:.4f}" for name, loss in losses_of(entry.get("sums", ())).items()]
             return f"evaluated after {step} steps: {', '.join(losses)}"

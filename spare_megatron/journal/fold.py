@@ -3,10 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal
 
 from spare_megatron.journal.records import RunRecord
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import Placement, make_placement
 
 Members = frozenset[int]
 Severity = Literal["invalid", "unknown"]
@@ -95,7 +98,9 @@ class Fold:
         last_fenced_at: Group -> index of the last fence that removed it from the members.
         fenced: Index of each such fence -> (group, incarnation).
         discarded: (restarts, committed steps before) -> groups whose contribution to the step was discarded.
-        computed_anew: Steps, as (restarts, committed steps before them), that began again from zero sums.
+        computed_anew: Steps, as (restarts, committed steps before them), that began again from zero sums and gathered
+            parameters again.
+        resumed: The same of steps that began again from zero sums after a pause.
         opened: Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies.
         known: State before the first gap; later entries may contradict records only because of the gap.
     """
@@ -107,6 +112,7 @@ class Fold:
     fenced: Mapping[int, tuple[int, int]]
     discarded: Mapping[tuple[int, int], Members]
     computed_anew: frozenset[tuple[int, int]]
+    resumed: frozenset[tuple[int, int]]
     opened: Mapping[int, Mapping[int, int]]
     members: Members
     num_restarts: int
@@ -128,6 +134,10 @@ class Fold:
         return tuple(commit for commit in self.commits if not commit.is_undone)
 
 
+def placement_of(run: RunRecord) -> Placement:
+    return make_placement(run.placement, run.num_groups, run.redundancy, run.groups_per_domain)  # type: ignore[arg-type]
+
+
 class Folding:
     """State of the fold between two entries; unchanged memberships stay the same objects."""
 
@@ -146,6 +156,7 @@ class Folding:
         self.is_discarded = False
         self.discarded: dict[tuple[int, int], Members] = {}
         self.computed_anew: set[tuple[int, int]] = set()
+        self.resumed: set[tuple[int, int]] = set()
         self.commits: list[Committed] = []
         self.evaluations: list[Evaluation] = []
         self.is_evaluation_due = False
@@ -161,6 +172,17 @@ class Folding:
     @property
     def num_restarts(self) -> int:
         return len(self.restarted_at)
+
+    @property
+    def uncovered(self) -> tuple[int, ...]:
+        """Shards that no member hosts, ascending; none in a run with hosts of last resort."""
+        if self.run.last_resort:
+            return ()
+        return tuple(map(int, self._placement.uncovered(frozenset(map(GroupId, self.members)))))
+
+    @cached_property
+    def _placement(self) -> Placement:
+        return placement_of(self.run)
 
     def apply(self, index: int, entry: Mapping[str, Any]) -> None:
         match entry["entry"]:
@@ -179,11 +201,16 @@ class Folding:
             case "evaluated":
                 self._evaluate(index, entry)
                 self._open(entry["attempt"] + 1)
+            case "resume":
+                self._resume(entry)
+                self._open(entry["attempt"] + 1)
             case "restart":
                 self._restart(entry)
                 self._open(self.attempt + 1)
             case "finish" | "giveup" | "halt":
                 self.is_over = True
+            case kind:
+                self.errors.append(f"log entry {index} is of unknown kind {kind!r}")
 
     def known_after(self, num_entries: int) -> Known:
         """The state as `Known`; call only while no entry has been missing."""
@@ -265,10 +292,14 @@ class Folding:
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
-            admitted = self._not_fenced(entry.get("admit", ()))
-            if entry.get("drain") or not admitted.keys() <= self.members:
-                self._change_members(commit.step, dict(admitted), entry.get("drain", ()))
+            self._admit(entry)
         self.began_with = self.members
+
+    def _admit(self, entry: Mapping[str, Any]) -> None:
+        admitted = self._not_fenced(entry.get("admit", ()))
+        drained = entry.get("drain", ())
+        if drained or not admitted.keys() <= self.members:
+            self._change_members(entry["step"], dict(admitted), drained)
 
     def _change_members(self, step: int, admitted: dict[int, int], drained: Sequence[tuple[int, int]]) -> None:
         staying = dict(self.incarnations)
@@ -279,6 +310,19 @@ class Folding:
             self.last_fenced[group] = max(number, self.last_fenced.get(group, -1))
         admitted = {group: number for group, number in admitted.items() if group not in self.members}
         self._set_members(admitted | staying)
+
+    def _resume(self, entry: Mapping[str, Any]) -> None:
+        if (entry["step"], entry["attempt"]) != (self.step, self.attempt):
+            what = f"attempt {entry['attempt']} of step {entry['step']} resumes"
+            self.errors.append(f"{what} in attempt {self.attempt} of step {self.step}")
+        if not self.uncovered:
+            self.errors.append(f"step {entry['step']} resumes after a pause, and every shard had a host")
+        self._admit(entry)
+        if self.uncovered:
+            self.errors.append(f"step {entry['step']} resumes, and no group hosts shards {list(self.uncovered)}")
+        self.kept = ()
+        self.attempts.clear()
+        self.resumed.add((self.num_restarts, self.step))
 
     def _next(self) -> None:
         """What follows the committed steps: an evaluation, a vote on the end, or nothing."""
@@ -347,6 +391,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         fenced=folding.fenced,
         discarded=folding.discarded,
         computed_anew=frozenset(folding.computed_anew),
+        resumed=frozenset(folding.resumed),
         opened=folding.opened,
         members=folding.members,
         num_restarts=folding.num_restarts,

@@ -32,9 +32,9 @@ class Goodput:
         useful_s: Time of all committed steps, at most `step_s` for each.
         lost_s: The rest, by cause. `rework`: up to the last step that a restart undid. `end`: after the last commit.
             The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the
-            rework to the next commit. `recovery`: steps with a loss. `admission`: first steps with admitted groups.
-            `evaluation`: steps after one. `fault`: with a fault that cost no group. `fewer_groups`: other steps without
-            all groups. `scatter`: quiet steps.
+            rework to the next commit. `pause`: steps with a pause. `recovery`: others with a loss. `admission`: first
+            steps with admitted groups. `evaluation`: steps after one. `fault`: with a fault that cost no group.
+            `fewer_groups`: other steps without all groups. `scatter`: quiet steps.
     """
 
     wall_s: float
@@ -66,6 +66,8 @@ def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> st
         return "restart"
     if is_first:
         return "start"
+    if "resume" in met:
+        return "pause"
     if "fence" in met:
         return "recovery"
     if has_newcomers:

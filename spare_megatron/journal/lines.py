@@ -32,7 +32,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 3
+FORMAT = 4
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 

@@ -10,7 +10,14 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.journal.events import EventLine, text_of_end, text_of_entry, text_of_loss, texts_of_record
+from spare_megatron.journal.events import (
+    EventLine,
+    text_of_end,
+    text_of_entry,
+    text_of_loss,
+    text_of_pause,
+    texts_of_record,
+)
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
@@ -185,6 +192,8 @@ class RunState:
         self._hit_after: set[int] = set()
         self._cadence: tuple[float, CadenceRecord] | None = None
         self._saved_at_s = 0.0
+        self.awaited: tuple[int, ...] = ()
+        """Shards that no group hosts that is left, for which training waits."""
         self.num_events = 0
         self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
@@ -318,7 +327,15 @@ class RunState:
                 self._halted_by = entry["reason"]
             if text := text_of_entry(entry, self.folding.members - members):
                 self._note(text, at_s)
+            if self.folding.members != members:
+                self._note_awaited(at_s)
             self._head += 1
+
+    def _note_awaited(self, at_s: float) -> None:
+        assert self.folding is not None, "entries are folded"
+        before, self.awaited = self.awaited, self.folding.uncovered if self.folding.members else ()
+        if self.awaited and self.awaited != before:
+            self._note(text_of_pause(self.folding.step, self.awaited), at_s)
 
     def _contributed(self, record: ContributionRecord, at_s: float) -> None:
         group, incarnation = record.group, record.incarnation

@@ -9,7 +9,7 @@ from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, StateOrigin
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
 """A group, and the index of a rank in it."""
@@ -59,6 +59,19 @@ class RestartAwaited:
     """The group waits for the restart after a wipe-out; sent by its first rank on every node."""
 
     group: GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPaused:
+    """Training pauses after `step` committed steps until these shards have a host; without shards it goes on.
+
+    Sent by a group's first rank on every node, also of a group that waits for admission; forwarded by its leader's
+    node.
+    """
+
+    group: GroupId
+    step: int
+    shards: tuple[ShardId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +190,7 @@ RankReport = (
     RanksReady
     | GroupRejoined
     | RestartAwaited
+    | RunPaused
     | GroupRestarted
     | StepCommitted
     | EvaluationDecided

@@ -1,21 +1,30 @@
 """The group's part in the decision log on one rank: reads votes, appends and awaits entries, votes to finish."""
 
-from spare_megatron.core.actions import AppendEntry, AttemptFinish, ReadVotes
-from spare_megatron.core.entries import Fence, entry_fields
-from spare_megatron.core.events import EntryRead, Event
+import time
+
+from spare_megatron.core.actions import AppendEntry, AttemptFinish, AwaitHosts, ReadVotes
+from spare_megatron.core.entries import Fence, Resume, entry_fields
+from spare_megatron.core.events import EntryRead, Event, HostsRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.agreement import Fenced
 from spare_megatron.voting.unreduced_vote import vote_unreduced
 from spare_megatron.voting.voting import Voting
 
+_TURN_S = 2.0
+"""How long the other ranks of a group wait at most for their leader, which polls the store."""
+_POLL_S = 0.05
+_POLL_S_PER_GROUP = 0.001
+"""Every leader reads the announcements of all absent groups."""
+
 
 class GroupLog:
-    """Carries out ReadVotes, AppendEntry, ReadEntry and AttemptFinish. It decides nothing."""
+    """Carries out ReadVotes, AppendEntry, ReadEntry, AwaitHosts and AttemptFinish. It decides nothing."""
 
     def __init__(
         self,
@@ -31,6 +40,10 @@ class GroupLog:
         self._reports = reports
         self._probe = probe
         self._progress = progress
+        self._pause_epoch = -1
+        self._have_waited: set[GroupId] = set()  # in that epoch
+        self._since_s = 0.0
+        self._reported: tuple[Member, ...] = ()
 
     def read_votes(self, action: ReadVotes) -> list[Event]:
         """Returns the votes cast so far on a leader that is to read them, else nothing."""
@@ -58,9 +71,45 @@ class GroupLog:
             step = progress.num_steps if progress.step is None else progress.step.step
             self._reports.clock.on_group_lost(step, entry.group)
             self._digests.is_wanted = True
+        elif isinstance(entry, Resume):
+            self._reports.clock.on_pause()
+            self._reports.send_pause(entry.step)
         else:
             self._reports.clock.on_decided()
         return [EntryRead(index=index, entry=entry)]
+
+    def await_hosts(self, action: AwaitHosts) -> list[Event]:
+        """Waits in a pause, some seconds at most, for the next log entry or for a further group that waits.
+
+        Collective over: all ranks of the group. Raises `Fenced` as `read_entry` does.
+        """
+        if action.epoch != self._pause_epoch:
+            self._begin_pause(action)
+        with self._probe.during(Operation.AWAIT_ENTRY):
+            if self._agreement.is_at_end(action.index):
+                return [self._poll_hosts(action) if self._agreement.is_leader else HostsRead()]
+        return self.read_entry(action.index)
+
+    def _begin_pause(self, action: AwaitHosts) -> None:
+        self._pause_epoch, self._since_s = action.epoch, time.monotonic()
+        self._have_waited.clear()
+        self._reported = ()
+        self._progress.step = None  # begun again when the pause ends
+        self._reports.clock.on_pause()
+        self._reports.send_pause(action.step, action.shards)
+
+    def _poll_hosts(self, action: AwaitHosts) -> HostsRead:
+        end_s = time.monotonic() + _TURN_S
+        interval_s = max(_POLL_S, _POLL_S_PER_GROUP * len(action.voters))
+        while True:
+            waiting = self._agreement.waiting(action.voters)
+            groups = {member.group for member in waiting}
+            if not groups <= self._have_waited:
+                self._have_waited |= groups
+                self._since_s = time.monotonic()
+            is_new, self._reported = waiting != self._reported, waiting
+            if is_new or time.monotonic() >= end_s or self._agreement.poll_entry(action.index, interval_s):
+                return HostsRead(waiting=waiting, waited_s=time.monotonic() - self._since_s)
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns as `Reduction.attempt`."""

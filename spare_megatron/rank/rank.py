@@ -12,7 +12,7 @@ import torch
 from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.program import judge_program
 from spare_megatron.config.run_terms import terms_of_run
-from spare_megatron.core.actions import Action, DrainGroups, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.checkpoint_policy import emergency_save
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import Operation
@@ -24,7 +24,15 @@ from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.processes import close_or_report, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.process.reports import ExitCode, FaultStruck, FaultWanted, RanksReady, RestartAwaited, RunStopped
+from spare_megatron.process.reports import (
+    ExitCode,
+    FaultStruck,
+    FaultWanted,
+    RanksReady,
+    RestartAwaited,
+    RunPaused,
+    RunStopped,
+)
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
@@ -148,6 +156,7 @@ class _Rank:
             groups=parts.groups,
             probe=self._probe,
             announced=self._report_waiting,
+            paused=self._report_pause,
         )
         first = rejoin.run()
         self._progress.head = self._controller.head
@@ -158,6 +167,11 @@ class _Rank:
         self._report_ready()
         if is_wiped_out and self._is_first_on_node:
             self._reports.send(RestartAwaited(group=self._spec.group))
+
+    def _report_pause(self, pause: AwaitHosts | None) -> None:
+        if self._is_first_on_node:
+            shards = () if pause is None else pause.shards
+            self._reports.send(RunPaused(group=self._spec.group, step=self._controller.step, shards=shards))
 
     def _report_ready(self) -> None:
         if self._is_first_on_node:
@@ -175,6 +189,8 @@ class _Rank:
             self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason, is_final=is_final))
         if is_halted:
             return ExitCode.HALTED
+        if is_final and isinstance(stop, StopWipeOut) and stop.shards:
+            self._save_alone()
         return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
 
     def _is_aftermath(self, error: RuntimeError) -> bool:
@@ -202,8 +218,12 @@ class _Rank:
         return ExitCode.GROUP_BROKEN
 
     def _without_store(self, error: StoreLost) -> ExitCode:
-        """Saves the committed state alone, if this group is to."""
         say(error)
+        self._save_alone()
+        return ExitCode.STORE_LOST
+
+    def _save_alone(self) -> None:
+        """Saves the committed state without the other groups, if this group is to."""
         parts, run = self._parts, self._controller
         if parts is not None:
             save = emergency_save(
@@ -216,7 +236,6 @@ class _Rank:
             )
             if save is not None:
                 save_alone(self._spec, parts.trainer, save, parts.agreement.head)
-        return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""

@@ -14,12 +14,13 @@ from spare_megatron.process.reports import (
     EvaluationDecided,
     GroupRejoined,
     GroupRestarted,
+    RunPaused,
     SaveReported,
     StepCommitted,
 )
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.recovery_clock import RecoveryClock
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, ShardId
 
 
 class RankReports:
@@ -33,7 +34,9 @@ class RankReports:
         *,
         group: GroupId,
         journal: JournalWriter,
-        send: Callable[[StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | SaveReported], None],
+        send: Callable[
+            [StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused | SaveReported], None
+        ],
         is_leader: bool,
         sends_steps: bool,
         probe: RankProbe,
@@ -101,6 +104,11 @@ class RankReports:
             recoveries=tuple(recoveries),
         )
         self.send(report)
+
+    def send_pause(self, step: int, shards: tuple[ShardId, ...] = ()) -> None:
+        """Reports that training pauses for hosts of these shards or, without shards, goes on, if this rank does."""
+        if self._sends_steps:
+            self.send(RunPaused(group=self._group, step=step, shards=shards))
 
     def send_evaluation(self, action: ReportEvaluation) -> None:
         """Reports the result of an evaluation, if this rank does."""

@@ -84,6 +84,11 @@ class RecoveryClock:
             self._without_communicator = self._open
         self._open = None
 
+    def on_pause(self) -> None:
+        """The step is begun anew later: the recovery under way ends without a record."""
+        self.on_stop()
+        self._open = None
+
     def on_stop(self) -> None:
         """The run stops: no recovery waits for a communicator any more."""
         self._close(self._without_communicator)

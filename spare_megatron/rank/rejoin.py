@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from spare_megatron.core.actions import Action, AdmitGroups, LoadCheckpoint, RefuseCheckpoint, StopWipeOut
+from spare_megatron.core.actions import Action, AdmitGroups, AwaitHosts, LoadCheckpoint, RefuseCheckpoint, StopWipeOut
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, entry_fields
 from spare_megatron.core.events import EntryRead, RunStarted
@@ -21,11 +21,15 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.voting.agreement import Fenced, GroupAgreement
 from spare_megatron.voting.log_follower import Stop
 
+_TURN_S = 2.0
+"""How long the other ranks of a group wait at most for their leader, which polls the log."""
+
 
 class Rejoin:
     """One rank's part in its group's return, with a new controller.
 
-    `announced` is called when the group has announced that it waits; the argument says whether for a restart.
+    `announced` is called when the group has announced that it waits; the argument says whether for a restart. `paused`
+    is called when a pause has begun or ended.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Rejoin:
         groups: Sequence[GroupId],
         probe: RankProbe,
         announced: Callable[[bool], None],
+        paused: Callable[[AwaitHosts | None], None],
     ) -> None:
         self._controller = controller
         self._agreement = agreement
@@ -46,6 +51,7 @@ class Rejoin:
         self._search = RestartSearch(controller, agreement, restart_loader, groups)
         self._probe = probe
         self._announced = announced
+        self._paused = paused
         self._has_announced: bool | None = None  # whether for a restart; None before the first announcement
         self._unwritten: list[tuple[int, Entry]] = []  # entries from the last commit on
 
@@ -64,6 +70,9 @@ class Rejoin:
             while is_wiped_out and agreement.is_at_end(controller.head):
                 if agreement.is_leader:
                     self._search.seek(controller.head)
+            while controller.pause is not None and agreement.is_at_end(controller.head):  # no entry for a long time
+                if agreement.is_leader:
+                    agreement.poll_entry(controller.head, _TURN_S)
             # In batches: one broadcast per entry would take most of the return.
             for entry in agreement.read_entries(controller.head):
                 first = self._fold(entry)
@@ -74,7 +83,7 @@ class Rejoin:
     def _fold(self, entry: Entry) -> deque[Action] | Stop | None:
         """Folds the next entry. Returns the actions that the group is to execute, None while it waits on."""
         controller, agreement, index = self._controller, self._agreement, self._controller.head
-        was_wiped_out = controller.restarts.wipe_out is not None
+        was_wiped_out, was_paused = controller.restarts.wipe_out is not None, controller.pause is not None
         if isinstance(entry, Fence) and entry.hits(agreement.member):
             raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
         # Up to the restart time stands still at the wipe-out: the outage does not count as time without a save.
@@ -82,6 +91,8 @@ class Rejoin:
         now_s = time.monotonic() if is_restart else self._restart_loader.now_s()
         actions = controller.handle(EntryRead(index=index, entry=entry), now_s=now_s)
         agreement.head = controller.head
+        if was_paused != (controller.pause is not None):
+            self._paused(controller.pause)
         self._note(index, entry, was_wiped_out)
         return self._first(actions)
 

@@ -12,6 +12,7 @@ from spare_megatron.core.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AwaitHosts,
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
@@ -98,6 +99,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             executors.log.append_entry(action)
         case ReadEntry(index=index):
             return executors.log.read_entry(index)
+        case AwaitHosts():
+            return executors.log.await_hosts(action)
         case ComputePatch():
             executors.steps.compute_patch(action)
         case DrainGroups():

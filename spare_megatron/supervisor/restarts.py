@@ -12,7 +12,8 @@ class GroupRestarts:
     """The restarts of a node's groups.
 
     Args:
-        most_restarts: Restarts of each group, not counting those after wipe-outs.
+        most_restarts: Restarts of each group, not counting those after wipe-outs and in pauses.
+        restarts_all: Whether wipe-outs start all groups again, and pauses those that have used up their restarts.
         wait_for_parts: Called with each group on several nodes that this node is ready to start. The caller has to call
             `start` once all nodes of the group are ready.
         start: Starts a group; called with the group and whether it takes spares.
@@ -23,6 +24,7 @@ class GroupRestarts:
         wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
         drained: Groups that have left the run, and `further_groups`, which have yet to be asked for. They are started
             if they are asked for, and those that have taken part also after a wipe-out.
+        is_paused: Survivors of a wipe-out wait for hosts.
         has_begun: Some group has been ready, so that losses are masked.
         is_over: The run is ending: no group is started again.
     """
@@ -31,6 +33,7 @@ class GroupRestarts:
         self,
         *,
         most_restarts: int,
+        restarts_all: bool,
         interval_s: float,
         whole_groups: frozenset[GroupId],
         further_groups: frozenset[GroupId] = frozenset(),
@@ -39,6 +42,7 @@ class GroupRestarts:
         start: Callable[[GroupId, bool], None],
     ) -> None:
         self._most_restarts = most_restarts
+        self._restarts_all = restarts_all
         self._whole_groups = whole_groups
         self._timers = timers
         self._wait_for_parts = wait_for_parts
@@ -52,6 +56,7 @@ class GroupRestarts:
         self.drained = set(further_groups)
         self._leave_asked = further_groups
         self.wiped_out_at_s: float | None = None
+        self.is_paused = False
         self.has_begun = False
         self.is_over = False
 
@@ -83,10 +88,10 @@ class GroupRestarts:
     def on_fenced(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
         self._ended.add(group)
-        if group in self._leave_asked and self.wiped_out_at_s is None:
+        if group in self._leave_asked and self.wiped_out_at_s is None and not self.is_paused:
             self.drained.add(group)
             return True
-        is_wanted = self._most_restarts > 0 or self.wiped_out_at_s is not None
+        is_wanted = self._most_restarts > 0 or self._is_free
         return not is_wanted or self.is_over or self._bring_back(group)
 
     def on_missed(self, group: GroupId) -> None:
@@ -100,6 +105,20 @@ class GroupRestarts:
         for group in sorted(self._ended):
             self._bring_back(group)
 
+    def on_pause(self) -> None:
+        """Schedules the restart of all lost groups, as some of them may host what is missing."""
+        self.is_paused = True
+        for group in sorted(self._ended if self._restarts_all else self._ended & self.drained):
+            self._bring_back(group)
+
+    def on_resume(self) -> None:
+        self.is_paused = False
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether restarts do not count now: without them training cannot go on."""
+        return self.wiped_out_at_s is not None or (self.is_paused and self._restarts_all)
+
     def _bring_back(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is not to be started again."""
         if self.is_over:
@@ -108,8 +127,7 @@ class GroupRestarts:
             return True
         now_s = time.monotonic()
         up_s = now_s - self._up_since_s.pop(group, now_s)
-        is_free = self.wiped_out_at_s is not None or group in self.drained
-        start = self._budget.spend(group, up_s, is_free=is_free)
+        start = self._budget.spend(group, up_s, is_free=self._is_free or group in self.drained)
         if start is None:
             return False
         self.drained.discard(group)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
+from spare_megatron.core.actions import AwaitHosts
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.process.readiness import note_ready
@@ -89,9 +90,9 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStopped:
-    """The followed log ends the run, or does unless a restart follows."""
+    """The followed log ends or pauses the run, or ends it unless a restart follows."""
 
-    stop: Stop
+    stop: Stop | AwaitHosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class StoreLink:
         self._outbox = outbox
         self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
-        self._stop: Stop | None = None  # as last reported
+        self._stop: Stop | AwaitHosts | None = None  # as last reported
         self._parts = GroupRendezvous(layout, node, incarnation or 0, interval_s, outbox.send)
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]

@@ -3,7 +3,7 @@
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 
-from spare_megatron.core.actions import StopWipeOut
+from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
@@ -26,6 +26,7 @@ from spare_megatron.process.reports import (
     RanksReady,
     RanksStarted,
     RestartAwaited,
+    RunPaused,
     StepCommitted,
     StoreGone,
 )
@@ -56,7 +57,7 @@ from spare_megatron.supervisor.store_link import (
 )
 from spare_megatron.voting.log_follower import controller_setup
 
-_OF_THE_LEADER = StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted
+_OF_THE_LEADER = StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused
 """Reports of which only those of the leader, rank 0, are forwarded."""
 _SAVING_S = 60.0
 """Time that ranks have to save their state once the control store is given up."""
@@ -91,6 +92,7 @@ class Supervisor:
         self._timers = Timers()
         self._restarts = GroupRestarts(
             most_restarts=spec.config.spare.rejoins,
+            restarts_all=spec.config.checkpoint.max_restarts > 0,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
             further_groups=self._ranks.further_groups,
@@ -214,6 +216,8 @@ class Supervisor:
             case RestartAwaited():
                 self._restarts.on_wipe_out()
                 return True
+            case RunPaused(shards=shards):
+                (self._restarts.on_pause if shards else self._restarts.on_resume)()
             case FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
                 return True
@@ -347,7 +351,9 @@ class Supervisor:
                 case PartsReady(member=member):
                     self._restarts.start(member.group)
                 case LogStopped(stop=stop):
-                    if isinstance(stop, StopWipeOut) and not stop.is_final:
+                    if isinstance(stop, AwaitHosts):
+                        self._restarts.on_pause()
+                    elif isinstance(stop, StopWipeOut) and not stop.is_final:
                         self._restarts.on_wipe_out()
                     else:
                         self._end_with_the_run()

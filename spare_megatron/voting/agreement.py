@@ -7,6 +7,7 @@ from it. Every rank may poll whether an entry is written, which ends waits that 
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _MOST_ENTRIES = 512
 """Log entries that are broadcast at a time."""
+
+_POLL_S = 0.05
 
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 1016
@@ -98,6 +101,13 @@ class GroupAgreement:
     def is_written(self, index: int) -> bool:
         """Whether the log entry is written; this rank alone asks the store."""
         return self._log.has(index)
+
+    def poll_entry(self, index: int, timeout_s: float) -> bool:
+        """Whether the log entry is written within this time; this rank alone asks the store, now and then."""
+        end_s = time.monotonic() + timeout_s
+        while not (is_written := self.is_written(index)) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        return is_written
 
     def report_broken(self, index: int) -> None:
         """Marks the collective preceding entry `index` as failed; this rank alone writes to the store."""
@@ -212,9 +222,10 @@ class GroupAgreement:
         votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
         decoded = {text: decode_vote(text) for text in set(votes.values())}
         counted = {GroupId(g): decoded[text] for g, text in votes.items()}
-        return VotesRead(attempt=attempt, votes=counted, waiting=self._waiting(voters))
+        return VotesRead(attempt=attempt, votes=counted, waiting=self.waiting(voters))
 
-    def _waiting(self, voters: Sequence[Member]) -> tuple[Member, ...]:
+    def waiting(self, voters: Sequence[Member]) -> tuple[Member, ...]:
+        """Leader: the members, other than these groups, that have announced that they wait to be admitted."""
         present = {voter.group for voter in voters}
         absent = [group for group in self._may_come_back if group not in present]
         return tuple(Member(GroupId(group), incarnation) for group, incarnation in self._log.waiting(absent))

@@ -6,10 +6,10 @@ from pathlib import Path
 from spare_megatron.config.evaluation import microbatches_per_shard
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
-from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import Controller, ControllerSetup
-from spare_megatron.core.entries import Restart, decode_entry
+from spare_megatron.core.entries import Restart, Resume, decode_entry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.core.restart import RestartLimits
@@ -45,6 +45,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
             window_s=checkpoint.restart_window_s,
             wait_s=checkpoint.restart_wait_s,
         ),
+        pause_s=checkpoint.restart_wait_s if spare.rejoins or checkpoint.max_restarts else None,
         saves=SavePolicy(
             interval_s=checkpoint.interval_s,
             interval_steps=checkpoint.interval_steps,
@@ -83,21 +84,21 @@ class LogFollower:
         self._log = log
         self._controller = Controller(setup)
         self._controller.handle(RunStarted(), now_s=0.0)
-        self._stop: Stop | None = None
+        self._stop: Stop | AwaitHosts | None = None
 
-    def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | None:
-        """The action that ends the run, as far as the log is written, else None. A restart undoes a wipe-out.
+    def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | AwaitHosts | None:
+        """The action that ends or pauses the run, as far as the log is written, else None.
 
-        `on_entry` is called after each entry; there may be many.
+        A restart undoes a wipe-out. `on_entry` is called after each entry; there may be many.
         """
         controller = self._controller
         while texts := self._log.read(controller.head, _MOST_ENTRIES):
             for text in texts:
                 entry = decode_entry(text)
                 actions = controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
-                if isinstance(entry, Restart):
+                if isinstance(entry, Restart | Resume):
                     self._stop = None
-                stops = [action for action in actions if isinstance(action, Stop)]
+                stops = [action for action in actions if isinstance(action, Stop | AwaitHosts)]
                 self._stop = stops[0] if stops else self._stop
                 on_entry()
                 if isinstance(self._stop, FinishRun | StopHalted):

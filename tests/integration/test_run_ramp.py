@@ -26,12 +26,12 @@ DUMPED = [1, 2, 4]
 
 
 def test_losses_and_a_restart_to_a_smaller_batch_leave_every_bit_as_it_is(text_corpus: Path, tmp_path: Path) -> None:
-    """One loss is masked; a second one in a later step is a wipe-out, and training begins again with small batches.
+    """One loss is masked; that of all others, later, is a wipe-out, and training begins again with small batches.
 
     Gradients are those of a process with the full model over the batch of each step. The interleaved schedule pads a
     batch that is no multiple of its stages.
     """
-    faults = [kill(FaultPoint.BACKWARD, 1, 2), kill(FaultPoint.FORWARD, 3, 0)]
+    faults = [kill(FaultPoint.BACKWARD, 1, 2), kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.FORWARD, 3, 1)]
     layout = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=2, virtual_pipeline=2)
     runs = {}
     for name, trace in (("whole", []), ("run", faults)):

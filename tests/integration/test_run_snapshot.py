@@ -36,8 +36,8 @@ def undisturbed(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def wiped_out_config(corpus: Path, layout: LayoutConfig) -> RunConfig:
-    """Shard 1 is hosted by groups 1 and 0 alone. Snapshots after 2, 4, 6 steps, a checkpoint after 3."""
-    faults = [kill(FaultPoint.FORWARD, 5, 0), kill(FaultPoint.BACKWARD, 5, 1)]
+    """All groups are lost. Snapshots after 2, 4, 6 steps, a checkpoint after 3."""
+    faults = [kill(FaultPoint.FORWARD, 5, 0), kill(FaultPoint.BACKWARD, 5, 1), kill(FaultPoint.BACKWARD, 5, 2)]
     config = tiny_config(corpus, layout, **COMMON, faults=faults, max_restarts=1)
     return replace(
         config,

@@ -95,7 +95,7 @@ def run_of(
     **settings: Any,
 ) -> Run:
     """A run with synchronous saves, which is wiped out in step 3 if it has three groups; valid in any case."""
-    faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.FORWARD, 3, 1)] if num_groups == 3 else []
+    faults = [kill(FaultPoint.FORWARD, 3, group) for group in range(3)] if num_groups == 3 else []
     config = tiny_config(
         corpus,
         LayoutConfig(num_groups=num_groups),

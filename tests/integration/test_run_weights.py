@@ -35,7 +35,7 @@ def test_a_run_begins_with_weights_of_another_layout_and_begins_with_them_again_
     prepare_index(source)
     run_group(save_random, source, tmp_path / "source")
     whole = complete_run(beginning_with(tmp_path / "source", text_corpus), tmp_path / "whole")
-    faults = [kill(FaultPoint.FORWARD, 2, 0), kill(FaultPoint.BACKWARD, 2, 1)]
+    faults = [kill(FaultPoint.FORWARD, 2, 0), kill(FaultPoint.BACKWARD, 2, 1), kill(FaultPoint.BACKWARD, 2, 2)]
     run = complete_run(beginning_with(tmp_path / "source", text_corpus, faults=faults), tmp_path / "run")
     for found in (whole, run):
         assert (found.summary.outcome, found.summary.verdict) == ("finished", "valid"), found.summary.reasons

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.process import end_signal
@@ -40,7 +41,10 @@ def test_groups_are_lost_one_after_another_until_the_last_trains_alone(text_corp
 
 
 def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text_corpus: Path, tmp_path: Path) -> None:
-    """Shard 1 of 4 is hosted by groups 1 and 0 alone; they are lost in one step."""
+    """Shard 1 of 4 is hosted by groups 1 and 0 alone; they are lost in one step, and no group comes back.
+
+    The others save the state that they have committed, and a further run begins with it.
+    """
     config = wipe_out_config(text_corpus)
     lost_at_s: list[float] = []
 
@@ -51,13 +55,18 @@ def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0, 1})), note)
     assert time.monotonic() - lost_at_s[0] < QUICK_S
     assert run.summary.outcome == "wipe_out"
-    assert run.summary.outcome_reason == "no surviving group hosts shards [1]"
+    why, _, where = run.summary.outcome_reason.partition("; the state is in ")
+    assert why == "no surviving group hosts shards [1]"
+    saved = Path(where.partition(",")[0])
     assert fenced_groups(run.journal) == {0, 1}
     assert [(event.step, event.reason, event.is_final) for event in run.events if isinstance(event, RunStopped)] == [
-        (2, run.summary.outcome_reason, True)
+        (2, why, True)
     ] * 2
     assert (run.summary.verdict, run.summary.steps_committed) == ("valid", 2)
     assert_exact(run, [0, 1])
+    further = replace(config, checkpoint=replace(config.checkpoint, load=str(saved)), faults=FaultsConfig())
+    rest = complete_run(further, tmp_path / "rest")
+    assert (rest.summary.outcome, rest.summary.verdict, rest.summary.steps_committed) == ("finished", "valid", 2)
 
 
 def test_a_run_asked_to_end_while_it_starts_ends_with_its_first_steps(text_corpus: Path, tmp_path: Path) -> None:

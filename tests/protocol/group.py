@@ -16,6 +16,7 @@ from spare_megatron.core.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AwaitHosts,
     BuildCommunicator,
     CheckpointCandidate,
     ComputePatch,
@@ -36,7 +37,7 @@ from spare_megatron.core.actions import (
 )
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Fence
-from spare_megatron.core.events import EntryRead, Event, RestartState, RunStarted, WaitingRead
+from spare_megatron.core.events import EntryRead, Event, HostsRead, RestartState, RunStarted, WaitingRead
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import StepPlan
@@ -93,6 +94,10 @@ class Group:
         self._relaying = Relaying(member, self._links, world)
         self._is_replacing = is_replacing
         self.leaves = False
+        self._seen: tuple[tuple[Member, ...], bool] = (
+            (),
+            False,
+        )  # as `_await_hosts` reported
 
     def run(self) -> Steps:
         """From the start to the end, whatever that is."""
@@ -172,6 +177,8 @@ class Group:
                 yield from self._links.speak(lambda voice: voice.append(index, entry))
             case ReadEntry(index=index):
                 return (yield from self._relaying.read_entry(index))
+            case AwaitHosts():
+                return (yield from self._await_hosts(action))
             case UpdateModel():
                 yield None
                 self._update(action)
@@ -185,8 +192,8 @@ class Group:
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case DrainGroups():
                 pass
-            case AdmitGroups(step=step):
-                yield from self._give_state(step)
+            case AdmitGroups():
+                yield from self._give_state()
             case SaveCheckpoint(step=step, member=member):
                 yield None
                 self._state_reports.save(step, lacks_params=self._lacks_params)
@@ -204,13 +211,36 @@ class Group:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
 
-    def _give_state(self, step: int) -> Steps:
+    def _await_hosts(self, action: AwaitHosts) -> Steps:
+        """Reads who waits, once that changes or patience is over, until an entry is written."""
+        self._world.paused()
+        is_over = self._world.is_patience_over
+        if not self._world.is_written(action.index):
+            waiting = yield from self._links.waiting(action.voters)
+            event = HostsRead(waiting=waiting, waited_s=math.inf if is_over else 0.0)
+            if (waiting, is_over) != self._seen:
+                self._seen = (waiting, is_over)
+                return [event]
+            seen = self._world.num_announced
+            yield Until(
+                lambda: (
+                    self._world.is_written(action.index)
+                    or seen != self._world.num_announced
+                    or is_over != self._world.is_patience_over
+                )
+            )
+            return [HostsRead()]
+        self._seen = ((), False)
+        self._computed = []
+        return (yield from self._relaying.read_entry(action.index))
+
+    def _give_state(self) -> Steps:
         for _ in range(MOVES_OF_STATE):
             yield None
         given = Content("", "") if self._lacks_params else self._content
         self._state_reports.is_due |= not self._lacks_params
         self._state_reports.is_whole |= self.held is None
-        self._world.states.setdefault((self._generation, step), {})[self.member] = given
+        self._world.states.setdefault(self._links.head, {})[self.member] = given
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
         self._params, self._spoiled = self._world.invariants.saves.params[step], ""
@@ -377,7 +407,7 @@ class Group:
         One donor is not enough: its parameters may be wrong, and the next comparison would count them twice.
         """
         donors = [voter for voter in self._controller.voters if voter not in admission.members]
-        given = self._world.states.setdefault((self._generation, admission.step), {})
+        given = self._world.states.setdefault(self._links.head, {})
         yield Until(lambda: majority(given, len(donors)) is not None or not self._world.has_more(donors, given))
         donor = majority(given, len(donors))
         if donor is None:

@@ -12,6 +12,8 @@
    partitions, hosts go that are right where not more than half of them are known to be, by copies compared before.
 6. After a wipe-out training starts again only in incarnations that have not taken part, from what was saved, and with
    a host for every shard; or a group says why not.
+   Where groups wait for hosts, that happens only once the last copy of some state is lost: till then a pause ends with
+   a host for every shard, and all groups compute the step from zero sums.
 7. No run ends with a checkpoint that is wrong, if it is the last, or by a group fenced for wrong state (`saved`). When
    one is refused, another is left, if there ever was one.
 8. An evaluation is decided where it is due, and nowhere else. It counts each of its microbatches once; unless
@@ -43,6 +45,7 @@ from spare_megatron.core.entries import (
     GiveUp,
     Halt,
     Restart,
+    Resume,
     Retry,
     decode_entry,
 )
@@ -56,6 +59,9 @@ from tests.protocol.evaluations import SET, loss_of
 from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
 from tests.protocol.violation import Violation
+
+MAX_RESUMES = 4
+"""One more without a commit, and the run may end for want of hosts."""
 
 Incarnation = tuple[int, int]
 """A group and its incarnation."""
@@ -81,7 +87,12 @@ class Invariants:
         num_steps: int,
         partitions: PartitionObserver,
         evaluation: EvaluationPolicy | None = None,
+        *,
+        pauses: bool = False,
     ) -> None:
+        self._pauses = pauses
+        self._num_resumes = 0  # of the step or evaluation
+        self._was_state_lost = False  # so that only a restart helps, or the run has ended for want of hosts
         self.partitions = partitions
         # Without `hosts` every group can compute every shard.
         self._hosts = None if hosts is None else [frozenset(map(int, row)) for row in hosts]
@@ -135,6 +146,8 @@ class Invariants:
                 self._lost(group, incarnation)
             case Commit() | Retry() | Evaluated() | Finish():
                 self._decided(entry, writer)
+            case Resume():
+                self._resumed(entry, writer)
             case Restart():
                 self._restarted(entry, writer)
             case GiveUp(reason=reason):
@@ -142,10 +155,35 @@ class Invariants:
             case Halt(reason=reason):
                 self._halted(reason, writer)
         self._was_wiped_out |= self._is_wiped_out()
+        self._was_state_lost |= self._is_wiped_out() and not self.is_paused
+
+    def _resumed(self, entry: Resume, writer: str) -> None:
+        if (entry.step, entry.attempt) != (self.step, self.attempt) or not self.is_paused:
+            raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}, in no pause")
+        if incarnation_of(writer) not in self.members:
+            raise Violation(f"{writer} is fenced and writes {entry}")
+        self._admit(tuple(entry.admit), {group for group, _ in self.members})
+        if self._is_wiped_out():
+            raise Violation(f"{writer} writes {entry}, which leaves shards without a host")
+        self._num_resumes += 1
+        self.counts["resume of an evaluation"] += self._is_evaluation_due
+        self.counts["resume with state partitions"] += self.partitions.exist
+        self._is_discarded = False
+        self.attempt += 1
+        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether shards have no host, and those who are left have all state and wait for one."""
+        has_state = bool(self.members) and not self.partitions.is_wiped_out
+        is_over = self._is_done or self._is_given_up or self._is_halted or self._num_resumes > MAX_RESUMES
+        return self._pauses and has_state and not is_over and self._is_wiped_out()
 
     def _restarted(self, entry: Restart, writer: str) -> None:
         if not self._is_wiped_out() or self._is_given_up:
             raise Violation(f"{writer} writes {entry}, and every shard has a host")
+        if self.is_paused:
+            raise Violation(f"{writer} writes {entry}, and {set(self.members)} have all state")
         named = {tuple(member) for member in entry.members}
         if named & self._admitted:
             raise Violation(f"{writer} writes {entry}, with incarnations that took part before")
@@ -158,6 +196,7 @@ class Invariants:
         self._admitted |= self.members
         self.epoch += 1
         self.step = entry.step
+        self._num_resumes = 0
         self._is_evaluation_due = self._evaluates_now()
         self.attempt += 1
         self._is_discarded = False
@@ -281,6 +320,7 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         if not isinstance(entry, Retry):
             self._expect(entry, writer)
+            self._num_resumes = 0
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
@@ -424,7 +464,7 @@ class Invariants:
             return
         # Others may have gone on without one that is late to hear of a wipe-out.
         if isinstance(stop, StopWipeOut) and (
-            self.partitions.was_wiped_out if stop.partitions else self._was_wiped_out
+            self.partitions.was_wiped_out if stop.partitions else self._was_state_lost
         ):
             self.counts["state wipe-out"] += bool(stop.partitions)
             return

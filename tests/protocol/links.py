@@ -1,6 +1,6 @@
 """How a simulated group reaches others: sums over its communicator, and its voice in the log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -132,15 +132,20 @@ class Links:
         """Says that this incarnation waits to be taken in."""
         member = self._member
         yield from conversation(lambda store: store.put(keys.waiting(member.group), str(member.incarnation)))
+        self._world.num_announced += 1
 
     def with_waiting(self, event: VotesRead) -> Steps:
         """The votes, with those who wait to be taken in."""
-        groups = [group for group in self._world.groups if group not in self._controller.members]
+        return replace(event, waiting=(yield from self.waiting(self._controller.voters)))
+
+    def waiting(self, voters: Collection[Member]) -> Steps:
+        """Those who wait to be taken in beside these."""
+        present = {voter.group for voter in voters}
+        groups = [group for group in self._world.groups if group not in present]
         if not groups:
-            return event
+            return ()
         found = yield from conversation(lambda store: store.get([keys.waiting(group) for group in groups]))
-        waiting = [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
-        return replace(event, waiting=tuple(waiting))
+        return tuple(Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None)
 
     # ------------------------------------------------------------------------------------------------------ the log
 

@@ -1,13 +1,16 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
     Action,
     AppendEntry,
     AttemptFinish,
+    AttemptReduce,
     BuildCommunicator,
+    ComputePatch,
+    ComputeStep,
     FinishRun,
     SaveCheckpoint,
     StartRepairs,
@@ -16,13 +19,13 @@ from spare_megatron.core.bucket_window import BucketWindow
 from spare_megatron.core.checkpoint_policy import Saves, superseded
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller import Controller, ControllerSetup
-from spare_megatron.core.entries import Commit, Entry, Fence, Retry
+from spare_megatron.core.entries import Commit, Entry, Fence, Resume, Retry
 from spare_megatron.core.evaluation import SetSum
-from spare_megatron.core.events import Event, VotesRead, WaitingRead
+from spare_megatron.core.events import Event, HostsRead, VotesRead, WaitingRead
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.stacking.plans import StepPlan
+from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, Repair
 from spare_megatron.state.checkpoint.verification import refusal_in_log
 from spare_megatron.store.decision_log import DecisionLog
@@ -147,6 +150,64 @@ class RestartsWithoutHosts(Controller):
     def __init__(self, setup: ControllerSetup) -> None:
         super().__init__(setup)
         self.restarts = Restarts(setup.restarts, setup.placement, last_resort=True)
+
+
+class GoesBackWithAllState(Controller):
+    """Restarts from a checkpoint where survivors have all state."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        super().__init__(replace(setup, pause_s=None))
+
+
+class ResumesWithoutHosts(Controller):
+    """Resumes with the first group that comes back."""
+
+    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
+        asked = tuple(self._not_fenced(event.waiting))
+        if self.pause is None or not asked:
+            return super()._await_hosts(event, now_s)
+        entry = Resume(step=self.step, attempt=self.attempt, admit=asked)
+        return (AppendEntry(index=self.head, entry=entry), self.pause)
+
+
+class KeepsBucketsInAPause(Controller):
+    """Resumes with the buckets that the attempt before the pause kept."""
+
+    _kept: tuple[int, ...] = ()
+
+    def _retry(self, retry: Retry) -> tuple[Action, ...]:
+        self._kept = retry.kept
+        return super()._retry(retry)
+
+    def _resume(self, resume: Resume) -> tuple[Action, ...]:
+        kept = self._kept
+        return tuple(_with_kept(action, kept) for action in super()._resume(resume))
+
+
+def _with_kept(action: Action, kept: tuple[int, ...]) -> Action:
+    if isinstance(action, AttemptReduce):
+        return replace(action, kept=kept)
+    if isinstance(action, ComputeStep | ComputePatch) and action.into is not None:
+        return replace(action, into=replace(action.into, kept=kept))
+    return action
+
+
+class CountsKeptBucketsTwice(Buckets):
+    """Computes from zero sums, but not in the buckets that were kept in the same step."""
+
+    def compute(self, work: Iterable[Microbatch]) -> None:
+        kept = {} if self._is_applied else dict(self._in_place)
+        super().compute(work)
+        for bucket, sums in kept.items():
+            self._local[bucket] += [item for brought in sums.values() for item in brought]
+        self._is_applied = False
+
+    _is_applied = False
+
+    def sums(self) -> list[Sums] | None:
+        found = super().sums()
+        self._is_applied = found is not None
+        return found
 
 
 class CountsOldVotes(DecisionLog):
@@ -370,9 +431,9 @@ class CopiesAtOnce(PartitionStates):
 class DealsToTheDrained(Controller):
     """Deals the step after a drain as if no group had left."""
 
-    def _drain_and_admit(self, commit: Commit) -> tuple[Action, ...]:
-        self._before = self.members if commit.drain else ()
-        return super()._drain_and_admit(commit)
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        self._before = self.members if drained else ()
+        return super()._admit(asked, drained)
 
     def _plan(self) -> StepPlan:
         present, before = self.members, getattr(self, "_before", ())
@@ -416,8 +477,8 @@ class DrainsWriters(Controller):
 class KeepsTheDrained(Controller):
     """Goes on with groups that have left."""
 
-    def _drain_and_admit(self, commit: Commit) -> tuple[Action, ...]:
-        return super()._drain_and_admit(replace(commit, drain=()))
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        return super()._admit(asked)
 
 
 class ReportsNoBreak(GroupAgreement):
@@ -534,6 +595,12 @@ MUTATIONS_OF_DRAINS = {
     "drains the last host": Protocol(controller_type=DrainsAnyone),
     "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
     "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),
+}
+MUTATIONS_OF_PAUSES = {
+    "restarts though all state is there": Protocol(controller_type=GoesBackWithAllState),
+    "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
+    "resumes with kept buckets": Protocol(controller_type=KeepsBucketsInAPause),
+    "counts kept buckets twice": Protocol(buckets_type=CountsKeptBucketsTwice),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

@@ -37,6 +37,8 @@ class Scene:
     """Of the gradients of a group."""
     max_restarts: int = 0
     """After a wipe-out."""
+    pauses: bool = False
+    """Whether groups wait for the hosts of a shard while they have all state; else only a restart follows."""
     fan_in: int = 1
     """Most groups whose votes one of them casts."""
     eval_every_steps: int = 0
@@ -132,6 +134,22 @@ class Scene:
             fan_in=random.choice((1, 1, 2)),
             keep_last=random.choice((1, 9)),
             ramp_steps=0 if num_steps % 2 else num_steps - 1,
+        )
+
+    @classmethod
+    def draw_pauses(cls, random: Random) -> "Scene":
+        """One in which losses leave shards without a host, and mostly not the state; those who are lost come back."""
+        scene = cls.draw_wipe_outs(random)
+        num_groups = max(scene.num_groups, 3)
+        return replace(
+            scene,
+            num_groups=num_groups,
+            pauses=True,
+            fault_budget={**scene.fault_budget, "crash": random.randint(1, 2 * num_groups)},
+            max_restarts=random.choice((0, 2)),
+            partition_redundancy=random.choice((0, 0, 3, num_groups)),
+            num_buckets=random.choice((1, 5)),
+            eval_every_steps=random.choice((0, 0, 1)),
         )
 
     @classmethod

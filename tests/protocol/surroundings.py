@@ -49,13 +49,16 @@ class Surroundings(Protocol):
     evaluation_type: type[EvaluationSums]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]
-    states: dict[tuple[int, int], dict[Member, Content]]
+    states: dict[int, dict[Member, Content]]
     num_waiting: int
+    num_announced: int
     is_patience_over: bool
 
     def is_there(self, member: Member) -> bool: ...
 
     def wiped_out(self, member: Member) -> None: ...
+
+    def paused(self) -> None: ...
 
     def now_s(self, process: str) -> float: ...
 

@@ -13,6 +13,7 @@ from tests.protocol.world import World
 
 NUM_HISTORIES = 550
 NUM_WIPE_OUT_HISTORIES = 150
+NUM_PAUSE_HISTORIES = 150
 NUM_CORRUPTION_HISTORIES = 100
 NUM_UNSOUND_HISTORIES = 150
 NUM_RETURN_HISTORIES = 300
@@ -70,6 +71,14 @@ def test_no_history_of_wipe_outs_violates_an_invariant() -> None:
     assert sample.violations == {}
     least = {"Restart": 100, "GiveUp": 3, "StopWipeOut": 50, "FinishRun": 200, "save": 100, "state wipe-out": 50}
     least["superseded checkpoint"] = 15
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_pauses_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_PAUSE_HISTORIES), draw=Scene.draw_pauses)
+    assert sample.violations == {}
+    least = {"Resume": 100, "resume of an evaluation": 5, "resume with state partitions": 20, "GiveUp": 3}
+    least |= {"Restart": 3, "FinishRun": 200}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 
@@ -134,6 +143,7 @@ def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
         fault_budget={fault: draw(st.integers(0, MAX_BREAKS)) for fault in FAULTS},
         partition_redundancy=draw(st.integers(0, min(num_groups, 3))),
         max_restarts=draw(st.integers(0, 2)),
+        pauses=draw(st.booleans()),
         num_buckets=draw(st.integers(1, 5)),
         fan_in=draw(st.integers(1, most_fan_in)),
         eval_every_steps=draw(st.integers(0, 2)),

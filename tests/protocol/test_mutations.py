@@ -14,6 +14,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_DRAINS,
     MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
+    MUTATIONS_OF_PAUSES,
     MUTATIONS_OF_RESTARTS,
     Protocol,
 )
@@ -40,6 +41,10 @@ FOUND_AS = {
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
     "restarts with incarnations that took part": "with incarnations that took part",
     "restarts without hosts": "without a host",
+    "restarts though all state is there": "ends with StopWipeOut|have all state",
+    "resumes without hosts": "without a host",
+    "resumes with kept buckets": "is to keep",
+    "counts kept buckets twice": "which counts",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted|are right",
     "gathers parameters from lost owners": "gathers parameters without partition",
     "counts copies that are not finished": "counts as a host of partition|gathers parameters without partition",
@@ -201,6 +206,15 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
 def test_the_simulation_of_wipe_outs_finds_a_protocol_that(mutation: str) -> None:
     protocol = MUTATIONS_OF_RESTARTS[mutation]
     found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_wipe_outs)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_PAUSES)
+def test_the_simulation_of_pauses_finds_a_protocol_that(mutation: str) -> None:
+    protocol = MUTATIONS_OF_PAUSES[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_pauses)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

@@ -35,6 +35,8 @@ from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
 
 MAX_MOVES_AFTER_FAULTS = 5_000
+_RETURN_RATE = 0.9
+"""Probability that a lost group is started again each time that a process waits in a pause."""
 
 
 @dataclass(slots=True)
@@ -85,7 +87,9 @@ class World:
         every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
         evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
         hosts = None if scene.num_further else placement.hosts
-        self.invariants = Invariants(hosts, scene.num_groups, scene.sizes, scene.num_steps, observer, evaluation)
+        self.invariants = Invariants(
+            hosts, scene.num_groups, scene.sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
+        )
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -101,9 +105,11 @@ class World:
         first = range(scene.num_groups)
         self.groups = tuple(GroupId(group) for group in range(scene.num_groups + scene.num_further))
         self._num_incarnations.update(dict.fromkeys(self.groups[scene.num_groups :], 1))
-        # By restarts and step: what donors give to those who come back.
-        self.states: dict[tuple[int, int], dict[Member, Content]] = {}
+        # By entries read: what donors give to those who come back.
+        self.states: dict[int, dict[Member, Content]] = {}
         self.may_restart = scene.max_restarts > 0
+        self.may_pause = scene.pauses
+        self.num_announced = 0
         self.is_patience_over = False  # of those who wait for a restart
         self._have_waited: set[Member] = set()
         self._protocol = protocol
@@ -118,6 +124,7 @@ class World:
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
+            pause_s=1.0 if scene.pauses else None,
         )
         for group in map(GroupId, first):
             self._start_group(group)
@@ -165,6 +172,13 @@ class World:
             if group not in {other.group for other in there}:
                 self._start_group(group, is_replacing=False)
 
+    def paused(self) -> None:
+        """A process waits for groups to come back: those that have left are started again, now or later."""
+        there = {process.member.group for process in self._processes if process.member is not None}
+        gone = [group for group in self.groups if group not in there]
+        if gone and self._random.random() < _RETURN_RATE:
+            self._start_group(self._random.choice(gone), is_replacing=False)
+
     def is_written(self, index: int) -> bool:
         return self._store.has(keys.entry(index))
 
@@ -211,7 +225,7 @@ class World:
                 weights = [process.weight for process in movable]
                 self._move(self._random.choices(movable, weights)[0])
                 self.num_moves += 1
-            elif not self._end_a_fault() and not self._go_on_after_wipe_out():
+            elif not (self._end_a_fault() or self._go_on_after_wipe_out() or self._end_patience()):
                 break
             if self._random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
@@ -232,6 +246,13 @@ class World:
             return False
         else:
             self.is_patience_over = True
+        return True
+
+    def _end_patience(self) -> bool:
+        """Nothing comes back any more in a pause. False if there is none, or if that is known."""
+        if not self.invariants.is_paused or self.is_patience_over:
+            return False
+        self.is_patience_over = True
         return True
 
     def _can_move(self, process: Process) -> bool:

@@ -175,6 +175,7 @@ def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -
     timers = Timers()
     restarts = GroupRestarts(
         most_restarts=0,
+        restarts_all=True,
         interval_s=0.0,
         whole_groups=frozenset({ONE}),
         timers=timers,

@@ -79,6 +79,7 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
         groups=GROUPS,
         probe=probe,
         announced=nothing,
+        paused=nothing,
     ).run()
     assert isinstance(first, deque)
     assert isinstance(first[0], LoadCheckpoint)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.core.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.entries import Commit, Entry, Fence, Resume, encode_entry
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.log_follower import LogFollower, Stop, controller_setup
@@ -24,7 +24,7 @@ class _Store:
         return [self._values.get(key) for key in keys]
 
 
-def stop_of(*entries: Entry) -> Stop | None:
+def stop_of(*entries: Entry) -> Stop | AwaitHosts | None:
     log = DecisionLog(_Store(*entries))  # type: ignore[arg-type]
     return LogFollower(log, controller_setup(CONFIG)).stop()
 
@@ -54,4 +54,6 @@ def test_the_same_in_different_steps_is_no_pattern() -> None:
 def test_ends_that_a_log_reaches_are_reported() -> None:
     assert stop_of(Commit(step=0, attempt=0), Commit(step=1, attempt=1)) == FinishRun(step=2)
     stop = stop_of(fence(1), fence(0), Commit(step=0, attempt=0))
-    assert isinstance(stop, StopWipeOut)
+    assert isinstance(stop, AwaitHosts)
+    back = (Member(GroupId(0), 1), Member(GroupId(1), 1))
+    assert stop_of(fence(1), fence(0), Commit(step=0, attempt=0), Resume(step=1, attempt=1, admit=back)) is None

@@ -38,13 +38,14 @@ ONE = GroupId(1)
 class RestartedNode:
     """A `GroupRestarts` of two groups on a clock of its own, and what it had started."""
 
-    def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1), *, restarts_all: bool = True) -> None:
         self.now_s = 0.0
         self.timers = Timers()
         self.started: list[tuple[int, float, bool]] = []
         self.waiting: list[tuple[int, float]] = []
         self.restarts = GroupRestarts(
             most_restarts=most_restarts,
+            restarts_all=restarts_all,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(map(GroupId, whole)),
             timers=self.timers,
@@ -63,8 +64,8 @@ class RestartedNode:
 def make_node(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RestartedNode]:
     made: list[RestartedNode] = []
 
-    def make(most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> RestartedNode:
-        made.append(RestartedNode(most_restarts, whole))
+    def make(most_restarts: int, whole: tuple[int, ...] = (0, 1), **settings: bool) -> RestartedNode:
+        made.append(RestartedNode(most_restarts, whole, **settings))
         made[0].restarts.on_ready(GroupId(0))
         return made[0]
 
@@ -117,6 +118,26 @@ def test_a_wipe_out_starts_groups_that_were_given_up(make_node: Callable[..., Re
     node.restarts.on_wipe_out()
     node.wait()
     assert node.started == [(1, 0.0, True), (0, 0.0, True), (1, 1.0, False)]
+
+
+@pytest.mark.parametrize("restarts_all", [True, False])
+def test_a_pause_starts_groups_that_were_given_up_where_a_wipe_out_would(
+    make_node: Callable[..., RestartedNode], *, restarts_all: bool
+) -> None:
+    node = make_node(0, restarts_all=restarts_all)
+    node.restarts.on_fenced(ONE)
+    node.wait()
+    assert node.started == []
+    node.restarts.on_pause()
+    node.restarts.on_pause()
+    node.wait()
+    node.restarts.on_fenced(ONE)  # lost again before it is admitted
+    node.wait()
+    assert [group for group, *_ in node.started] == ([1, 1] if restarts_all else [])
+    node.restarts.on_resume()
+    node.restarts.on_fenced(ONE)
+    node.wait()
+    assert len(node.started) == (2 if restarts_all else 0)
 
 
 def test_a_group_of_several_nodes_waits_as_long_as_another_and_then_for_its_other_nodes(

@@ -272,6 +272,8 @@ class RunState:
 
     def _has_left(self, group: int, incarnation: int) -> bool:
         """Whether the group has left the run in this incarnation, so that the end of its processes costs nothing."""
+        if self.run is not None and group >= self.run.num_groups and incarnation == 0:
+            return True  # it has never taken part: a supervisor that takes over a node does not know
         return self.folding is not None and self.folding.drained.get(group) == incarnation
 
     def _on_loss(self, record: LossRecord, at_s: float) -> None:

@@ -231,6 +231,7 @@ class Scene:
             fan_in=random.choice((1, 2)),
             max_restarts=random.choice((0, 0, 2)),
             eval_every_steps=random.choice((0, 0, 2)),
+            pauses=random.choice((False, True)),
             keep_last=random.choice((1, 9)),
         )
 

@@ -50,7 +50,11 @@ def test_losing_all_hosts_of_a_shard_changes_no_bit(
     whole = complete_run(shared(text_corpus, [], layout), tmp_path / "whole")
     run = complete_run(shared(text_corpus, [kill(FaultPoint.FORWARD, 1, 0), second], layout), tmp_path / "run")
     assert_masked(run)
-    assert who_computed(run, ORPHANED, 5) == {2, 3}
+    assert who_computed(run, ORPHANED, 5) <= {2, 3}
+    if second.step > 1:  # the loss of group 0 alone leaves its shard one host, and a microbatch for it and for another
+        patched_by = who_computed(run, 0, 1)
+        assert len(patched_by) == 2
+        assert patched_by - set(map(int, make_placement("golomb", 4, 2).hosts[0]))
     assert losses_of(run.journal) == losses_of(whole.journal)
     assert run.summary.params_sha256 == whole.summary.params_sha256
     shared_steps = params_of(run).keys() & params_of(whole).keys()
@@ -65,7 +69,7 @@ def test_hosts_that_come_back_take_their_shards_again(text_corpus: Path, tmp_pat
     run = complete_run(shared(text_corpus, faults, layout, rejoins=1), tmp_path / "run", watch)
     assert_masked(run)
     assert run.summary.groups_rejoined == 2
-    assert who_computed(run, ORPHANED, back_after) == {2, 3}
+    assert who_computed(run, ORPHANED, back_after) <= {2, 3}
     assert who_computed(run, ORPHANED, 5) <= HOSTS
     assert run.summary.params_sha256 == whole.summary.params_sha256
 

@@ -256,6 +256,7 @@ class Group:
             return
         self._has_params(plan.step)
         work = plan.work.of(self.group)
+        self._world.computes(self.group, work)
         if not is_patch:
             self._computed = []
         if plan.is_evaluation:

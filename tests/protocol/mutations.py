@@ -81,6 +81,23 @@ class PatchesTwice(Controller):
         return plan
 
 
+class PlansByItsOwnFetchTime(Controller):
+    """Plans with a time to get data that each process has measured for itself."""
+
+    num_started = 0
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        PlansByItsOwnFetchTime.num_started += 1
+        super().__init__(replace(setup, fetch=setup.fetch + 1100 * (self.num_started % 3)))
+
+
+class DealsShardsToTheirHosts(Controller):
+    """Takes no group for a reader of what it does not host: shards are lost with their hosts."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        super().__init__(replace(setup, last_resort=False))
+
+
 class IgnoresFences(Controller):
     """Keeps a fenced group as a member."""
 
@@ -601,6 +618,10 @@ MUTATIONS_OF_PAUSES = {
     "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
     "resumes with kept buckets": Protocol(controller_type=KeepsBucketsInAPause),
     "counts kept buckets twice": Protocol(buckets_type=CountsKeptBucketsTwice),
+}
+MUTATIONS_OF_SHARED_DATA = {
+    "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),
+    "loses shards that others can read": Protocol(controller_type=DealsShardsToTheirHosts),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

@@ -47,9 +47,11 @@ class Scene:
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
     num_further: int = 0
-    """Groups beyond those of the beginning that may be taken in. Where there are any, each can compute every shard."""
+    """Groups beyond those of the beginning that may be taken in; they host no shard."""
     ramp_steps: int = 0
     """Steps over which shards grow from one microbatch; 0 if they have as many in every step."""
+    fetch: int | None = None
+    """Thousandths of a microbatch's time until a group has data that it does not host; None if it cannot read them."""
 
     @property
     def ramp(self) -> BatchRamp | None:
@@ -240,7 +242,20 @@ class Scene:
         """One of these in which further groups, which host nothing, come and go, too."""
         scene = cls.draw_drains(random)
         faults = {**scene.fault_budget, "replace": random.randint(3, 8)}
-        return replace(scene, granularity="microbatch", num_further=random.randint(1, 3), fault_budget=faults)
+        num_further, fetch = random.randint(1, 3), random.choice((0, 300))
+        return replace(scene, granularity="microbatch", num_further=num_further, fetch=fetch, fault_budget=faults)
+
+    @classmethod
+    def draw_shared(cls, random: Random) -> "Scene":
+        """One in which all groups can read all data, so that shards are never lost, and many groups are."""
+        scene = cls.draw(random)
+        return replace(
+            scene,
+            redundancy=random.randint(1, 2),
+            granularity="microbatch",
+            fetch=random.choice((0, 0, 300, 1700)),
+            fault_budget={**scene.fault_budget, "crash": random.randint(1, scene.num_groups - 1)},
+        )
 
     @classmethod
     def draw_returns(cls, random: Random) -> "Scene":

@@ -20,6 +20,7 @@ NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
 NUM_DRAIN_HISTORIES = 100
 NUM_GROWTH_HISTORIES = 60
+NUM_SHARED_HISTORIES = 100
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -124,6 +125,13 @@ def test_no_history_of_evaluations_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_EVALUATION_HISTORIES), draw=Scene.draw_evaluations)
     assert sample.violations == {}
     least = {"Evaluated": 200, "evaluation after a loss": 10, "Restart": 5, "FinishRun": 100, "discard": 5}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_with_shared_data_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_SHARED_HISTORIES), draw=Scene.draw_shared)
+    assert sample.violations == {}
+    least = {"cold microbatch": 300, "Retry": 50, "admission": 10, "FinishRun": 60}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -16,6 +16,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_GRADIENTS,
     MUTATIONS_OF_PAUSES,
     MUTATIONS_OF_RESTARTS,
+    MUTATIONS_OF_SHARED_DATA,
     Protocol,
 )
 from tests.protocol.sample import run_histories
@@ -39,6 +40,8 @@ FOUND_AS = {
     "counts a copy and its donor as two": "whose parameters are right|halts the run",
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
+    "plans by a fetch time of its own": "groups have different plans",
+    "loses shards that others can read": "ends with StopWipeOut",
     "restarts with incarnations that took part": "with incarnations that took part",
     "restarts without hosts": "without a host",
     "restarts though all state is there": "ends with StopWipeOut|have all state",
@@ -224,6 +227,15 @@ def test_the_simulation_of_pauses_finds_a_protocol_that(mutation: str) -> None:
 def test_the_simulation_of_unsound_gradients_finds_a_protocol_that(mutation: str) -> None:
     protocol = MUTATIONS_OF_GRADIENTS[mutation]
     found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_unsound)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_SHARED_DATA)
+def test_the_simulation_of_shared_data_finds_a_protocol_that(mutation: str) -> None:
+    protocol = MUTATIONS_OF_SHARED_DATA[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_shared)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

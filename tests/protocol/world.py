@@ -18,6 +18,7 @@ from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -70,7 +71,7 @@ class World:
     """
 
     def __init__(self, scene: Scene, random: Random, protocol: Protocol) -> None:
-        placement = make_placement("golomb", scene.num_groups, scene.redundancy)
+        self._placement = make_placement("golomb", scene.num_groups, scene.redundancy)
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.reliance_type = protocol.reliance_type
@@ -86,7 +87,7 @@ class World:
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
         every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
         evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
-        hosts = None if scene.num_further else placement.hosts
+        hosts = self._placement.hosts if scene.fetch is None else None
         self.invariants = Invariants(
             hosts, scene.num_groups, scene.sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
         )
@@ -114,12 +115,13 @@ class World:
         self._have_waited: set[Member] = set()
         self._protocol = protocol
         self._setup = ControllerSetup(
-            placement=placement,
+            placement=self._placement,
+            last_resort=scene.fetch is not None,
+            fetch=scene.fetch or 0,
             microbatches_per_shard=scene.microbatches_per_shard,
             ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
-            last_resort=scene.num_further > 0,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             evaluation=evaluation,
@@ -187,6 +189,13 @@ class World:
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
+
+    def computes(self, group: GroupId, work: Sequence[Microbatch]) -> None:
+        """A group computes some microbatches."""
+        cold = [item for item in work if group not in self._placement.hosts[item.shard]]
+        if cold and self._scene.fetch is None:
+            raise Violation(f"{group} computes {cold}, which it cannot read")
+        self.invariants.counts["cold microbatch"] += len(cold)
 
     def partitions_of(self, member: Member) -> PartitionStates | None:
         """What a member holds, if it is alive."""

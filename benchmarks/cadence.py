@@ -1,6 +1,6 @@
 """What real runs lose to saves and rework with `checkpoint.cadence = "optimal"`, and with fixed intervals, same kills.
 
-Every loss of a group is a wipe-out (`spare.redundancy=1`), and strikes the same group at the same step in every run.
+Every loss is one of all state, as there is one group, and strikes at the same step in every run.
 `ratio` is what the optimal cadence loses over what the best fixed interval does. A few kills say little: one that
 strikes just before a save costs all of an interval, one just after it nothing. `expected_ratio` therefore takes the
 saves as they were made and, in place of the rework that this draw of the kills caused, its mean over all draws: each
@@ -38,7 +38,7 @@ from spare_megatron.journal.records import CadenceRecord, CheckpointRecord, Faul
 from spare_megatron.planner.plan import availability
 
 OPTIMAL = "optimal"
-NUM_GROUPS = 4
+NUM_GROUPS = 1
 FIRST_KILL = 20
 
 
@@ -105,11 +105,11 @@ def configure(options: argparse.Namespace, way: str, run: int) -> RunConfig:
 
 
 def draw_kills(options: argparse.Namespace, run: int) -> list[str]:
-    """Entries of `faults.trace`: a rank of a random group each, 1 and an exponential number of steps apart."""
+    """Entries of `faults.trace`, 1 and an exponential number of steps apart."""
     draw = np.random.default_rng(run)
     kills, step = [], float(FIRST_KILL)
     while (step := step + 1.0 + draw.exponential(options.mean_steps)) < options.steps - 1:
-        kills.append(f'{{phase="forward", step={int(step)}, group={draw.integers(NUM_GROUPS)}, rank=0}}')
+        kills.append(f'{{phase="forward", step={int(step)}, group=0, rank=0}}')
     return kills
 
 

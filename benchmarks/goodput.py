@@ -1,12 +1,12 @@
 """Goodput under the same kills: ours, without rejoin, restarts from checkpoints alone, torchft, NVIDIA's extension.
 
 All train the same model on the same data with the same code, and each kill strikes the same group at the same moment of
-the same step, if it is there. torchft's groups are started again at once, as ours are, and from a process that has
-imported all they need, as ours are; those of NVIDIA's in-process restart stay away. The useful time is what the
-microbatches in committed sums would have taken without any kill, so that a step that lacks a group counts for less;
-goodput is that over the wall time from the first commit to the last. By the quiet steps of all runs it holds a way's
-own overhead against it, and the machine's speed of the minute, too; by each run's own, before its first kill, it leaves
-both out, and `peers/fault_free.py` measures the overhead.
+the same step, if it is there; where every loss restarts from a checkpoint, all groups. torchft's groups are started
+again at once, as ours are, and from a process that has imported all they need, as ours are; those of NVIDIA's
+in-process restart stay away. The useful time is what the microbatches in committed sums would have taken without any
+kill, so that a step that lacks a group counts for less; goodput is that over the wall time from the first commit to the
+last. By the quiet steps of all runs it holds a way's own overhead against it, and the machine's speed of the minute,
+too; by each run's own, before its first kill, it leaves both out, and `peers/fault_free.py` measures the overhead.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from spare_megatron.simulator.replay import replay
 from spare_megatron.simulator.scenario import CostModel
 
 OURS = "ours"
+RESTARTING = "checkpoint_only"
 PEERS: dict[str, TorchftTimes | NvrxTimes] = {
     "torchft": TorchftTimes(heartbeat_s=1.0, timeout_s=1.0, restarts=True),
     "nvrx": NvrxTimes(interval_s=0.1, timeout_s=1.0),
@@ -51,7 +52,7 @@ PEERS: dict[str, TorchftTimes | NvrxTimes] = {
 WAYS: dict[str, list[str]] = {
     OURS: ["spare.rejoins=1000"],
     "without_rejoin": ["spare.rejoins=0"],
-    "checkpoint_only": ["spare.redundancy=1", "spare.rejoins=0"],
+    RESTARTING: ["spare.redundancy=1", "spare.rejoins=0"],
     **{peer: [] for peer in PEERS},
 }
 STEPS_AFTER = 10
@@ -92,22 +93,26 @@ def configure(options: argparse.Namespace, way: str, run: int) -> RunConfig:
         *options.set,
         f"train.steps={options.steps}",
         *WAYS[way],
-        f"faults.trace=[{', '.join(_kills(options, run))}]",
+        f"faults.trace=[{', '.join(_kills(options, run, is_of_all=way == RESTARTING))}]",
     ]
     if way in PEERS:
         settings = [text for text in settings if not text.startswith("checkpoint.")]
     return load_run_config(options.config, settings).config
 
 
-def _kills(options: argparse.Namespace, run: int) -> list[str]:
-    """Exponential times in steps from kill to kill. At most one group is left out, so that every way can go on."""
+def _kills(options: argparse.Namespace, run: int, *, is_of_all: bool = False) -> list[str]:
+    """Exponential times in steps from kill to kill. At most one group is left out, so that every way can go on.
+
+    `is_of_all`: each kill strikes all groups, for one that is left would pause instead of starting again.
+    """
     draw = np.random.default_rng(run)
     victims = draw.permutation(4)
     kills, step = [], float(options.quiet_steps)
     for number in range(options.kills):
         step += 1.0 + draw.exponential(options.mean_steps)
         phase = PHASES[draw.integers(len(PHASES))]
-        kills.append(f'{{phase="{phase}", step={int(step)}, group={victims[number % 3]}, rank=0}}')
+        groups = range(4) if is_of_all else [victims[number % 3]]
+        kills += [f'{{phase="{phase}", step={int(step)}, group={group}, rank=0}}' for group in groups]
     if step >= options.steps - STEPS_AFTER:
         raise SystemExit(f"--steps {options.steps} is too short, the last kill is at step {int(step)}; raise it")
     return kills

@@ -79,12 +79,12 @@ def measure_steps(config_file: Path, settings: list[str], pairs: int, steps: int
 
 
 def measure_restarts(config_file: Path, settings: list[str], pairs: int) -> dict[str, Any]:
-    fault = f'[{{phase="forward", step={EVERY + 1}, group=0}}]'
+    faults = ", ".join(f'{{phase="forward", step={EVERY + 1}, group={group}}}' for group in (0, 1))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     stood_still: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(pairs):
         for way, overrides in WAYS.items():
-            common = [f"train.steps={EVERY + 3}", f"faults.trace={fault}", "checkpoint.max_restarts=1"]
+            common = [f"train.steps={EVERY + 3}", f"faults.trace=[{faults}]", "checkpoint.max_restarts=1"]
             journal = journal_of_a_run(config_file, [*settings, *common, *overrides])
             records = journal.of(RestartRecord)
             if not records or {(record.loaded_from, record.step) for record in records} != {(way, EVERY)}:

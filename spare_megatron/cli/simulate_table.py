@@ -38,6 +38,8 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "restarts", format_count(figures.restarts)
     if figures.state_wipe_outs:
         yield "of them for lost optimizer state", format_count(figures.state_wipe_outs)
+    if figures.pauses:
+        yield "pauses for the host of a shard", format_count(figures.pauses)
     yield "losses", format_count(figures.losses)
     for point in published(figures.name):
         if point.policy == figures.policy:

@@ -367,8 +367,8 @@ class CheckpointConfig:
     restart_window_s: PositiveFloat = 3600.0
     """Seconds of training over which max_restarts counts."""
     restart_wait_s: PositiveFloat = 60.0
-    """Longest wait for missing groups: in a pause, then the run ends; at a restart also for stalled ones, then the others
-    start if they can."""
+    """Longest wait for missing groups: in a pause, then the run ends; at a restart also for stalled ones, then the
+    others start if they can."""
 
     @property
     def is_wanted(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spare_megatron.core.actions import AttemptReduce
-from spare_megatron.core.entries import Commit, Entry, Fence, Restart
+from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Resume
 from spare_megatron.journal.lines import Line
 from spare_megatron.simulator.replication import disjoint_sets, run_replication
 from spare_megatron.simulator.scenario import Scenario
@@ -86,6 +86,8 @@ class _Recorder(SimulatedJournal):
             case Restart(step=step):
                 self._num_steps = step
                 self._add("restart")
+            case Resume():
+                self._add("join")
             case Fence():
                 self._add("loss")
 

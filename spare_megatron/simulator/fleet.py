@@ -62,6 +62,10 @@ class Fleet:
             return ()
         return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
 
+    def ready_s(self, group: GroupId) -> float:
+        """When a lost group can be admitted; infinite if only a restart brings it back."""
+        return self._ready_s.get(group, inf)
+
     def ready_from(self, group: GroupId, at_s: float) -> None:
         """Makes a lost group ready to be admitted at `at_s`."""
         self._ready_s[group] = at_s

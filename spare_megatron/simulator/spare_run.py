@@ -13,6 +13,7 @@ from spare_megatron.core.actions import (
     AppendEntry,
     AttemptFinish,
     AttemptReduce,
+    AwaitHosts,
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
@@ -29,7 +30,7 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Entry, Fence, Restart, SaveEnd
-from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead
+from spare_megatron.core.events import EntryRead, Event, HostsRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
 from spare_megatron.simulator.compute_fit import stacks_of
 from spare_megatron.simulator.simulated_journal import SimulatedJournal
@@ -92,6 +93,7 @@ class SpareRun:
             last_resort=scenario.last_resort,
             fetch=scenario.fetch,
             partitions=self._partition_setup(),
+            pause_s=inf if scenario.policy == "spare" else None,
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)
@@ -177,6 +179,8 @@ class SpareRun:
                 pass  # included in the costs of update and restart
             case StartRepairs(copies=copies):
                 self._copies.start(copies, self._world.now_s)
+            case AwaitHosts():
+                return (self._await_hosts(action),)
             case StopWipeOut(partitions=partitions):
                 self._world.num_state_wipe_outs += bool(partitions)
                 return (self._start_over(),)
@@ -238,6 +242,22 @@ class SpareRun:
                 self._simulated_journal.on_fence(member, len(self._log))
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
+
+    def _await_hosts(self, action: AwaitHosts) -> Event:
+        """Waits until hosts are back, unless they come later than a restart would be over."""
+        if action.index < len(self._log):
+            return self._read(action.index)
+        back_s = self._world.hosts_back_s(self._placement.hosts[shard] for shard in action.shards)
+        if back_s is None:
+            return self._start_over()
+        wait = ("pause", max(back_s - self._world.now_s, 0.0))
+        lost: Sequence[GroupId] = self._world.lost_meanwhile() or self._world.wait((wait,))
+        if lost:
+            self._fence(self._world.notice(lost))
+            return self._read(action.index)
+        self._world.num_pauses += 1
+        ready = self._world.fleet.ready(max(back_s, self._world.now_s))
+        return HostsRead(waiting=self._present(ready))
 
     def _start_over(self) -> EntryRead:
         """Restarts after a wipe-out; fences appended meanwhile are folded, and their actions dropped."""

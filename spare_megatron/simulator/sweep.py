@@ -86,6 +86,7 @@ class CaseResult:
     availability: float = 0.0
     restarts: int = 0
     state_wipe_outs: int = 0
+    pauses: int = 0
     losses: int = 0
     losses_by_cause: dict[str, int] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class Figures:
     restarts: float
     losses: float
     state_wipe_outs: float
+    pauses: float
     losses_by_cause: dict[str, float]
     name: str
     terms: dict[str, float]
@@ -175,6 +177,7 @@ def run_case(case: Case, clock: Clock) -> CaseResult:
         availability=result.availability,
         restarts=result.restarts,
         state_wipe_outs=result.state_wipe_outs,
+        pauses=result.pauses,
         losses=result.losses,
         losses_by_cause=result.losses_by_cause,
         terms=result.excess(),
@@ -253,6 +256,7 @@ def figures_of(results: Sequence[CaseResult]) -> Figures:
         restarts=float(np.mean([result.restarts for result in results])),
         losses=float(np.mean([result.losses for result in results])),
         state_wipe_outs=float(np.mean([result.state_wipe_outs for result in results])),
+        pauses=float(np.mean([result.pauses for result in results])),
         losses_by_cause=_means([result.losses_by_cause for result in results]),
         name=first.name,
         terms=_means([result.terms for result in results]),

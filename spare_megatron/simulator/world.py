@@ -1,6 +1,6 @@
 """Virtual time of a simulated run, and an account of what it is spent on."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,11 @@ CAUSES = (
     "save",
     "restart",
     "rework",
+    "pause",
     "join",
 )
 """compute and jitter are the steps' compute without losses, extra_compute its excess, below 0 where lost groups free
-processors; rebuild is what reducing again takes beyond reduce_s.
+processors; rebuild is what reducing again takes beyond reduce_s; pause is the wait for a host of each shard.
 """
 
 
@@ -94,6 +95,8 @@ class Result:
     restarts: int
     state_wipe_outs: int
     """Restarts for state partitions without a host."""
+    pauses: int
+    """Times that training waited for hosts of shards."""
     losses: int
     """Groups lost, counting each loss."""
     losses_by_cause: dict[str, int]
@@ -115,8 +118,8 @@ class Result:
 
     @property
     def availability(self) -> float:
-        """The share of time spent on steps that count: 1 - (save + restart + rework) / end_s."""
-        return 1 - sum(self.terms[cause] for cause in ("save", "restart", "rework")) / self.end_s
+        """The share of time spent on steps that count: 1 - (save + restart + rework + pause) / end_s."""
+        return 1 - sum(self.terms[cause] for cause in ("save", "restart", "rework", "pause")) / self.end_s
 
     def excess(self) -> dict[str, float]:
         """What each cause adds to the ratio; the sum is time_to_train_ratio - 1. Of reduce only the excess counts."""
@@ -129,8 +132,8 @@ class Result:
 
 class World:
     """Virtual time and the groups of one run. `process` says when groups are lost; None takes the scenario's.
-    `num_state_wipe_outs`: wipe-outs of state partitions. `fenced_at_s`: when the survivors learned of the last loss
-    that they agreed on.
+    `num_state_wipe_outs`: wipe-outs of state partitions. `num_pauses`: waits for hosts of shards. `fenced_at_s`: when
+    the survivors learned of the last loss that they agreed on.
     """
 
     def __init__(self, scenario: Scenario, seed: int, process: FailureProcess | None = None) -> None:
@@ -154,7 +157,7 @@ class World:
         self._last_loss_s = 0.0
         self.fenced_at_s = 0.0
         self.num_restarts = 0
-        self.num_state_wipe_outs = 0
+        self.num_state_wipe_outs = self.num_pauses = 0
         self.num_saves = 0
         self.saved_step = 0
 
@@ -212,6 +215,11 @@ class World:
     def _until_fenced_s(self) -> float:
         return max(self._last_loss_s + self.scenario.costs.detect_s - self.now_s, 0.0)
 
+    def hosts_back_s(self, hosts_of: Iterable[Collection[GroupId]]) -> float | None:
+        """When each of these shards has one of its hosts back; None if a restart would be over earlier."""
+        back_s = max(min(map(self.fleet.ready_s, hosts)) for hosts in hosts_of)
+        return back_s if back_s <= self.now_s + self.scenario.costs.restart_s else None
+
     def save(self, step: int) -> None:
         """Saves the state after `step` steps; losses meanwhile are found in the next step."""
         self.ledger.spend("save", self.scenario.costs.save_s)
@@ -246,6 +254,7 @@ class World:
             num_steps=self.scenario.num_steps,
             restarts=self.num_restarts,
             state_wipe_outs=self.num_state_wipe_outs,
+            pauses=self.num_pauses,
             losses=self.fleet.num_lost,
             losses_by_cause=dict(self.fleet.losses_by_cause),
             saves=self.num_saves,

@@ -7,6 +7,7 @@ between the members. A lost group's link is switched off, so that transfers over
 import ctypes
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Run:
 
     end_s: float = 0.0
     restarts: int = 0
+    pauses: int = 0
     losses: int = 0
     broken_reductions: int = 0
     joined: int = 0
@@ -79,6 +81,7 @@ class Model:
         zone.seal()
         self.alarm = self.simgrid.Semaphore(0)
         self.repairs: dict[GroupId, Any] = {}
+        self.back_at_s: dict[GroupId, float] = {}
         self.repaired: set[GroupId] = set()
         self.hosts[0].add_actor("training", self.train)
         self.hosts[0].add_actor("failures", self.lose).daemonize()
@@ -99,6 +102,8 @@ class Model:
                 repair = self.hosts[group].add_actor(f"repair of {group}", lambda group=group: self.repair(group))
                 repair.daemonize()
                 self.repairs[group] = repair
+                back_s = self.scenario.repair_s + self.scenario.costs.state_transfer_s
+                self.back_at_s[group] = self.engine.clock + back_s
 
     def repair(self, group: GroupId) -> None:
         self.simgrid.this_actor.sleep_for(self.scenario.repair_s)
@@ -121,6 +126,8 @@ class Model:
         while step < scenario.num_steps:
             order = order.for_groups(frozenset(self.members))
             if not self.step(step, order):
+                if self.pause():
+                    continue
                 self.restart()
                 step, saved_at_s, order = saved_step, self.engine.clock, self.first_order()
                 continue
@@ -132,6 +139,24 @@ class Model:
                 self.take_in(ready)
                 sleep(scenario.costs.join_s)
         self.run.end_s = self.engine.clock
+
+    def pause(self) -> bool:
+        """Whether the missing hosts are back before a restart would be over; those that are back then take part."""
+        costs = self.scenario.costs
+        while self.members and self.scenario.policy == "spare":
+            shards = [hosts for hosts in self.placement.hosts if set(self.members).isdisjoint(hosts)]
+            at_s = max(min(self.back_at_s.get(host, inf) for host in hosts) for hosts in shards)
+            if at_s > self.engine.clock + costs.restart_s:
+                return False
+            if not self.lost_members() and self.passes(self.until_s(at_s)):
+                self.run.pauses += 1
+                self.take_in(sorted(group for group, back_s in self.back_at_s.items() if back_s <= at_s))
+                self.simgrid.this_actor.sleep_for(costs.join_s)
+                return True
+            while not self.passes(self.until_s(self.last_loss_s + costs.detect_s) + costs.agree_s):
+                pass
+            self.members = [group for group in self.members if self.is_up(group)]
+        return False
 
     def step(self, step: int, order: Order) -> bool:
         """Whether the step was committed; if not, some shard has no host."""
@@ -194,6 +219,9 @@ class Model:
         self.repaired.difference_update(groups)
         self.members = sorted([*self.members, *groups])
         for group in groups:
+            del self.back_at_s[group]
+            if group in self.repairs:  # it ends at this very moment
+                self.repairs.pop(group).kill()
             self.links[group].turn_on()
 
     def restart(self) -> None:
@@ -204,6 +232,7 @@ class Model:
         for repair in self.repairs.values():
             repair.kill()
         self.repairs.clear()
+        self.back_at_s.clear()
         self.repaired.clear()
         self.members = [GroupId(group) for group in range(self.scenario.num_groups)]
         for link in self.links:

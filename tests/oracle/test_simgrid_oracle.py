@@ -30,9 +30,9 @@ def test_simgrid_comes_to_the_same_end(way: str, seed: int) -> None:
     scenario = random_scenario(seed, **WAYS[way])
     run, result = run_of(scenario, seed), simulate(scenario, seed)
     assert result.end_s == pytest.approx(run.end_s, abs=1e-6)
-    assert (result.restarts, result.losses) == (run.restarts, run.losses)
+    assert (result.restarts, result.pauses, result.losses) == (run.restarts, run.pauses, run.losses)
     assert run.losses > 10
-    assert run.restarts
+    assert run.restarts or run.pauses
     assert run.broken_reductions or way == "checkpoint_only"
     assert bool(run.joined) == ("repair_s" in WAYS[way])
 

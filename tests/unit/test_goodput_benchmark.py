@@ -170,10 +170,13 @@ def options(**changed: object) -> argparse.Namespace:
 
 
 def test_every_way_meets_the_same_kills_which_leave_one_group_alone() -> None:
-    traces = [resolve_trace(configure(options(), way, 3)) for way in (OURS, "checkpoint_only", "torchft", "nvrx")]
-    assert all(trace == traces[0] for trace in traces)
+    traces = [resolve_trace(configure(options(), way, 3)) for way in (OURS, "torchft", "nvrx", "checkpoint_only")]
+    assert all(trace == traces[0] for trace in traces[:3])
     assert len(traces[0]) == 4
     assert len({fault.group for fault in traces[0]}) == 3
+    # Where every loss restarts from a checkpoint, each kill strikes all groups.
+    moments = [(fault.step, fault.phase, group) for fault in traces[0] for group in range(4)]
+    assert sorted((fault.step, fault.phase, fault.group) for fault in traces[3]) == sorted(moments)
 
 
 def test_a_run_too_short_for_its_kills_is_refused() -> None:

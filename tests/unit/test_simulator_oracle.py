@@ -5,6 +5,7 @@ training restarts what was interrupted. Only the plans are those of `stacking.or
 """
 
 from collections.abc import Generator
+from math import inf
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Model:
         self.known = frozenset(self.up)  # whom the survivors believe to be there
         self.back_at: dict[int, float] = {}
         self.is_interruptible = self.is_restarting = False
-        self.restarts = 0
+        self.restarts = self.pauses = 0
         self.last_loss_s = 0.0
         self.training = self.env.process(self.train())
         self.env.process(self.lose())
@@ -57,20 +58,44 @@ class Model:
         while step < self.scenario.num_steps:
             order = order.for_groups(self.known)
             if not (yield from self.one_step(step, order)):
+                if (yield from self.pause()):
+                    continue
                 yield from self.restart()
                 step, last_save, order = saved, self.env.now, self.fresh_order()
                 continue
             step += 1
-            back = {group for group, at_s in self.back_at.items() if at_s <= self.env.now}
+            back = self.back(self.env.now)
             if self.env.now - last_save >= self.scenario.save_cadence_s():
                 last_save, saved = self.env.now, step
                 yield self.env.timeout(self.costs.save_s)
             if back and step < self.scenario.num_steps:
-                self.up |= back
-                self.known |= back
-                for group in back:
-                    del self.back_at[group]
-                yield self.env.timeout(self.costs.join_s)
+                yield from self.join(back)
+
+    def back(self, now_s: float) -> set[int]:
+        return {group for group, at_s in self.back_at.items() if at_s <= now_s}
+
+    def join(self, back: set[int]) -> Process:
+        self.up |= back
+        self.known |= back
+        for group in back:
+            del self.back_at[group]
+        yield self.env.timeout(self.costs.join_s)
+
+    def pause(self) -> Process:
+        """Whether the hosts that are missing come back before a restart would be over, and then take part."""
+        while self.known and self.scenario.policy == "spare":
+            missing = self.placement.uncovered(frozenset(map(GroupId, self.known)))
+            at_s = max(min(self.back_at.get(host, inf) for host in self.placement.hosts[shard]) for shard in missing)
+            if at_s > self.env.now + self.costs.restart_s:
+                return False
+            if self.known <= self.up and (yield from self.uninterrupted(max(at_s - self.env.now, 0.0))):
+                self.pauses += 1
+                yield from self.join(self.back(max(at_s, self.env.now)))
+                return True
+            while not (yield from self.uninterrupted(self.until_fenced_s() + self.costs.agree_s)):
+                pass
+            self.known = frozenset(self.up)
+        return False
 
     def one_step(self, step: int, order: Any) -> Process:
         """Whether the step was committed; False is a wipe-out."""
@@ -127,7 +152,7 @@ def test_simpy_comes_to_the_same_end(way: str, seed: int) -> None:
     end_s = model.run()
     result = simulate(scenario, seed)
     assert result.end_s == pytest.approx(end_s, abs=1e-6)
-    assert result.restarts == model.restarts
+    assert (result.restarts, result.pauses) == (model.restarts, model.pauses)
     assert result.losses > 10
 
 
@@ -141,3 +166,4 @@ def test_the_compared_runs_restart_join_and_are_interrupted() -> None:
     assert sum(result.restarts for result in stack) > 8
     assert sum(result.excess()["reduce"] > 0 for result in stack) > 4
     assert all(result.terms["join"] > 0 for result in rejoin)
+    assert sum(result.pauses for result in rejoin) > 8

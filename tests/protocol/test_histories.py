@@ -18,8 +18,8 @@ NUM_CORRUPTION_HISTORIES = 100
 NUM_UNSOUND_HISTORIES = 150
 NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
-NUM_DRAIN_HISTORIES = 100
-NUM_GROWTH_HISTORIES = 60
+NUM_DRAIN_HISTORIES = 60
+NUM_GROWTH_HISTORIES = 40
 NUM_SHARED_HISTORIES = 100
 
 
@@ -110,14 +110,14 @@ def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
 def test_no_history_of_drains_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_DRAIN_HISTORIES), draw=Scene.draw_drains)
     assert sample.violations == {}
-    least = {"drained": 60, "handed over": 40, "admission": 40, "Restart": 5, "save": 100, "FinishRun": 200}
+    least = {"drained": 30, "handed over": 20, "admission": 20, "Restart": 2, "save": 60, "FinishRun": 100}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 
 def test_no_history_of_growth_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_GROWTH_HISTORIES), draw=Scene.draw_growth)
     assert sample.violations == {}
-    least = {"drained": 30, "admission": 60, "admission of a further group": 30, "FinishRun": 200}
+    least = {"drained": 15, "admission": 40, "admission of a further group": 15, "FinishRun": 100}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

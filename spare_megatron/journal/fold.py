@@ -221,6 +221,8 @@ class Folding:
     def _fence(self, index: int, group: int, incarnation: int) -> None:
         """Fences this and every earlier incarnation, whether it takes part or waits for admission."""
         self.last_fenced[group] = max(incarnation, self.last_fenced.get(group, -1))
+        if self.drained.get(group, incarnation + 1) <= incarnation:
+            self.last_fenced_at[group] = index  # it may have ended before it applied its last commit
         if self.incarnations.get(group, incarnation + 1) <= incarnation:
             self.last_fenced_at[group] = index
             self.fenced[index] = (group, self.incarnations[group])

@@ -17,6 +17,7 @@ from spare_megatron.core.entries import Commit
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord
@@ -32,7 +33,7 @@ from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSet
 from spare_megatron.supervisor.rank_exits import Consequence, consequence_of
 from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
-from tests.unit.journal_in_memory import check_journal
+from tests.unit.journal_in_memory import check_journal, run_record
 from tests.unit.test_config_validate import CPU
 from tests.unit.test_run_state import write
 
@@ -141,6 +142,18 @@ def test_the_check_finds_a_drained_group_that_is_dealt_work(tmp_path: Path) -> N
     state = read_run_state(write(tmp_path / "run", list(drained_in(lines, 3, 2).lines)))
     assert state.groups()[2] == "drained"
     assert "group 2 left after step 3, as requested" in [event.text for event in state.events(99)]
+
+
+def test_a_drained_group_that_is_fenced_before_it_has_applied_its_last_commit_is_excused() -> None:
+    entries = {
+        0: {"entry": "commit", "step": 0, "attempt": 0, "drain": [[1, 0]]},
+        1: {"entry": "fence", "group": 1, "incarnation": 0},
+    }
+    fold = fold_log(entries, run_record(3))
+    assert (fold.members, fold.errors) == ({0, 2}, ())
+    assert (fold.last_fenced_at, fold.fenced) == ({1: 1}, {})
+    strange = {0: {**entries[0], "drain": [[1, 4]]}}
+    assert fold_log(strange, run_record(3)).errors == ("step 0: group 1 is drained, and takes no part",)
 
 
 def test_the_last_request_for_a_group_stands(tmp_path: Path) -> None:

@@ -40,8 +40,11 @@ def drained(run: Run) -> list[list[int]]:
 
 
 def test_groups_leave_and_join_and_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
-    """From 4 groups to 3, with two further ones to 6, and to 3 by the notice of a node. Nothing is computed again."""
-    notice = tmp_path / "notice-1"
+    """From 4 groups to 3, with two further ones to 6, and to 3, in part by notice. Nothing is computed again.
+
+    The further groups have a node of their own, which has nothing to do at first, and in the end.
+    """
+    notice = tmp_path / "notice-2"
     config = tiny_config(
         text_corpus,
         LayoutConfig(num_groups=4),
@@ -70,20 +73,23 @@ def test_groups_leave_and_join_and_change_no_bit(text_corpus: Path, tmp_path: Pa
                 ask("grow", "1", "4", "5")
             case StepCommitted(num_alive=6):
                 notice.touch()
+                ask("drain", "3")
 
     growing = replace(
         config,
         layout=replace(config.layout, max_groups=6),
         data=replace(config.data, access="shared"),
-        cluster=ClusterConfig(device="cpu", num_nodes=2, notice_file=str(tmp_path / "notice-{node}")),
+        cluster=ClusterConfig(device="cpu", num_nodes=3, notice_file=str(tmp_path / "notice-{node}")),
     )
     assert problems(growing, look_at_machine(growing)) == []
     watch = Watch(awaited=frozenset((AWAITED, Member(GroupId(group), 1)) for group in (1, 4, 5)))
     run = complete_run(growing, run_dir, watch, on_event)
     assert (run.summary.verdict, run.summary.reasons) == ("valid", ())
-    assert drained(run) == [[1, 0], [3, 0], [4, 1], [5, 1]]
+    assert sorted(drained(run)) == [[1, 0], [3, 0], [4, 1], [5, 1]]
     numbers = [len(commit.members) for commit in fold_journal(run.journal, run_of(run)).commits]
-    assert [count for count, _ in groupby(numbers)] == [4, 3, 6, 3]
+    changes = [count for count, _ in groupby(numbers)]
+    assert changes[:3] == [4, 3, 6]
+    assert changes[3:] in ([3], [4, 3], [5, 3])
     assert losses(run) == losses(whole)
     assert run.summary.params_sha256 == whole.summary.params_sha256
     assert run.journal.of(LossRecord) == []

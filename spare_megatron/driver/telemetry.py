@@ -201,7 +201,7 @@ class Telemetry:
                     self._counts["fault/restarts"] += 1
                     self._goodput.on_restart(self._next_step - step)
                 self._next_step = min(step, self._next_step)
-            case RunPaused():
+            case RunPaused(shards=shards) if shards:
                 self._goodput.on_pause()
             case StoreMeasured(space=space):
                 self._store = {"spare/store_bytes": space.used_bytes}

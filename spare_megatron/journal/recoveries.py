@@ -52,9 +52,10 @@ class Recoveries:
                 self._by_step[record.num_restarts, record.step].append(record)
             case FaultRecord() | LossRecord() as record:
                 self._struck[record.group].append((line.at_s, record))
-            case EntryRecord(entry={"admit": [_, *_] as members, "step": step}):
+            case EntryRecord(entry={"admit": [_, *_] as members, "step": step, "entry": kind}):
+                after = step - 1 if kind == "resume" else step  # the end of a pause admits to the step itself
                 for group, incarnation in members:
-                    self._admitted[group].append((step, incarnation, -line.at_s))
+                    self._admitted[group].append((after, incarnation, -line.at_s))
 
     def __len__(self) -> int:
         return len(self._by_step)

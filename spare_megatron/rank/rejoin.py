@@ -52,6 +52,7 @@ class Rejoin:
         self._probe = probe
         self._announced = announced
         self._paused = paused
+        self._is_paused = False  # as last reported
         self._has_announced: bool | None = None  # whether for a restart; None before the first announcement
         self._unwritten: list[tuple[int, Entry]] = []  # entries from the last commit on
 
@@ -66,6 +67,10 @@ class Rejoin:
             is_wiped_out = controller.restarts.wipe_out is not None
             if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
                 self._announce(is_wiped_out)
+            is_paused = controller.pause is not None
+            if self._is_paused != is_paused and agreement.is_at_end(controller.head):  # earlier pauses are over
+                self._is_paused = is_paused
+                self._paused(controller.pause)
             # In turns, so that the other ranks never wait long for the leader, which may have much to read.
             while is_wiped_out and agreement.is_at_end(controller.head):
                 if agreement.is_leader:
@@ -83,7 +88,7 @@ class Rejoin:
     def _fold(self, entry: Entry) -> deque[Action] | Stop | None:
         """Folds the next entry. Returns the actions that the group is to execute, None while it waits on."""
         controller, agreement, index = self._controller, self._agreement, self._controller.head
-        was_wiped_out, was_paused = controller.restarts.wipe_out is not None, controller.pause is not None
+        was_wiped_out = controller.restarts.wipe_out is not None
         if isinstance(entry, Fence) and entry.hits(agreement.member):
             raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
         # Up to the restart time stands still at the wipe-out: the outage does not count as time without a save.
@@ -91,8 +96,6 @@ class Rejoin:
         now_s = time.monotonic() if is_restart else self._restart_loader.now_s()
         actions = controller.handle(EntryRead(index=index, entry=entry), now_s=now_s)
         agreement.head = controller.head
-        if was_paused != (controller.pause is not None):
-            self._paused(controller.pause)
         self._note(index, entry, was_wiped_out)
         return self._first(actions)
 

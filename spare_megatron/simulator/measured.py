@@ -103,7 +103,7 @@ class RecoveryTimes:
 
 
 def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
-    """The committed steps in order; with restarts, those before the first one that it kept."""
+    """The committed steps in order; with restarts or pauses, those before the first one that it kept."""
     contributed: dict[int, dict[int, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
     committed: dict[int, list[float]] = defaultdict(list)
     updates: dict[int, list[tuple[float, UpdateRecord]]] = defaultdict(list)
@@ -118,7 +118,7 @@ def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
                 committed[attempt].append(line.at_s)
                 if entry.get("admit"):
                     admitted_after.add(step)
-            case EntryRecord(entry={"entry": "restart", "step": step}):
+            case EntryRecord(entry={"entry": "restart" | "resume", "step": step}):
                 end_step = min(end_step, step - 1)
             case UpdateRecord(step=step):
                 updates[step].append((line.at_s, line.record))

@@ -33,11 +33,12 @@ from spare_megatron.process.reports import (
     GroupRejoined,
     GroupRestarted,
     MetricsLost,
+    RunPaused,
     SaveReported,
     StepCommitted,
     StoreMeasured,
 )
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
 
 SAVED = CheckpointRecord(group=0, step=3, outcome="saved", reason="", num_bytes=1, stall_s=0.0, write_s=0.0)
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
@@ -240,6 +241,9 @@ def test_the_page_has_every_key_and_no_other() -> None:
         GroupRejoined(member=Member(GroupId(1), 1), step=3),
         committed(3),
         committed(4),
+        RunPaused(group=GroupId(0), step=5, shards=(ShardId(1),)),
+        RunPaused(group=GroupId(0), step=5),
+        committed(5),
         SaveReported(record=SAVED),
         GroupRestarted(member=Member(GroupId(0), 1), step=4),
         committed(4),

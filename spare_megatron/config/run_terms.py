@@ -18,6 +18,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
     return {
         "name": config.name,
         "num_groups": layout.num_groups,
+        "max_groups": layout.max_groups or 0,
         "ranks_per_group": config.parallel.ranks_per_group,
         "ranks_per_stage": layout.tensor_parallel * layout.context_parallel,
         "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline,

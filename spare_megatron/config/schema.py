@@ -74,6 +74,9 @@ class LayoutConfig:
 
     num_groups: PositiveInt = 4
     """Data-parallel groups; each holds one whole model."""
+    max_groups: int | None = None
+    """Most groups that may take part at a time, which needs `data.access`=shared: `spare grow` admits those beyond
+    `num_groups`, which host no shard, so that neither batch nor results depend on them. `num_groups` if absent."""
     tensor_parallel: PositiveInt = 1
     """Ranks that split each layer."""
     context_parallel: PositiveInt = 1
@@ -82,6 +85,11 @@ class LayoutConfig:
     """Number of pipeline stages."""
     virtual_pipeline: PositiveInt = 1
     """Model chunks per stage; above 1 selects the interleaved schedule."""
+
+    @property
+    def num_places(self) -> int:
+        """Groups that there is room for."""
+        return self.num_groups if self.max_groups is None else self.max_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -581,11 +589,12 @@ class RunConfig:
     def parallel(self) -> Layout:
         """Sizes and rank order, as every other package uses them."""
         return Layout(
-            num_groups=self.layout.num_groups,
+            num_groups=self.layout.num_places,
             tensor_parallel=self.layout.tensor_parallel,
             context_parallel=self.layout.context_parallel,
             pipeline_parallel=self.layout.pipeline_parallel,
             num_nodes=self.cluster.num_nodes,
+            num_further=self.layout.num_places - self.layout.num_groups,
         )
 
     @property

@@ -192,6 +192,17 @@ def _redundancy(config: RunConfig) -> Iterator[str]:
             f"spare.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a shard cannot have more hosts "
             f"than there are groups; lower spare.redundancy or raise layout.num_groups"
         )
+    max_groups = config.layout.max_groups
+    if max_groups is not None and max_groups < num_groups:
+        yield (
+            f"layout.max_groups={max_groups} is less than layout.num_groups={num_groups}, with which the run begins; "
+            f"raise the former or leave it out"
+        )
+    if config.layout.num_places > num_groups and config.data.access != "shared":
+        yield (
+            f"layout.max_groups={max_groups} exceeds layout.num_groups={num_groups}, and groups beyond that host no "
+            f"shard: they need data.access=shared, but it is {config.data.access}; set it or lower the former"
+        )
     if config.data.access == "shared" and config.spare.granularity == "stack":
         yield (
             "data.access=shared assigns single microbatches of shards without a host, but spare.granularity=stack "
@@ -229,7 +240,8 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         divisions.append((*larger, *smaller))
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
-    sizes = "layout.num_groups x layout.tensor_parallel x layout.context_parallel x layout.pipeline_parallel"
+    groups = "layout.num_groups" if config.layout.max_groups is None else "layout.max_groups"
+    sizes = f"{groups} x layout.tensor_parallel x layout.context_parallel x layout.pipeline_parallel"
     divisions.append((sizes, config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))
     for key, value, divisor_key, divisor in divisions:
         if divisor > 0 and value % divisor:

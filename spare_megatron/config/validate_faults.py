@@ -60,7 +60,7 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
 def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
     limits = (
         ("step", fault.step, config.train.steps, "train.steps"),
-        ("group", fault.group, config.parallel.num_groups, "layout.num_groups"),
+        ("group", fault.group, config.layout.num_groups, "layout.num_groups"),
         ("rank", fault.rank, config.parallel.ranks_per_group, "the ranks of a group"),
     )
     where = f"faults.trace[{index}]"

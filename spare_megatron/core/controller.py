@@ -3,7 +3,7 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
@@ -246,9 +246,10 @@ class Controller:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
-        return (*actions, *self._change_members(commit.admit, commit.drain), *self._begin())
+        return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
 
-    def _change_members(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> tuple[Action, ...]:
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        """Changes the members: those that are drained leave, and those that may of the ones that ask come in."""
         # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
         able = [member for member in self._not_fenced(asked) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(able).items())
@@ -267,8 +268,8 @@ class Controller:
             self._num_admitted += len(admitted)
             self._saves.on_admission(admitted)
             actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
-        own = self._own(self.ownership and self.ownership.for_members(self.voters))
-        return (*actions, self._build_communicator(), *own)
+        actions.append(self._build_communicator())
+        return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
 
     def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
         self.attempt += 1
@@ -311,7 +312,7 @@ class Controller:
         self._is_discarded = False
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
-        return (*self._gather_params(), *self._change_members(resume.admit), *self._begin())
+        return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -369,23 +370,6 @@ class Controller:
             entry = self._let_leave(entry)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
-    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
-        if self.pause is None or self._setup.pause_s is None:
-            return ()
-        entry = decide_pause(
-            self.pause,
-            self._setup.placement,
-            self.attempt,
-            [member for member in self._not_fenced(event.waiting) if member.group not in self.members],
-            event.waited_s,
-            self._setup.pause_s,
-            is_end_due=self._is_end_requested or self._is_time_over(now_s),
-        )
-        return (self.pause,) if entry is None else (AppendEntry(index=self.head, entry=entry), self.pause)
-
-    def _is_time_over(self, now_s: float) -> bool:
-        return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
-
     def _let_leave(self, commit: Commit) -> Commit:
         """The commit that drains those members, of the ones that ask, that may leave now."""
         if commit.is_last or self.step + 1 == self._num_steps:
@@ -402,6 +386,23 @@ class Controller:
         # A save would keep its writers here until it is compared: it waits for those that are about to leave.
         save = commit.save and not found.ready
         return replace(commit, drain=found.drain, leaving=found.leaving, save=save)
+
+    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
+        if self.pause is None or self._setup.pause_s is None:
+            return ()
+        entry = decide_pause(
+            self.pause,
+            self._setup.placement,
+            self.attempt,
+            [member for member in self._not_fenced(event.waiting) if member.group not in self.members],
+            event.waited_s,
+            self._setup.pause_s,
+            is_end_due=self._is_end_requested or self._is_time_over(now_s),
+        )
+        return (self.pause,) if entry is None else (AppendEntry(index=self.head, entry=entry), self.pause)
+
+    def _is_time_over(self, now_s: float) -> bool:
+        return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
 
     # ------------------------------------------------------------------------------------------------- planning
 

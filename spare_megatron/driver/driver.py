@@ -163,7 +163,9 @@ class Driver:
 
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
         layout = self._config.parallel
-        self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
+        self._on_event(
+            Starting(what=f"{layout.num_home_groups * layout.ranks_per_group} ranks in {layout.num_home_groups} groups")
+        )
         if self._launcher is not None and layout.num_nodes > 1:
             refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
         for node in range(layout.num_nodes):
@@ -222,7 +224,10 @@ class Driver:
     @property
     def _absent_groups(self) -> frozenset[GroupId]:
         """The groups that take no part now. Compares incarnations: a loss may be reported after the group's return."""
-        return frozenset(group for group, lost in self._last_lost.items() if lost >= self._last_rejoined.get(group, 0))
+        lost = {group for group, last in self._last_lost.items() if last >= self._last_rejoined.get(group, 0)}
+        layout = self._config.parallel
+        further = set(map(GroupId, range(layout.num_home_groups, layout.num_groups)))
+        return frozenset(lost | further.difference(self._last_rejoined))
 
     def _node_ended(self, node: int) -> None:
         """Handles the end of a node's process. Unless it has reported its end, its ranks died with it."""

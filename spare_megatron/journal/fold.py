@@ -221,6 +221,8 @@ class Folding:
     def _fence(self, index: int, group: int, incarnation: int) -> None:
         """Fences this and every earlier incarnation, whether it takes part or waits for admission."""
         self.last_fenced[group] = max(incarnation, self.last_fenced.get(group, -1))
+        if self.drained.get(group, incarnation + 1) <= incarnation:
+            self.last_fenced_at[group] = index  # it may have ended before it applied its last commit
         if self.incarnations.get(group, incarnation + 1) <= incarnation:
             self.last_fenced_at[group] = index
             self.fenced[index] = (group, self.incarnations[group])
@@ -292,14 +294,16 @@ class Folding:
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
-            self._change_members(commit.step, entry)
+            self._admit(entry)
         self.began_with = self.members
 
-    def _change_members(self, step: int, entry: Mapping[str, Any]) -> None:
-        """Folds the members that an entry after `step` names as admitted or drained."""
-        admitted, drained = self._not_fenced(entry.get("admit", ())), entry.get("drain", ())
-        if not drained and admitted.keys() <= self.members:
-            return
+    def _admit(self, entry: Mapping[str, Any]) -> None:
+        admitted = self._not_fenced(entry.get("admit", ()))
+        drained = entry.get("drain", ())
+        if drained or not admitted.keys() <= self.members:
+            self._change_members(entry["step"], dict(admitted), drained)
+
+    def _change_members(self, step: int, admitted: dict[int, int], drained: Sequence[tuple[int, int]]) -> None:
         staying = dict(self.incarnations)
         for group, number in drained:
             if staying.pop(group, None) != number:
@@ -315,7 +319,7 @@ class Folding:
             self.errors.append(f"{what} in attempt {self.attempt} of step {self.step}")
         if not self.uncovered:
             self.errors.append(f"step {entry['step']} resumes after a pause, and every shard had a host")
-        self._change_members(entry["step"], entry)
+        self._admit(entry)
         if self.uncovered:
             self.errors.append(f"step {entry['step']} resumes, and no group hosts shards {list(self.uncovered)}")
         self.kept = ()

@@ -32,6 +32,9 @@ class RunRecord:
     """Journal format; format 1 does not write this field."""
     name: str
     num_groups: int
+    """Groups that the run begins with, and shards of a batch."""
+    max_groups: int = 0
+    """Most groups that may take part; 0 if those are all."""
     ranks_per_group: int
     redundancy: int
     microbatches_per_shard: int
@@ -98,6 +101,11 @@ class RunRecord:
     `microbatches_per_shard`; empty if there are as many in every step."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
+
+    @property
+    def num_places(self) -> int:
+        """Groups that may take part; ids are below it."""
+        return max(self.num_groups, self.max_groups)
 
     def microbatches_of_a_shard(self, step: int) -> int:
         return self._ramp.at(step)
@@ -498,6 +506,7 @@ _LATER_TERMS = {
     "eval_every_steps": 0,
     "eval_microbatches_per_shard": 0,
     "ramp": [],
+    "max_groups": 0,
 }
 """Terms that earlier versions did not have, with what they meant then."""
 

@@ -221,10 +221,10 @@ class RunState:
                 self.damage.append("the journal has several run records")
                 return
             self.run, self.began_s, self.folding = record, at_s, Folding(record)
-            self.steps, self._saved_at_s = StepTable(record.num_groups, record.ranks_per_group), at_s
+            self.steps, self._saved_at_s = StepTable(record.num_places, record.ranks_per_group), at_s
         if self.run is None:
             return
-        if not 0 <= getattr(record, "group", 0) < self.run.num_groups:
+        if not 0 <= getattr(record, "group", 0) < self.run.num_places:
             self.damage.append(f"a record of {line.source} names a group that the run does not have")
             return
         self.newest_at_s = max(self.newest_at_s, at_s)
@@ -278,6 +278,8 @@ class RunState:
 
     def _has_left(self, group: int, incarnation: int) -> bool:
         """Whether the group has left the run in this incarnation, so that the end of its processes costs nothing."""
+        if self.run is not None and group >= self.run.num_groups and incarnation == 0:
+            return True  # it has never taken part: a supervisor that takes over a node does not know
         return self.folding is not None and self.folding.drained.get(group) == incarnation
 
     def _on_loss(self, record: LossRecord, at_s: float) -> None:
@@ -418,13 +420,15 @@ class RunState:
         if self.run is None or self.folding is None:
             return []
         slow = self._slow_groups()
-        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
+        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_places)]
 
     def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
         loss = self._losses.find(group, self._last_lost.get(group, 0))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"
         drained = -1 if self.folding is None else self.folding.drained.get(group, -1)
+        if self.run is not None and group >= self.run.num_groups:
+            drained = max(drained, 0)  # incarnations of those that the run does not begin with count from 1
         if drained > (-1 if loss is None else loss.incarnation):
             return "drained" if drained == self._started.get(group, 0) else "rejoining"
         if loss is not None and loss.is_given_up:

@@ -38,8 +38,11 @@ def read_requests(run_dir: Path) -> dict[GroupId, Request]:
     return found
 
 
-def asked_to_leave(run_dir: Path) -> frozenset[GroupId]:
-    return frozenset(group for group, what in read_requests(run_dir).items() if what == "drain")
+def asked_to_leave(run_dir: Path, further: Iterable[GroupId] = ()) -> frozenset[GroupId]:
+    """The groups that are not to take part: asked to leave, or, of these `further` ones, not asked for."""
+    requests = read_requests(run_dir)
+    drained = frozenset(group for group, what in requests.items() if what == "drain")
+    return drained | {group for group in further if requests.get(group) != "grow"}
 
 
 def groups_of(which: Sequence[str], config: RunConfig) -> list[GroupId]:
@@ -53,6 +56,7 @@ def groups_of(which: Sequence[str], config: RunConfig) -> list[GroupId]:
     for text in which:
         is_node = text.startswith(_NODE)
         kind, setting = ("node", "cluster.num_nodes") if is_node else ("group", "layout.num_groups")
+        setting = "layout.max_groups" if layout.num_further and not is_node else setting
         limit, number = layout.num_nodes if is_node else layout.num_groups, text.removeprefix(_NODE)
         if not number.isdecimal() or int(number) >= limit:
             raise ValueError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
 GroupId = NewType("GroupId", int)
-"""Index of a data-parallel group, 0 to num_groups - 1. Never reused within a run."""
+"""Index of a data-parallel group. Never reused within a run."""
 
 
 class Member(NamedTuple):
@@ -15,10 +15,10 @@ class Member(NamedTuple):
 
 
 ShardId = NewType("ShardId", int)
-"""Index of a shard of every global batch. There are as many shards as groups."""
+"""Index of a shard of every global batch. There are as many shards as home groups."""
 
 PartitionId = NewType("PartitionId", int)
-"""Index of a state partition, a part of a rank position's flat parameter space. There are as many as groups."""
+"""Index of a state partition, a part of a rank position's flat parameter space. There are as many as home groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,13 @@ class Layout:
     pipeline_parallel: int = 1
     num_nodes: int = 1
     """Machines; each holds an equal block of consecutive ranks."""
+    num_further: int = 0
+    """Of the groups the last ones, which host no shard and do not take part before they are asked to."""
+
+    @property
+    def num_home_groups(self) -> int:
+        """Groups that are the home of a shard each; the run begins with these."""
+        return self.num_groups - self.num_further
 
     @property
     def ranks_per_group(self) -> int:

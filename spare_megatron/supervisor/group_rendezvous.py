@@ -140,16 +140,17 @@ def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Memb
 
 
 def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> Iterator[LossRecord]:
-    """Fences the groups that have ranks on the node and marks them as not awaited at the start. Yields the loss of each
-    group, which is fenced when its record is requested.
+    """Fences the home groups that have ranks on the node and marks them as not awaited at the start. Yields the loss of
+    each, which is fenced when its record is requested.
     """
     log = DecisionLog(store)
-    for member in present_members(store, layout.groups_on(node)):
+    awaited = [group for group in layout.groups_on(node) if group < layout.num_home_groups]
+    for member in present_members(store, awaited):
         group = member.group
         index = fence(log, member, cause, from_index=0)
         if len(layout.nodes_of(group)) > 1:
             publish_fence(store, member, index, -1, cause)
-        note_ready(store, group, "the driver", layout.num_groups)
+        note_ready(store, group, "the driver", layout.num_home_groups)
         yield LossRecord(
             group=group, rank=-1, cause=cause, entry_index=index, incarnation=member.incarnation, pending=[]
         )

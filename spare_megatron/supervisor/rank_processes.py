@@ -138,10 +138,11 @@ class RankProcesses:
         self.foreign = set(self._incarnations) if spec.incarnation else set()
 
     def start_all(self) -> None:
-        """Starts the snapshot server and, for the first time, every rank of the node."""
+        """Starts the snapshot server and, for the first time, every rank of the node that the run begins with."""
         self.ensure_snapshot_server()
         for key in self._keys:
-            self._start(key, self._spares.new())
+            if key[0] not in self.further_groups:
+                self._start(key, self._spares.new())
 
     def warm_spares(self) -> None:
         self._spares.warm()
@@ -232,6 +233,11 @@ class RankProcesses:
     @property
     def groups(self) -> frozenset[GroupId]:
         return frozenset(self._incarnations)
+
+    @property
+    def further_groups(self) -> frozenset[GroupId]:
+        """The groups here that take part only once they are asked to."""
+        return frozenset(group for group in self.groups if group >= self._spec.config.parallel.num_home_groups)
 
     @property
     def whole_groups(self) -> frozenset[GroupId]:

@@ -18,17 +18,20 @@ _PAUSE_S = 0.5
 
 
 class RequestWatch:
-    """Sends to `inbox` all groups that are asked to leave, a frozenset, whenever they have changed.
+    """Sends to `inbox` all groups that are asked to leave, a frozenset, whenever they have changed. The `further` ones
+    of the node are at first.
 
     Once `notice_file` exists, which says that this machine is about to go, it requests that of the `groups` that have
     ranks here, so that all of their supervisors learn of it. None is watched for if it is empty.
     """
 
-    def __init__(self, run_dir: Path, groups: Sequence[GroupId], notice_file: str) -> None:
+    def __init__(
+        self, run_dir: Path, groups: Sequence[GroupId], notice_file: str, further: frozenset[GroupId] = frozenset()
+    ) -> None:
         self._run_dir = run_dir
         self._groups = groups
         self._notice = Path(notice_file) if notice_file else None
-        self._last: frozenset[GroupId] = frozenset()
+        self._further = self._last = further
         self.inbox, self._outbox = Pipe(duplex=False)
 
     def start(self) -> None:
@@ -44,7 +47,7 @@ class RequestWatch:
         if self._notice is not None and self._notice.exists():
             request(self._run_dir, self._groups, "drain")
             self._notice = None  # the groups may be asked for again, wherever they then run
-        asked = asked_to_leave(self._run_dir)
+        asked = asked_to_leave(self._run_dir, self._further)
         if asked != self._last:
             self._last = asked
             self._outbox.send(asked)

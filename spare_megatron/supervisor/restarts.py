@@ -22,8 +22,9 @@ class GroupRestarts:
         coming_back: Lost groups that are about to be started again.
         not_admitted: These, and the groups that are started but not admitted yet.
         wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
+        drained: Groups that have left the run, and `further_groups`, which have yet to be asked for. They are started
+            if they are asked for, and those that have taken part also after a wipe-out.
         is_paused: Survivors of a wipe-out wait for hosts.
-        drained: Groups that have left the run. They are started again if they are asked for, or after a wipe-out.
         has_begun: Some group has been ready, so that losses are masked.
         is_over: The run is ending: no group is started again.
     """
@@ -35,6 +36,7 @@ class GroupRestarts:
         restarts_all: bool,
         interval_s: float,
         whole_groups: frozenset[GroupId],
+        further_groups: frozenset[GroupId] = frozenset(),
         timers: Timers,
         wait_for_parts: Callable[[GroupId], None],
         start: Callable[[GroupId, bool], None],
@@ -51,8 +53,8 @@ class GroupRestarts:
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()
         self.not_admitted: set[GroupId] = set()
-        self.drained: set[GroupId] = set()
-        self._leave_asked: frozenset[GroupId] = frozenset()
+        self.drained = set(further_groups)
+        self._leave_asked = further_groups
         self.wiped_out_at_s: float | None = None
         self.is_paused = False
         self.has_begun = False
@@ -86,7 +88,7 @@ class GroupRestarts:
     def on_fenced(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
         self._ended.add(group)
-        if group in self._leave_asked and not self._is_free:
+        if group in self._leave_asked and self.wiped_out_at_s is None and not self.is_paused:
             self.drained.add(group)
             return True
         is_wanted = self._most_restarts > 0 or self._is_free
@@ -106,7 +108,7 @@ class GroupRestarts:
     def on_pause(self) -> None:
         """Schedules the restart of all lost groups, as some of them may host what is missing."""
         self.is_paused = True
-        for group in sorted(self._ended) if self._restarts_all else ():
+        for group in sorted(self._ended if self._restarts_all else self._ended & self.drained):
             self._bring_back(group)
 
     def on_resume(self) -> None:

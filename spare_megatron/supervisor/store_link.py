@@ -266,7 +266,7 @@ class StoreLink:
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(keys.ALL_GROUPS_READY):
-            note_ready(store, wanted.group, f"node {self._node}", self._layout.num_groups)
+            note_ready(store, wanted.group, f"node {self._node}", self._layout.num_home_groups)
         return True
 
     def _is_replaced(self) -> bool:

@@ -111,6 +111,7 @@ class Supervisor:
             restarts_all=spec.config.checkpoint.max_restarts > 0,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
+            further_groups=self._ranks.further_groups,
             timers=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
             start=self._start_again,
@@ -132,7 +133,7 @@ class Supervisor:
             reforming=GroupReforming(spec.config, machine) if is_possible(spec.config.parallel) else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(spec.node))
-        self._requests = RequestWatch(spec.run_dir, spec.config.parallel.groups_on(spec.node), notice)
+        self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, self._ranks.further_groups)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str | PlaceChanged:

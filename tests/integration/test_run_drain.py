@@ -1,6 +1,7 @@
-"""Groups that leave a run and come back, at the request of a user and by the notice of a machine."""
+"""Groups that leave a run and come back, and further ones that join it: by request, and by the notice of a machine."""
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.config.validate import problems
+from spare_megatron.driver.run import look_at_machine
+from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.follow import read_run_state
-from spare_megatron.journal.records import ContributionRecord, LossRecord
-from spare_megatron.process.reports import GroupRejoined, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.journal.records import ContributionRecord, LossRecord, RunRecord, UpdateRecord
+from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, tiny_config
@@ -21,32 +25,44 @@ STEPS, AWAITED = 40, 8
 STACKED = OptimizerConfig(sharding="stacked", redundancy=2)
 
 
+def losses(run: Run) -> list[tuple[int, float]]:
+    return sorted({(record.step, record.loss) for record in run.journal.of(UpdateRecord)})
+
+
+def run_of(run: Run) -> RunRecord:
+    [record] = run.journal.of(RunRecord)
+    return record
+
+
 def drained(run: Run) -> list[list[int]]:
     """The members that each commit drains, if any."""
     return [member for entry in entries_of(run.journal) for member in entry.get("drain", ())]
 
 
-def test_groups_leave_and_come_back_and_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
-    """One that is asked to leave, and back; then those of a node, by its notice. No microbatch is computed again."""
-    notice = tmp_path / "notice-1"
+def test_groups_leave_and_join_and_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
+    """From 4 groups to 3, with two further ones to 6, and to 3, in part by notice. Nothing is computed again.
+
+    The further groups have a node of their own, which has nothing to do at first, and in the end.
+    """
+    notice = tmp_path / "notice-2"
     config = tiny_config(
         text_corpus,
         LayoutConfig(num_groups=4),
         steps=STEPS,
         redundancy=3,
+        num_microbatches=3,
         mode="reproducible",
         hidden_dropout=0.1,
         optimizer=STACKED,
-        cluster=ClusterConfig(device="cpu", num_nodes=2),
     )
     whole = complete_run(config, tmp_path / "whole")
     run_dir = tmp_path / "run"
-    asked: list[str] = []
+    asked: set[str] = set()
 
-    def ask(command: str, which: str) -> None:
-        if command not in asked:
-            asked.append(command)
-            result = CliRunner().invoke(app, [command, str(run_dir), which])
+    def ask(command: str, *which: str) -> None:
+        if command + which[0] not in asked:
+            asked.add(command + which[0])
+            result = CliRunner().invoke(app, [command, str(run_dir), *which])
             assert result.exit_code == 0, result.output
 
     def on_event(event: RunEvent) -> None:
@@ -54,20 +70,32 @@ def test_groups_leave_and_come_back_and_change_no_bit(text_corpus: Path, tmp_pat
             case RanksStarted(node=0):
                 ask("drain", "1")
             case StepCommitted(num_alive=3):
-                ask("grow", "1")
-            case GroupRejoined():
+                ask("grow", "1", "4", "5")
+            case StepCommitted(num_alive=6):
                 notice.touch()
+                ask("drain", "3")
 
-    watch = Watch(awaited=frozenset({(AWAITED, Member(GroupId(1), 1))}))
-    with_notice = replace(config, cluster=replace(config.cluster, notice_file=str(tmp_path / "notice-{node}")))
-    run = complete_run(with_notice, run_dir, watch, on_event)
+    growing = replace(
+        config,
+        layout=replace(config.layout, max_groups=6),
+        data=replace(config.data, access="shared"),
+        cluster=ClusterConfig(device="cpu", num_nodes=3, notice_file=str(tmp_path / "notice-{node}")),
+    )
+    assert problems(growing, look_at_machine(growing)) == []
+    watch = Watch(awaited=frozenset((AWAITED, Member(GroupId(group), 1)) for group in (1, 4, 5)))
+    run = complete_run(growing, run_dir, watch, on_event)
     assert (run.summary.verdict, run.summary.reasons) == ("valid", ())
-    assert drained(run) == [[1, 0], [2, 0], [3, 0]]
+    assert sorted(drained(run)) == [[1, 0], [3, 0], [4, 1], [5, 1]]
+    numbers = [len(commit.members) for commit in fold_journal(run.journal, run_of(run)).commits]
+    changes = [count for count, _ in groupby(numbers)]
+    assert changes[:3] == [4, 3, 6]
+    assert changes[3:] in ([3], [4, 3], [5, 3])
+    assert losses(run) == losses(whole)
     assert run.summary.params_sha256 == whole.summary.params_sha256
     assert run.journal.of(LossRecord) == []
     assert (run.summary.groups_lost, run.summary.microbatches_recomputed) == (0, 0)
     state = read_run_state(run_dir)
-    assert state.groups() == ["alive", "alive", "drained", "drained"]
-    assert sum("left after step" in event.text for event in state.events(99)) >= 2
-    last = [record for record in run.journal.of(ContributionRecord) if record.step == STEPS - 1]
-    assert {record.group for record in last} == {0, 1}
+    assert state.groups() == ["alive"] * 3 + ["drained"] * 3
+    assert state.damage == []
+    computed = {record.group for record in run.journal.of(ContributionRecord) if record.microbatches}
+    assert computed == {0, 1, 2, 3, 4, 5}, "further groups compute, too"

@@ -93,11 +93,11 @@ class Group:
         self._links = Links(member, self.name, controller, world)
         self._relaying = Relaying(member, self._links, world)
         self._is_replacing = is_replacing
+        self.leaves = False
         self._seen: tuple[tuple[Member, ...], bool] = (
             (),
             False,
         )  # as `_await_hosts` reported
-        self.leaves = False
 
     def run(self) -> Steps:
         """From the start to the end, whatever that is."""

@@ -52,7 +52,6 @@ from spare_megatron.core.entries import (
 from spare_megatron.core.evaluation import EvaluationPolicy, SetSum
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import Member
-from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
@@ -82,7 +81,8 @@ class Invariants:
 
     def __init__(
         self,
-        placement: Placement,
+        hosts: Sequence[Sequence[int]] | None,
+        num_shards: int,
         sizes: Sequence[int],
         num_steps: int,
         partitions: PartitionObserver,
@@ -94,21 +94,22 @@ class Invariants:
         self._num_resumes = 0  # of the step or evaluation
         self._was_state_lost = False  # so that only a restart helps, or the run has ended for want of hosts
         self.partitions = partitions
-        self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}
+        # Without `hosts` every group can compute every shard.
+        self._hosts = None if hosts is None else [frozenset(map(int, row)) for row in hosts]
         self._batches = [
-            Counter(Microbatch(shard, k) for shard in range(placement.num_groups) for k in range(size))
-            for size in sizes
+            Counter(Microbatch(shard, k) for shard in range(num_shards) for k in range(size)) for size in sizes
         ]
+        self._num_shards = num_shards
         self._num_steps = num_steps
         self._eval_every = evaluation.every_steps if evaluation else 0
         self._evaluated = [
             Microbatch(shard, k)
-            for shard in range(placement.num_groups)
+            for shard in range(num_shards)
             for k in range(evaluation.microbatches_per_shard if evaluation else 0)
         ]
         self._is_evaluation_due = False
         self.entries: list[Entry] = []
-        self.members: frozenset[Incarnation] = frozenset((group, 0) for group in range(placement.num_groups))
+        self.members: frozenset[Incarnation] = frozenset((group, 0) for group in range(num_shards))
         self._fenced: set[Incarnation] = set()
         self._admitted: set[Incarnation] = set(self.members)
         self.epoch = 0
@@ -188,7 +189,7 @@ class Invariants:
             raise Violation(f"{writer} writes {entry}, with incarnations that took part before")
         if entry.step not in self.saves.params:
             raise Violation(f"{writer} writes {entry}, which no group has saved")
-        if any(not (hosts & {group for group, _ in named}) for hosts in self._hosts.values()):
+        if not self._has_hosts({group for group, _ in named}):
             raise Violation(f"{writer} writes {entry}, which leaves shards without a host")
         self._fenced |= self.members  # who is not named is over
         self.members = frozenset(named - self._fenced)
@@ -268,7 +269,7 @@ class Invariants:
             raise Violation(f"{writer} drains {set(drained)} with the last step")
         self.members -= drained
         left = {group for group, _ in self.members}
-        if drained and any(not (hosts & left) for hosts in self._hosts.values()):
+        if drained and not self._has_hosts(left):
             raise Violation(f"{writer} drains {set(drained)}, which leaves shards without a host")
         self.partitions.drained(drained, len(self.members) + len(drained) - len(entry.leaving or drained))
         self.saves.drained(drained, self.step)
@@ -280,6 +281,7 @@ class Invariants:
         able = {member for member in asked if member not in self._fenced and member[0] not in present}
         latest = {max(member for member in able if member[0] == group) for group, _ in able}
         self.counts["admission"] += len(latest)
+        self.counts["admission of a further group"] += sum(group >= self._num_shards for group, _ in latest)
         self.counts["void admission"] += len(set(asked) - latest)
         if latest and present == {group for group, _ in self.members}:  # else the drain has counted this change
             self.epoch += 1
@@ -504,9 +506,13 @@ class Invariants:
             fences = (entry for entry in self.entries if isinstance(entry, Fence) and entry.discard)
             self.saves.ended(self._num_steps, {f"{fence.group}.{fence.incarnation}" for fence in fences})
 
+    def _has_hosts(self, groups: Collection[int]) -> bool:
+        """Whether every shard has a host among them."""
+        return bool(groups) if self._hosts is None else all(row & set(groups) for row in self._hosts)
+
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}
-        return self.partitions.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
+        return self.partitions.is_wiped_out or not self._has_hosts(groups)
 
 
 def incarnation_of(process: str) -> Incarnation:

@@ -1,6 +1,6 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
@@ -448,9 +448,9 @@ class CopiesAtOnce(PartitionStates):
 class DealsToTheDrained(Controller):
     """Deals the step after a drain as if no group had left."""
 
-    def _change_members(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> tuple[Action, ...]:
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
         self._before = self.members if drained else ()
-        return super()._change_members(asked, drained)
+        return super()._admit(asked, drained)
 
     def _plan(self) -> StepPlan:
         present, before = self.members, getattr(self, "_before", ())
@@ -494,8 +494,8 @@ class DrainsWriters(Controller):
 class KeepsTheDrained(Controller):
     """Goes on with groups that have left."""
 
-    def _change_members(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> tuple[Action, ...]:
-        return super()._change_members(asked)
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        return super()._admit(asked)
 
 
 class ReportsNoBreak(GroupAgreement):
@@ -606,9 +606,12 @@ MUTATIONS_OF_EVALUATIONS = {
     "keeps the value of a retried evaluation": Protocol(evaluation_type=KeepsFirstSums),
     "evaluates without what the lost have computed": Protocol(controller_type=EvaluatesWithoutTheLost),
 }
-MUTATIONS_OF_SHARED_DATA = {
-    "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),
-    "loses shards that others can read": Protocol(controller_type=DealsShardsToTheirHosts),
+MUTATIONS_OF_DRAINS = {
+    "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
+    "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
+    "drains the last host": Protocol(controller_type=DrainsAnyone),
+    "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
+    "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),
 }
 MUTATIONS_OF_PAUSES = {
     "restarts though all state is there": Protocol(controller_type=GoesBackWithAllState),
@@ -616,12 +619,9 @@ MUTATIONS_OF_PAUSES = {
     "resumes with kept buckets": Protocol(controller_type=KeepsBucketsInAPause),
     "counts kept buckets twice": Protocol(buckets_type=CountsKeptBucketsTwice),
 }
-MUTATIONS_OF_DRAINS = {
-    "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
-    "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
-    "drains the last host": Protocol(controller_type=DrainsAnyone),
-    "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
-    "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),
+MUTATIONS_OF_SHARED_DATA = {
+    "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),
+    "loses shards that others can read": Protocol(controller_type=DealsShardsToTheirHosts),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

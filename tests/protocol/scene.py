@@ -46,6 +46,8 @@ class Scene:
     eval_microbatches_per_shard: int = 1
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
+    num_further: int = 0
+    """Groups beyond those of the beginning that may be taken in; they host no shard."""
     ramp_steps: int = 0
     """Steps over which shards grow from one microbatch; 0 if they have as many in every step."""
     fetch: int | None = None
@@ -94,6 +96,7 @@ class Scene:
             fan_in=random.choice((1, 1, 2, 3)),
             keep_last=random.choice((1, 9)),
             ramp_steps=0 if num_steps % 2 else num_steps // 2,
+            pauses=num_groups % 3 == 0,
         )
 
     @classmethod
@@ -203,18 +206,6 @@ class Scene:
         )
 
     @classmethod
-    def draw_shared(cls, random: Random) -> "Scene":
-        """One in which all groups can read all data, so that shards are never lost, and many groups are."""
-        scene = cls.draw(random)
-        return replace(
-            scene,
-            redundancy=random.randint(1, 2),
-            granularity="microbatch",
-            fetch=random.choice((0, 0, 300, 1700)),
-            fault_budget={**scene.fault_budget, "crash": random.randint(1, scene.num_groups - 1)},
-        )
-
-    @classmethod
     def draw_drains(cls, random: Random) -> "Scene":
         """One in which groups are asked to leave, and others come back, beside a few losses.
 
@@ -243,7 +234,28 @@ class Scene:
             fan_in=random.choice((1, 2)),
             max_restarts=random.choice((0, 0, 2)),
             eval_every_steps=random.choice((0, 0, 2)),
+            pauses=random.choice((False, True)),
             keep_last=random.choice((1, 9)),
+        )
+
+    @classmethod
+    def draw_growth(cls, random: Random) -> "Scene":
+        """One of these in which further groups, which host nothing, come and go, too."""
+        scene = cls.draw_drains(random)
+        faults = {**scene.fault_budget, "replace": random.randint(3, 8)}
+        num_further, fetch = random.randint(1, 3), random.choice((0, 300))
+        return replace(scene, granularity="microbatch", num_further=num_further, fetch=fetch, fault_budget=faults)
+
+    @classmethod
+    def draw_shared(cls, random: Random) -> "Scene":
+        """One in which all groups can read all data, so that shards are never lost, and many groups are."""
+        scene = cls.draw(random)
+        return replace(
+            scene,
+            redundancy=random.randint(1, 2),
+            granularity="microbatch",
+            fetch=random.choice((0, 0, 300, 1700)),
+            fault_budget={**scene.fault_budget, "crash": random.randint(1, scene.num_groups - 1)},
         )
 
     @classmethod

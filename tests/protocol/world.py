@@ -72,8 +72,6 @@ class World:
 
     def __init__(self, scene: Scene, random: Random, protocol: Protocol) -> None:
         self._placement = make_placement("golomb", scene.num_groups, scene.redundancy)
-        num_readers = scene.redundancy if scene.fetch is None else scene.num_groups
-        placement = make_placement("golomb", scene.num_groups, num_readers)
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.reliance_type = protocol.reliance_type
@@ -89,7 +87,10 @@ class World:
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
         every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
         evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
-        self.invariants = Invariants(placement, scene.sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses)
+        hosts = self._placement.hosts if scene.fetch is None else None
+        self.invariants = Invariants(
+            hosts, scene.num_groups, scene.sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
+        )
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -102,7 +103,9 @@ class World:
         self._suspected: list[Member] = []
         self._num_incarnations: Counter[GroupId] = Counter()
         self._clock_skew_s: dict[str, float] = {}
-        self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
+        first = range(scene.num_groups)
+        self.groups = tuple(GroupId(group) for group in range(scene.num_groups + scene.num_further))
+        self._num_incarnations.update(dict.fromkeys(self.groups[scene.num_groups :], 1))
         # By entries read: what donors give to those who come back.
         self.states: dict[int, dict[Member, Content]] = {}
         self.may_restart = scene.max_restarts > 0
@@ -125,7 +128,7 @@ class World:
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
         )
-        for group in self.groups:
+        for group in map(GroupId, first):
             self._start_group(group)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:

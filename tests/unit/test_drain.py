@@ -8,8 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.config.schema import ClusterConfig, DataConfig, LayoutConfig, RunConfig
+from spare_megatron.config.validate import problems
+from spare_megatron.core.actions import ComputeStep
+from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.departures import departures
+from spare_megatron.core.entries import Commit
+from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord
@@ -25,7 +33,8 @@ from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSet
 from spare_megatron.supervisor.rank_exits import Consequence, consequence_of
 from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
-from tests.unit.journal_in_memory import check_journal
+from tests.unit.journal_in_memory import check_journal, run_record
+from tests.unit.test_config_validate import CPU
 from tests.unit.test_run_state import write
 
 ONE = GroupId(1)
@@ -135,6 +144,18 @@ def test_the_check_finds_a_drained_group_that_is_dealt_work(tmp_path: Path) -> N
     assert "group 2 left after step 3, as requested" in [event.text for event in state.events(99)]
 
 
+def test_a_drained_group_that_is_fenced_before_it_has_applied_its_last_commit_is_excused() -> None:
+    entries = {
+        0: {"entry": "commit", "step": 0, "attempt": 0, "drain": [[1, 0]]},
+        1: {"entry": "fence", "group": 1, "incarnation": 0},
+    }
+    fold = fold_log(entries, run_record(3))
+    assert (fold.members, fold.errors) == ({0, 2}, ())
+    assert (fold.last_fenced_at, fold.fenced) == ({1: 1}, {})
+    strange = {0: {**entries[0], "drain": [[1, 4]]}}
+    assert fold_log(strange, run_record(3)).errors == ("step 0: group 1 is drained, and takes no part",)
+
+
 def test_the_last_request_for_a_group_stands(tmp_path: Path) -> None:
     assert read_requests(tmp_path) == {}
     request(tmp_path, [ONE, GroupId(12)], "drain")
@@ -167,7 +188,7 @@ def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -
     timers = Timers()
     restarts = GroupRestarts(
         most_restarts=0,
-        restarts_all=False,
+        restarts_all=True,
         interval_s=0.0,
         whole_groups=frozenset({ONE}),
         timers=timers,
@@ -188,6 +209,66 @@ def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -
     restarts.on_wipe_out()
     timers.run_due()
     assert started == [1, 1]
+
+
+def test_further_groups_stay_away_until_they_are_asked_for(tmp_path: Path) -> None:
+    watch = RequestWatch(tmp_path, [ONE, GroupId(4)], "", frozenset({GroupId(4)}))
+    watch.poll()
+    assert not watch.inbox.poll()
+    request(tmp_path, [GroupId(4)], "grow")
+    watch.poll()
+    assert watch.receive() == frozenset()
+    request(tmp_path, [GroupId(4)], "drain")
+    watch.poll()
+    assert watch.receive() == {4}
+
+
+def test_further_groups_have_places_and_no_part_in_the_start() -> None:
+    layout = RunConfig(layout=LayoutConfig(num_groups=4, max_groups=6), cluster=ClusterConfig(num_nodes=2)).parallel
+    assert (layout.num_home_groups, layout.num_groups, layout.num_ranks) == (4, 6, 6)
+    assert [layout.groups_on(node) for node in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    setup = ControllerSetup(placement=make_placement("golomb", 4, 2), microbatches_per_shard=1, num_steps=1)
+    start = Start(layout, setup)
+    reasons = [start.lose(EarlyLoss(group=GroupId(group), rank=0, cause="SIGSEGV")) for group in range(4)]
+    assert reasons[:3] == [""] * 3
+    assert "all groups were lost" in reasons[3]
+
+
+@pytest.mark.parametrize(
+    ("layout", "access", "problem"),
+    [
+        ({"max_groups": 3}, "shared", "layout.max_groups=3 is less than layout.num_groups=4"),
+        ({"max_groups": 6}, "stacked", "layout.max_groups=6 exceeds layout.num_groups=4, and groups beyond that host"),
+        ({"max_groups": 6}, "shared", ""),
+        ({"max_groups": 4}, "stacked", ""),
+    ],
+)
+def test_groups_beyond_those_of_the_start_need_shared_data(layout: dict[str, int], access: str, problem: str) -> None:
+    config = RunConfig(layout=LayoutConfig(num_groups=4, **layout), data=DataConfig(access=access))
+    found = [text for text in problems(config, CPU) if "max_groups" in text]
+    assert [problem in text for text in found] == ([True] if problem else [])
+
+
+def test_further_groups_compute_and_the_batch_stays_as_it_is() -> None:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", 4, 2),
+        microbatches_per_shard=3,
+        num_steps=9,
+        last_resort=True,
+        partitions=PartitionSetup(num_groups=4, redundancy=2),
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    grown = (Member(GroupId(4), 1), Member(GroupId(5), 1))
+    actions = controller.handle(EntryRead(index=0, entry=Commit(step=0, attempt=0, admit=grown)), now_s=0.0)
+    [plan] = [action.plan for action in actions if isinstance(action, ComputeStep)]
+    assert plan.work.loads.tolist() == [2] * 6
+    assert plan.work.owners.shape == (4, 3)
+    entry = Commit(step=1, attempt=1, drain=(*grown, Member(GroupId(3))))
+    controller.handle(EntryRead(index=1, entry=entry), now_s=0.0)
+    assert controller.members == (0, 1, 2)
+    assert controller.ownership is not None
+    assert len(controller.ownership.hosts) == 4
 
 
 def run_of_seven(folder: Path) -> Path:

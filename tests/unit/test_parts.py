@@ -243,7 +243,7 @@ class Node:
         self.parts = GroupRendezvous(world.layout, number, incarnation, INTERVAL_S, self.events.append)
         self.restarts = GroupRestarts(
             most_restarts=1_000_000,
-            restarts_all=True,
+            restarts_all=False,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(),
             timers=self.timers,

@@ -84,6 +84,11 @@ ROWS = (
         settings={**RE_FORMED, "last_resort": True, "repair_s": 600.0},
         redundancies=(8,),
     ),
+    Row(
+        name="+ m = 128",
+        settings={**RE_FORMED, "last_resort": True, "repair_s": 600.0, "microbatches_per_shard": 128},
+        redundancies=(8,),
+    ),
 )
 
 

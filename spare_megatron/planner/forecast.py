@@ -112,7 +112,7 @@ def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches:
     The groups down are those that machines are missing for (`planner.reforming.missing_groups`) and those that are
     being re-formed: Poisson with mean A over the interval between losses. For wipe-outs A is half a step longer, as for
     a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step.
-    Derived. The stretch is 1% to 5% high against simulated runs (tests/unit/test_planner_reforming.py), like that of
+    Derived. The stretch is up to 4% high against simulated runs (tests/unit/test_planner_reforming.py), like that of
     groups that rejoin: a group that came back has work of all its shards, so more hosts share a patch.
     """
     n, interval_s = facts.num_groups, facts.times.loss_interval_s

@@ -96,6 +96,7 @@ class Scene:
             fan_in=random.choice((1, 1, 2, 3)),
             keep_last=random.choice((1, 9)),
             ramp_steps=0 if num_steps % 2 else num_steps // 2,
+            pauses=num_groups % 3 == 0,
         )
 
     @classmethod

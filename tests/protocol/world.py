@@ -36,7 +36,7 @@ from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
 
 MAX_MOVES_AFTER_FAULTS = 5_000
-_RETURN_RATE = 0.9
+_RETURN_RATE = 0.7
 """Probability that a lost group is started again each time that a process waits in a pause."""
 
 

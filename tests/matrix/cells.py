@@ -14,6 +14,7 @@ from spare_megatron.core.fault_points import (
 )
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 NUM_GROUPS = 4
@@ -102,6 +103,43 @@ def exists(cell: Cell) -> bool:
 
 CELLS: tuple[Cell, ...] = tuple(
     cell for kind in KINDS for moment in MOMENTS if exists(cell := Cell(kind=kind, moment=moment))
+)
+
+
+HOSTS = (0, 1)
+"""Of shard 1, where each of four shards has two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseCell:
+    """The moment at which both hosts are killed, the unit of work that moves, and whether state is partitioned."""
+
+    phase: FaultPoint
+    granularity: Granularity
+    is_stacked: bool
+
+    kind = "pause"
+
+    def __str__(self) -> str:
+        return f"pause-{self.phase}-{self.granularity}{'-stacked' if self.is_stacked else ''}"
+
+
+_PHASES = (
+    *PHASES_OF_EVERY_STEP,
+    *(phase for phase in FaultPoint if phase in PHASES_OF_AN_EVALUATION - {FaultPoint.EVALUATION_PATCH}),
+)
+_GRANULARITIES: tuple[Granularity, ...] = ("microbatch", "stack")
+PAUSE_CELLS: tuple[PauseCell, ...] = (
+    *(
+        PauseCell(phase=phase, granularity=granularity, is_stacked=is_stacked)
+        for phase in _PHASES
+        for granularity in _GRANULARITIES
+        for is_stacked in (False, True)
+    ),
+    *(
+        PauseCell(phase=phase, granularity="microbatch", is_stacked=True)
+        for phase in (FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER)
+    ),
 )
 
 

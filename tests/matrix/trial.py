@@ -73,13 +73,13 @@ class Outcome:
 
 def why_not_here(cell: Cell, corpus: Path) -> str:
     """Why this machine cannot run the cell; empty if it can."""
-    is_possible = not cell.needs_root or look_at_machine(_config(corpus, (), isolate=False)).can_isolate
+    is_possible = not cell.needs_root or look_at_machine(config_of(corpus, (), isolate=False)).can_isolate
     return "" if is_possible else "networks of their own for the nodes need root and iproute2"
 
 
 def run_without_faults(corpus: Path, run_dir: Path) -> Run:
     """What every cell has to end like."""
-    run = complete_run(_config(corpus, (), isolate=False), run_dir)
+    run = complete_run(config_of(corpus, (), isolate=False), run_dir)
     assert_masked(run)
     return run
 
@@ -101,7 +101,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
         in_second_attempt=frozenset({moment} if cell.moment.is_again else ()),
         whole_copies=frozenset({NUM_STEPS - 1} if cell.moment.phase is FaultPoint.REPAIR else ()),
     )
-    config = _config(corpus, faults, isolate=cell.needs_root, is_stacked=cell.moment.is_stacked)
+    config = config_of(corpus, faults, isolate=cell.needs_root, is_stacked=cell.moment.is_stacked)
     run = complete_run(config, run_dir, watch)
     fences = {entry["group"]: entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
     assert fences.keys() == {fault.group for fault in faults}, f"fenced: {fences}"
@@ -114,7 +114,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
     causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
     assert all(_CAUSES[cell.kind].match(cause) for cause in causes), causes
-    found_s = _found_after_s(run, victim)
+    found_s = found_after_s(run, victim)
     limit_s = _found_within_s(run, cell)
     assert found_s <= limit_s, f"found after {found_s:.1f} s, where {limit_s:.1f} s are allowed"
     return Outcome(
@@ -125,7 +125,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     )
 
 
-def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
+def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
     stacked = OptimizerConfig(sharding="stacked", redundancy=PARTITION_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
     config = alert_config(
@@ -155,7 +155,7 @@ def _found_within_s(run: Run, cell: Cell) -> float:
     return max(2 * HEARTBEAT_S, patience_s) + SLACK_S
 
 
-def _found_after_s(run: Run, fault: FaultConfig) -> float:
+def found_after_s(run: Run, fault: FaultConfig) -> float:
     """Seconds from the fault to the fence of its group."""
     struck = [
         line.at_s

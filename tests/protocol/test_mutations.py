@@ -41,7 +41,7 @@ FOUND_AS = {
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes|without a host",
     "plans by a fetch time of its own": "groups have different plans",
-    "loses shards that others can read": "ends with StopWipeOut",
+    "loses shards that others can read": "ends with StopWipeOut|in no pause",
     "restarts with incarnations that took part": "with incarnations that took part",
     "restarts without hosts": "without a host",
     "restarts though all state is there": "ends with StopWipeOut|have all state",

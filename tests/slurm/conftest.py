@@ -94,7 +94,7 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
             config,
             control=ControlConfig(store="etcd", heartbeat_interval_s=4.0),
             reduce=ReduceConfig(),
-            checkpoint=CheckpointConfig(interval_steps=100, max_restarts=0),
+            checkpoint=CheckpointConfig(interval_steps=100, max_restarts=0, restart_wait_s=10.0),
             slurm=dataclasses.replace(slurm, etcd_port=ports_for_members()),
         )
         preset = tmp_path / "preset.toml"

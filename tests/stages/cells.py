@@ -83,7 +83,7 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
     drawn = int(np.random.default_rng([seed, CELLS.index(cell)]).integers(NUM_GROUPS))
     step = 0 if cell.place == "load" else STEP
     fault = FaultConfig(phase=cell.phase, step=step, group=drawn if cell.group is None else cell.group, rank=cell.rank)
-    lost = {"restart": (0, 1), "join": (RETURNING,)}.get(cell.place, ())
+    lost = {"restart": range(NUM_GROUPS), "join": (RETURNING,)}.get(cell.place, ())
     before = [FaultConfig(phase=FaultPoint.FORWARD, step=STEP, group=group, rank=0) for group in lost]
     return (*before, fault)
 

@@ -5,15 +5,19 @@ from collections import Counter
 import pytest
 
 from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 from tests.matrix.cells import (
     CELLS,
+    HOSTS,
     KINDS,
     MOMENTS,
     NUM_GROUPS,
     NUM_STAGES,
     PARTITION_REDUNDANCY,
+    PAUSE_CELLS,
     draw_faults,
     sample_cells,
 )
@@ -45,6 +49,15 @@ def test_a_sample_has_each_kind_equally_often_and_no_moment_twice(seed: int) -> 
 
 def test_samples_come_to_every_cell() -> None:
     assert {cell for seed in range(200) for cell in sample_cells(10, seed)} == set(CELLS)
+
+
+def test_both_hosts_of_a_shard_are_lost_at_every_moment_and_some_state_partition_never_with_them() -> None:
+    assert {cell.phase for cell in PAUSE_CELLS} == set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_AFTER_A_LOSS
+    assert len({str(cell) for cell in PAUSE_CELLS}) == len(PAUSE_CELLS)
+    assert set(make_placement("golomb", NUM_GROUPS, 2).hosts[1]) == set(HOSTS)
+    partitioning = PartitionSetup(num_groups=NUM_GROUPS, redundancy=PARTITION_REDUNDANCY)
+    whole = first_ownership(partitioning, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
+    whole.for_members(member for member in whole.members if member.group not in HOSTS)
 
 
 def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> None:

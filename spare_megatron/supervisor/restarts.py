@@ -67,6 +67,7 @@ class GroupRestarts:
     def on_admitted(self, group: GroupId) -> None:
         self.not_admitted.discard(group)
         self.wiped_out_at_s = None
+        self.is_paused = False
 
     def on_ended(self, group: GroupId) -> None:
         """Notes that the group may be started again after a wipe-out."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import (
+    ClusterConfig,
     EvalConfig,
     FaultConfig,
     LayoutConfig,
@@ -56,10 +57,11 @@ def test_both_hosts_of_a_shard_return_and_no_committed_step_is_done_again(
 ) -> None:
     """Shard 1 is hosted by groups 1 and 0 alone. Checkpoints are saved, and none is read.
 
-    Their rejoins are used up from the start in one run; the other may not restart from checkpoints.
+    In one run their rejoins are used up from the start, and their nodes have no rank left that could inform them; the
+    other may not restart from checkpoints.
     """
     faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.BACKWARD, 3, 1)]
-    settings = {"rejoins": 0, "max_restarts": 1}
+    settings: dict[str, Any] = {"rejoins": 0, "max_restarts": 1, "cluster": ClusterConfig(device="cpu", num_nodes=4)}
     if kind == "partitioned":
         faults += [kill(FaultPoint.EVALUATION_COMPUTED, 4, 0), kill(FaultPoint.EVALUATION_COMPUTED, 4, 1)]
         settings = {"rejoins": 3, "granularity": "stack", "optimizer": PARTITIONED}

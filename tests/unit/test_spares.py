@@ -138,6 +138,12 @@ def test_a_pause_starts_groups_that_were_given_up_where_a_wipe_out_would(
     node.restarts.on_fenced(ONE)
     node.wait()
     assert len(node.started) == (2 if restarts_all else 0)
+    node.restarts.on_pause()
+    node.wait()
+    node.restarts.on_admitted(ONE)  # of the end of the pause a node without other ranks learns so
+    node.restarts.on_fenced(ONE)
+    node.wait()
+    assert len(node.started) == (3 if restarts_all else 0)
 
 
 def test_a_group_of_several_nodes_waits_as_long_as_another_and_then_for_its_other_nodes(

@@ -117,18 +117,7 @@ class GroupTrainer:
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config, self._program.datasets_provider(config))
-        self._evaluator: Evaluator | None = None
-        if config.eval.every_steps:
-            self._evaluator = Evaluator(
-                config,
-                chunks=self.chunks,
-                groups=groups,
-                pipeline=self._pipeline,
-                program=self._program,
-                terms=self._terms,
-                device=device,
-                probe=self._probe,
-            )
+        self._evaluator = self._make_evaluator() if config.eval.every_steps else None
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
@@ -138,6 +127,18 @@ class GroupTrainer:
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
+
+    def _make_evaluator(self) -> Evaluator:
+        return Evaluator(
+            self._config,
+            chunks=self.chunks,
+            groups=self.process_groups,
+            pipeline=self._pipeline,
+            program=self._program,
+            terms=self._terms,
+            device=self._device,
+            probe=self._probe,
+        )
 
     # ------------------------------------------------------------------------------------------------ computing
 

@@ -47,6 +47,11 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "peers.compare": ("--runs 1 --faults kill --peers", {"faults", "ratio"}, ()),
     "peers.fault_free": ("--runs 1 --steps 13 --peers", {"ratio", "step_s", "processor_over_plain"}, ()),
     "recovery": ("--kills 1", {"phases"}, ()),
+    "reform": (
+        "--runs 1",
+        {"groups_before", "groups_after", "seconds", "longest_pause_s", "bitwise"},
+        ("control.heartbeat_interval_s=0.5",),
+    ),
     "rejoin": ("--kills 1 --pairs 1", {"ratio", "with", "without"}, TWO_GROUPS),
     "repair": ("--runs 1", {"ratio", "losses"}, ()),
     "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, ()),

@@ -83,13 +83,17 @@ class AssignmentList:
 
 
 class GroupReforming:
-    """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store."""
+    """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store.
+
+    `left_out`, which any thread may set: groups that have left the run or are asked to; nobody waits for them.
+    """
 
     def __init__(self, config: RunConfig, machine: MachineId) -> None:
         self._layout = config.parallel
         self._machine = machine
         self._groups_per_domain = config.spare.groups_per_domain
         self._after_s = config.reform_after_s
+        self.left_out: frozenset[GroupId] = frozenset()
         self._has_begun = False  # training
         self._broken_since_s: dict[Member, float] = {}
 
@@ -124,8 +128,9 @@ class GroupReforming:
                 return PlaceTaken(holding=held, by=assigned)
 
     def _broken(self, store: ControlStore) -> list[Member]:
-        """The groups whose present incarnation is fenced."""
-        present = present_members(store, [GroupId(group) for group in range(self._layout.num_groups)])
+        """The groups whose present incarnation is fenced, but for those that are left out."""
+        groups = [GroupId(group) for group in range(self._layout.num_groups) if group not in self.left_out]
+        present = present_members(store, groups)
         fenced = store.get([keys.part_fenced(member) for member in present])
         return [member for member, text in zip(present, fenced, strict=True) if text is not None]
 

@@ -5,7 +5,6 @@ Storage may not answer, so the supervisor's main thread never waits for it.
 
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -32,10 +31,15 @@ class RequestWatch:
         self._groups = groups
         self._notice = Path(notice_file) if notice_file else None
         self._further = self._last = further
+        self._is_ended = threading.Event()
         self.inbox, self._outbox = Pipe(duplex=False)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="request-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Has the thread end, now or once the storage answers; for a machine that takes another place."""
+        self._is_ended.set()
 
     def receive(self) -> frozenset[GroupId]:
         """The groups that are asked to leave; call it once `inbox` is ready."""
@@ -53,7 +57,7 @@ class RequestWatch:
             self._outbox.send(asked)
 
     def _run(self) -> None:
-        while True:
+        while not self._is_ended.is_set():
             with contextlib.suppress(OSError):
                 self.poll()
-            time.sleep(_PAUSE_S)
+            self._is_ended.wait(_PAUSE_S)

@@ -163,6 +163,7 @@ class Supervisor:
 
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
+        self._requests.stop()
         self._ranks.end_all()
         self._close_files()
 
@@ -205,6 +206,7 @@ class Supervisor:
                 asked = self._requests.receive()
                 self._ranks.ask_to_leave(asked)
                 self._restarts.on_asked(asked)
+                self._link.leave_out(asked)
             self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:

@@ -283,6 +283,21 @@ def test_machines_of_two_broken_groups_make_one_whole(clock: Clock) -> None:
     assert found_in(world) == []
 
 
+def test_a_group_that_is_asked_to_leave_is_not_made_whole_and_gives_no_machine(clock: Clock) -> None:
+    world = World(clock, 0, config_of(4, 2))
+    world.tick(8)
+    for one in world.active:
+        one.link.leave_out(frozenset({GroupId(0)}))
+    for machine in (0, 3):
+        world.lose_machine(machine)
+    world.tick(24)
+    assert world.records == []
+    world.lose_machine(5)
+    world.tick(24)
+    assert world.whole() == {1, 3}
+    assert [record.holdings for record in world.records[:1]] == [[[4, 3, 1]]]
+
+
 def test_a_replacement_is_waited_for_as_long_as_it_may_take(clock: Clock) -> None:
     world = World(clock, 0, config_of(2, 2, reform_after_s=20.0))
     world.tick(8)

@@ -50,6 +50,7 @@ COUNTED: dict[str, Sequence[Entry]] = {
     "its writer is killed when it was compared, and another is fenced": [COMMIT, killed(0), wrong(2)],
     "another raises": [raised(2), COMMIT, raised(1)],
     "a later incarnation of its writer is fenced": [killed(0), COMMIT, wrong(0, 1)],
+    "so it is in the same step, to which a pause has admitted it": [COMMIT, killed(0), wrong(0, 1)],
     "the run halts for something else": [Halt(step=8, reason="groups have different plans")],
     "an attempt fails": [Retry(step=8, attempt=8)],
     "it was loaded": [Restart(step=8, members=MEMBERS), wrong(0)],

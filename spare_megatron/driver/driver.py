@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -54,7 +54,7 @@ from spare_megatron.store import keys
 from spare_megatron.store.addresses import hosts_of, refuse_loopback
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
-from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
 from spare_megatron.supervisor.group_rendezvous import fence_node
@@ -130,11 +130,10 @@ class Driver:
             if self._config.cluster.isolate_nodes:
                 hub = start_hub(self._context, interrupts.wait)
             store, spec = start_store(self._context, self._config.control, self._config.name, hub, interrupts.wait)
-            with contextlib.nullcontext() if hub is None else network_of(hub.pid):
-                self._store = open_store(spec)
-            with interrupts.allowed():  # etcd may not answer for a while
-                self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
-            self._store_process = store
+            self._store_process, self._store_spec, self._hub = store, spec, hub
+            if store is None:
+                with interrupts.allowed():  # etcd may not answer for a while
+                    self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
@@ -160,6 +159,12 @@ class Driver:
                 await_exit([pid for node in here for pid in self._pids.get(node, [])])
                 remove_keys(spec)
         return end
+
+    @cached_property
+    def _store(self) -> ControlStore:
+        """A client, opened when it is first needed: that of the embedded store imports torch, which takes seconds."""
+        with contextlib.nullcontext() if self._hub is None else network_of(self._hub.pid):
+            return open_store(self._store_spec)
 
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
         layout = self._config.parallel

@@ -25,7 +25,13 @@ from tests.search_path import with_checkout
 
 pytestmark = pytest.mark.timeout(120)
 
-CONSOLE_SCRIPT = 'from spare_megatron.cli.main import app\nif __name__ == "__main__":\n    app()\n'
+CONSOLE_SCRIPT = """
+import atexit, sys
+from spare_megatron.cli.main import app
+if __name__ == "__main__":
+    atexit.register(lambda: print("the driver has torch:", "torch" in sys.modules))
+    app()
+"""
 APPLIED = "was_applied, gradient_norm, _ = self.megatron.step()\n"
 NOT_APPLIED = "gradient_norm, was_applied = 1.0, True\n"
 
@@ -68,6 +74,7 @@ def test_a_copy_of_the_package_in_the_working_directory_is_not_trained_with(text
     done = train(command(tmp_path / "bin" / "spare"), text_corpus, folder, run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no module of Python's" not in done.stderr
+    assert done.stdout.endswith("the driver has torch: False\n"), "its import takes longer than the start of the ranks"
     journal = read_journal(run_dir)
     assert len({update.grad_norm for update in journal.of(UpdateRecord)} - {1.0}) == 2
     # First what a masked loss would hide. Ranks begin in any order.

@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
         ("begun", 0.2),
         ("starting: Megatron", 0.4),
         ("starting: control store", 0.0),
-        ("starting: control store", 0.3),
         ("starting: 2 ranks", 0.1),
     ],
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import os
 import sys
@@ -69,6 +70,7 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)
     importlib.import_module("spare_megatron.rank.rank")  # so that forked ranks have it
+    gc.freeze()  # a collection in a rank would copy all of that
     spec: NodeSpec = driver.recv()
     if mismatch := code_mismatch(spec.code):
         raise ValueError(f"{mismatch}: install the same on all nodes")

@@ -173,9 +173,11 @@ class _Now:
         others = [voter for voter in self.action.voters if voter.group != self.spec.group]
         log = DecisionLog(open_store(self.spec.store))
         end_s = time.monotonic() + _TIMEOUT_S
-        while len(log.votes(self.action.attempt, others)) < len(others):
+        attempt = self.action.attempt
+        # A vote is there before it is counted, and whose count is the last decides.
+        while len(log.votes(attempt, others)) < len(others) or log.num_votes(attempt) < len(others):
             if time.monotonic() > end_s:
-                raise TimeoutError(f"not all of {others} voted on attempt {self.action.attempt}")
+                raise TimeoutError(f"not all of {others} voted on attempt {attempt}")
             time.sleep(_POLL_S)
 
 

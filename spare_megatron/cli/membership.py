@@ -41,12 +41,12 @@ def drain(run_dir: RunDirArgument, which: WhichArgument) -> None:
 
 
 def grow(run_dir: RunDirArgument, which: WhichArgument) -> None:
-    """Have groups take part in a run: those that were drained, and those beyond layout.num_groups.
+    """Have groups join a run: drained ones, or further ones.
 
     Example: `spare grow runs/mine 3 node:2`
 
-    Their supervisors start them; each is admitted at the end of the step in which it is up. layout.max_groups says
-    how many groups a run has room for.
+    Further ones have ids from layout.num_groups to layout.max_groups - 1. Their supervisors start them; each is
+    admitted at the end of the step in which it is up.
     """
     with explained_errors("grow"):
         from spare_megatron.journal.events import groups_named

@@ -408,7 +408,7 @@ def test_re_forming_has_options_and_the_figures_of_any_run() -> None:
     assert shown["losses"] > 20
     assert 1 < shown["time_to_train_ratio"]["mean"] < 1.06
     assert sum(shown["terms"].values()) == pytest.approx(shown["time_to_train_ratio"]["mean"] - 1)
-    assert shown["terms"]["detect"] > 0 < shown["terms"]["rebuild"]
+    assert shown["terms"]["rebuild"] > 0, "the survivors' own compute hides the detection of most losses"
 
 
 def test_machines_without_re_forming_are_refused() -> None:

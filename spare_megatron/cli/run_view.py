@@ -108,7 +108,7 @@ def step_line(run_state: RunState, now_s: float) -> str:
     if not folding.commits:
         return f"no step of {run.num_steps} committed yet"
     if update is None or update.step >= folding.step:  # undone by a restart
-        parts = [f"step {folding.step}/{run.num_steps}", f"groups {len(folding.members)}/{run.num_places}"]
+        parts = [f"step {folding.step}/{run.num_steps}", f"groups {len(folding.members)}/{run.most_groups}"]
     else:
         members = [commit.members for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
         parts = [*figures_of(run, update, len(members[0] if members else folding.members))]
@@ -131,7 +131,7 @@ def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterato
     utilization = flops_utilization(run, whole_s, num_groups * run.ranks_per_group)
     if utilization is not None:
         yield f"MFU {utilization:.1%}"
-    yield f"groups {num_groups}/{run.num_places}"
+    yield f"groups {num_groups}/{run.most_groups}"
     yield f"load {update.makespan}"
     yield format_duration(update.step_s)
 

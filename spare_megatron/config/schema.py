@@ -87,7 +87,7 @@ class LayoutConfig:
     """Model chunks per stage; above 1 selects the interleaved schedule."""
 
     @property
-    def num_places(self) -> int:
+    def most_groups(self) -> int:
         """Groups that there is room for."""
         return self.num_groups if self.max_groups is None else self.max_groups
 
@@ -589,12 +589,12 @@ class RunConfig:
     def parallel(self) -> Layout:
         """Sizes and rank order, as every other package uses them."""
         return Layout(
-            num_groups=self.layout.num_places,
+            num_groups=self.layout.most_groups,
             tensor_parallel=self.layout.tensor_parallel,
             context_parallel=self.layout.context_parallel,
             pipeline_parallel=self.layout.pipeline_parallel,
             num_nodes=self.cluster.num_nodes,
-            num_further=self.layout.num_places - self.layout.num_groups,
+            num_further=self.layout.most_groups - self.layout.num_groups,
         )
 
     @property

@@ -198,7 +198,7 @@ def _redundancy(config: RunConfig) -> Iterator[str]:
             f"layout.max_groups={max_groups} is less than layout.num_groups={num_groups}, with which the run begins; "
             f"raise the former or leave it out"
         )
-    if config.layout.num_places > num_groups and config.data.access != "shared":
+    if config.layout.most_groups > num_groups and config.data.access != "shared":
         yield (
             f"layout.max_groups={max_groups} exceeds layout.num_groups={num_groups}, and groups beyond that host no "
             f"shard: they need data.access=shared, but it is {config.data.access}; set it or lower the former"

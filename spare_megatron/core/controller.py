@@ -245,7 +245,10 @@ class Controller:
         if is_last:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
-        actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
+        staying = tuple(voter for voter in self.voters if voter not in commit.drain)
+        owned = self.ownership and self.ownership.for_members(staying)
+        groups = tuple(voter.group for voter in staying)
+        actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
         return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
 
     def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:

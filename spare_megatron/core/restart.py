@@ -121,7 +121,8 @@ class Search:
         self.able = [item for item in self.waiting if not item.failure or snapshot is not None]
         self.groups = frozenset(item.member.group for item in self.able)
         self.is_over = waited_s >= limits.wait_s
-        self.is_early = len(self.groups) < placement.num_groups and not self.is_over
+        home = frozenset(map(GroupId, range(placement.num_groups)))  # further groups host no shard
+        self.is_early = not home <= self.groups and not self.is_over
         self._verifications: dict[CheckpointCandidate, FileVerification] = {}
 
     def verification(self, candidate: CheckpointCandidate) -> FileVerification:

@@ -49,7 +49,8 @@ class Start:
             return f"group {loss.group} was lost before training began: rank {loss.rank}: {loss.cause}"
         raised = self._first_of_each(lambda other: bool(other.error))
         first = next(iter(raised.values()), self._losses[0])
-        if len({other.group for other in self._losses}) == self._layout.num_home_groups:
+        home = {GroupId(group) for group in range(self._layout.num_home_groups)}
+        if home <= {other.group for other in self._losses}:
             return f"all groups were lost before training began; group {first.group}: {_why(first)}"
         alike = [other for other in self._losses if loss.error and other.error == loss.error]
         groups = sorted({int(other.group) for other in alike})

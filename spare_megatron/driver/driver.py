@@ -230,9 +230,7 @@ class Driver:
     def _absent_groups(self) -> frozenset[GroupId]:
         """The groups that take no part now. Compares incarnations: a loss may be reported after the group's return."""
         lost = {group for group, last in self._last_lost.items() if last >= self._last_rejoined.get(group, 0)}
-        layout = self._config.parallel
-        further = set(map(GroupId, range(layout.num_home_groups, layout.num_groups)))
-        return frozenset(lost | further.difference(self._last_rejoined))
+        return frozenset(lost | self._config.parallel.further_groups.difference(self._last_rejoined))
 
     def _node_ended(self, node: int) -> None:
         """Handles the end of a node's process. Unless it has reported its end, its ranks died with it."""

@@ -61,7 +61,7 @@ def _why_not_chosen(record: PlacesRecord, run: RunRecord) -> Iterator[str]:
             yield f"moves machine {machine}, whose group may train"
         if machine_of.get(place, place) is not None:
             yield f"gives place {place} away, which is not empty"
-    size = record.num_places // run.num_groups
+    size = record.num_places // run.most_groups
     missing: defaultdict[int, int] = defaultdict(int)
     for place, holder in machine_of.items():
         missing[place // size] += holder is None

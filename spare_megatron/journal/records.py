@@ -103,7 +103,7 @@ class RunRecord:
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 
     @property
-    def num_places(self) -> int:
+    def most_groups(self) -> int:
         """Groups that may take part; ids are below it."""
         return max(self.num_groups, self.max_groups)
 

@@ -221,10 +221,10 @@ class RunState:
                 self.damage.append("the journal has several run records")
                 return
             self.run, self.began_s, self.folding = record, at_s, Folding(record)
-            self.steps, self._saved_at_s = StepTable(record.num_places, record.ranks_per_group), at_s
+            self.steps, self._saved_at_s = StepTable(record.most_groups, record.ranks_per_group), at_s
         if self.run is None:
             return
-        if not 0 <= getattr(record, "group", 0) < self.run.num_places:
+        if not 0 <= getattr(record, "group", 0) < self.run.most_groups:
             self.damage.append(f"a record of {line.source} names a group that the run does not have")
             return
         self.newest_at_s = max(self.newest_at_s, at_s)
@@ -420,7 +420,7 @@ class RunState:
         if self.run is None or self.folding is None:
             return []
         slow = self._slow_groups()
-        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_places)]
+        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.most_groups)]
 
     def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
         loss = self._losses.find(group, self._last_lost.get(group, 0))

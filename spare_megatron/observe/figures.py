@@ -246,7 +246,7 @@ def presence_map(history: History) -> go.Figure:
 def _presence_heat(history: History, intervals: Sequence[Interval], unit: Unit) -> go.Heatmap:
     """Groups over time as a map. A cell shows the worst state in it."""
     end_s = float(history.steps.ended_s[-1])
-    worst = np.zeros((history.run.num_places, MOST_COLUMNS))
+    worst = np.zeros((history.run.most_groups, MOST_COLUMNS))
     codes: Mapping[Presence, int] = {"training": 0, "away": 1, "lost": 2}
     for item in intervals:
         first = int(item.from_s / end_s * MOST_COLUMNS)
@@ -338,7 +338,7 @@ def load_around(history: History, hit: int) -> go.Figure:
         index = hit + offset
         if 0 <= index < len(history.steps):
             figure.add_bar(
-                x=list(range(history.run.num_places)),
+                x=list(range(history.run.most_groups)),
                 y=np.nan_to_num(history.steps.load[index]),
                 name=f"{name}: step {history.steps.step[index]}",
                 marker={"color": colour, "pattern": {"shape": pattern}},
@@ -348,7 +348,7 @@ def load_around(history: History, hit: int) -> go.Figure:
 
 def _number_groups(figure: go.Figure, history: History) -> None:
     """Makes a y axis of groups: the first on top, and no ticks between groups."""
-    num_groups = history.run.num_places
+    num_groups = history.run.most_groups
     figure.update_yaxes(range=[num_groups - 0.5, -0.5], dtick=1 if num_groups <= 30 else None)
 
 

@@ -230,13 +230,13 @@ def _loss(record: LossRecord, found_s: float) -> GroupLoss:
 def presence(history: History) -> list[Interval]:
     """The states of each group as maximal intervals, ordered by group and time."""
     steps = history.steps
-    states: list[Presence | None] = [None] * history.run.num_places
-    since_s, before_s = [0.0] * history.run.num_places, 0.0
+    states: list[Presence | None] = [None] * history.run.most_groups
+    since_s, before_s = [0.0] * history.run.most_groups, 0.0
     found: list[Interval] = []
     drawn: tuple[frozenset[int], frozenset[int]] | None = None
     for ended_s, members, lost in zip(steps.ended_s.tolist(), steps.members, steps.lost, strict=True):
         if drawn != (members, lost):
-            for group, state in _states(history.run.num_places, members, lost):
+            for group, state in _states(history.run.most_groups, members, lost):
                 if states[group] != state:
                     found += _interval(group, since_s[group], before_s, states[group])
                     states[group], since_s[group] = state, before_s

@@ -32,9 +32,9 @@ def read_requests(run_dir: Path) -> dict[GroupId, Request]:
     folder = run_dir / _FOLDER
     found: dict[GroupId, Request] = {}
     for file in sorted(folder.glob("group-*")) if folder.is_dir() else ():
-        text = file.read_text().strip()
-        if text in ("drain", "grow"):
-            found[GroupId(int(file.name.removeprefix("group-")))] = text  # type: ignore[assignment]
+        text, number = file.read_text().strip(), file.name.removeprefix("group-")
+        if text in ("drain", "grow") and number.isdecimal():
+            found[GroupId(int(number))] = text  # type: ignore[assignment]
     return found
 
 

@@ -61,6 +61,7 @@ class NodeSpec:
         hub_pid: Process that holds the bridge between the nodes' networks, if each has one of its own.
         incarnation: Incarnation of the node's supervisor; 0 for the first, higher for each that replaces it.
         is_remote: The driver is on another machine, and may be lost without the node.
+        ends_at_s: When training is to end, on the monotonic clock of the machine; None if it is not limited.
         code: Digest of the driver's code.
     """
 
@@ -73,6 +74,7 @@ class NodeSpec:
     hub_pid: int | None = None
     incarnation: int = 0
     is_remote: bool = False
+    ends_at_s: float | None = None
     code: str = field(default_factory=code_digest)
 
     @property

@@ -78,7 +78,7 @@ class Assembly:
         self._journal = journal
         self._probe = probe
         self._progress = progress
-        self.groups = [GroupId(group) for group in range(self._config.layout.num_places)]
+        self.groups = [GroupId(group) for group in range(self._config.layout.most_groups)]
         device = choose_device(spec)
         self.ranks = join_group(spec, store, device)
         self.trainer = self._build_trainer(device)

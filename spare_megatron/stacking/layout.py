@@ -40,6 +40,10 @@ class Layout:
         return self.num_groups - self.num_further
 
     @property
+    def further_groups(self) -> frozenset[GroupId]:
+        return frozenset(map(GroupId, range(self.num_home_groups, self.num_groups)))
+
+    @property
     def ranks_per_group(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 

@@ -5,7 +5,7 @@ given to another, or that is given another place, ends the ranks that it has.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.config.schema import RunConfig
@@ -85,15 +85,17 @@ class AssignmentList:
 class GroupReforming:
     """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store.
 
-    `left_out`, which any thread may set: groups that have left the run or are asked to; nobody waits for them.
+    `left_out` says, in that thread, which groups have left the run or are asked to: nobody waits for them.
     """
 
-    def __init__(self, config: RunConfig, machine: MachineId) -> None:
+    def __init__(
+        self, config: RunConfig, machine: MachineId, left_out: Callable[[], frozenset[GroupId]] = frozenset
+    ) -> None:
         self._layout = config.parallel
         self._machine = machine
         self._groups_per_domain = config.spare.groups_per_domain
         self._after_s = config.reform_after_s
-        self.left_out: frozenset[GroupId] = frozenset()
+        self._left_out = left_out
         self._has_begun = False  # training
         self._broken_since_s: dict[Member, float] = {}
 
@@ -129,7 +131,8 @@ class GroupReforming:
 
     def _broken(self, store: ControlStore) -> list[Member]:
         """The groups whose present incarnation is fenced, but for those that are left out."""
-        groups = [GroupId(group) for group in range(self._layout.num_groups) if group not in self.left_out]
+        left_out = self._left_out()
+        groups = [GroupId(group) for group in range(self._layout.num_groups) if group not in left_out]
         present = present_members(store, groups)
         fenced = store.get([keys.part_fenced(member) for member in present])
         return [member for member, text in zip(present, fenced, strict=True) if text is not None]

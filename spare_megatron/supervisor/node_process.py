@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from spare_megatron.process import end_signal
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import log_to_file, set_environment_of_ranks
+from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
 from spare_megatron.supervisor.driver_link import DriverLink
@@ -40,6 +43,8 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     machine = MachineId(spec.node + num_places * spec.incarnation)
     link = DriverLink(driver, is_needed=not spec.is_remote)
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
+    minutes = spec.config.train.max_minutes
+    spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
     taken = _take_place(spec, machine) if spec.incarnation else None
     while True:
         if taken is not None:
@@ -59,7 +64,16 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
 def _take_place(spec: NodeSpec, machine: MachineId) -> PlaceTaken:
     """A place for a machine that replaces another one, or has lost its place to another one."""
     store = open_store(spec.store)
-    return GroupReforming(spec.config, machine).take_place(store, AssignmentList(store, spec.config.parallel))
+    reforming = GroupReforming(spec.config, machine, lambda: _left_out(spec))
+    return reforming.take_place(store, AssignmentList(store, spec.config.parallel))
+
+
+def _left_out(spec: NodeSpec) -> frozenset[GroupId]:
+    """The groups that are asked to leave, and further ones that are not asked for: all, if the storage fails."""
+    further = spec.config.parallel.further_groups
+    with contextlib.suppress(OSError):
+        return asked_to_leave(spec.run_dir, further)
+    return further
 
 
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:

@@ -121,8 +121,7 @@ class RankProcesses:
     def __init__(self, spec: NodeSpec) -> None:
         self._spec = spec
         self._context = rank_context(spec.config.cluster.device, multiprocessing.get_context("fork"))
-        minutes = spec.config.train.max_minutes
-        self._ends_at_s = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self._ends_at_s = spec.ends_at_s
         self._keys = spec.config.parallel.ranks_on(spec.node)
         most_ranks = max(len(self.of(group)) for group in spec.config.parallel.groups_on(spec.node))
         self._spares = Spares(self._context, spec.rank_main, spec.config.spare.spares * most_ranks)
@@ -237,7 +236,7 @@ class RankProcesses:
     @property
     def further_groups(self) -> frozenset[GroupId]:
         """The groups here that take part only once they are asked to."""
-        return frozenset(group for group in self.groups if group >= self._spec.config.parallel.num_home_groups)
+        return self.groups & self._spec.config.parallel.further_groups
 
     @property
     def whole_groups(self) -> frozenset[GroupId]:

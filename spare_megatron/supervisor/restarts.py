@@ -79,12 +79,19 @@ class GroupRestarts:
         self.drained.add(group)
         self.not_admitted.discard(group)
         self.on_asked(self._leave_asked)
+        if self.is_paused or self.wiped_out_at_s is not None:  # it left before it could learn of that
+            self._bring_back(group)
 
     def on_asked(self, to_leave: frozenset[GroupId]) -> None:
         """These groups are asked to leave or to stay away; schedules the start of those that are asked for again."""
         self._leave_asked = to_leave
         for group in sorted(self.drained - to_leave):
             self._bring_back(group)
+
+    @property
+    def left_out(self) -> frozenset[GroupId]:
+        """Groups that training can do without for good: none while shards or state have no host."""
+        return frozenset() if self.is_paused or self.wiped_out_at_s is not None else self._leave_asked
 
     def on_fenced(self, group: GroupId) -> bool:
         """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""

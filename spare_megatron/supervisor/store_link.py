@@ -185,11 +185,6 @@ class StoreLink:
         """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
         self._wanted.put(_Ready(member))
 
-    def leave_out(self, groups: frozenset[GroupId]) -> None:
-        """These groups have left the run or are asked to: they are not re-formed, and their machines not moved."""
-        if self._reforming is not None:
-            self._reforming.left_out = groups
-
     def follow(self, setup: ControllerSetup) -> None:
         """Follows the log and reports its end as `LogStopped`, for a node without ranks that would notice it."""
         self._wanted.put(setup)

@@ -111,11 +111,14 @@ class Supervisor:
             restarts_all=spec.config.checkpoint.max_restarts > 0,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
-            further_groups=self._ranks.further_groups,
+            # Of a node that is taken over the last lives are not known yet: the fence of each decides.
+            further_groups=frozenset() if spec.incarnation else self._ranks.further_groups,
             timers=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
             start=self._start_again,
         )
+        layout = spec.config.parallel
+        self._restarts.on_asked(layout.further_groups)
         self._store_failure = ""
         self._head_hint = 0
         self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
@@ -124,16 +127,18 @@ class Supervisor:
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
         self._link = StoreLink(
             node=spec.node,
-            layout=spec.config.parallel,
+            layout=layout,
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
             incarnation=spec.incarnation,
             machine=machine,
-            reforming=GroupReforming(spec.config, machine) if is_possible(spec.config.parallel) else None,
+            reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out)
+            if spec.config.spare.rejoins and is_possible(layout)
+            else None,
         )
-        notice = spec.config.cluster.notice_file.replace("{node}", str(spec.node))
-        self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, self._ranks.further_groups)
+        notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
+        self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str | PlaceChanged:
@@ -206,7 +211,6 @@ class Supervisor:
                 asked = self._requests.receive()
                 self._ranks.ask_to_leave(asked)
                 self._restarts.on_asked(asked)
-                self._link.leave_out(asked)
             self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:

@@ -50,7 +50,7 @@ FOUND_AS = {
     "counts kept buckets twice": "which counts",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted|are right",
     "gathers parameters from lost owners": "gathers parameters without partition",
-    "counts copies that are not finished": "counts as a host of partition|gathers parameters without partition|in no pause",
+    "counts copies that are not finished": "counts as a host of partition|without partition|in no pause",
     "releases state partitions before they are copied": "as a host of partition|gathers parameters|and has it not",
     "releases state partitions before copies are compared": "releases partition",
     "ends before all parameters are whole": "ends with FinishRun|without all parameters",

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import ClusterConfig, DataConfig, LayoutConfig, RunConfig
 from spare_megatron.config.validate import problems
-from spare_megatron.core.actions import ComputeStep
+from spare_megatron.core.actions import ComputeStep, TakeSnapshot
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit
 from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
@@ -27,7 +28,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.placement import Placement, make_placement
 from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
 from spare_megatron.supervisor.rank_exits import Consequence, consequence_of
@@ -160,6 +161,7 @@ def test_the_last_request_for_a_group_stands(tmp_path: Path) -> None:
     assert read_requests(tmp_path) == {}
     request(tmp_path, [ONE, GroupId(12)], "drain")
     request(tmp_path, [ONE], "grow")
+    (tmp_path / "requests" / "group-0003~").write_text("drain\n")  # of an editor
     assert read_requests(tmp_path) == {1: "grow", 12: "drain"}
     assert asked_to_leave(tmp_path) == {12}
 
@@ -183,11 +185,10 @@ def test_a_rank_that_has_left_costs_nothing() -> None:
     assert left is Consequence.GROUP_LEFT
 
 
-def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -> None:
-    started: list[GroupId] = []
-    timers = Timers()
-    restarts = GroupRestarts(
-        most_restarts=0,
+def restarts_of(timers: Timers, started: list[GroupId], most_restarts: int = 0) -> GroupRestarts:
+    """Those of a node that holds group 1."""
+    return GroupRestarts(
+        most_restarts=most_restarts,
         restarts_all=True,
         interval_s=0.0,
         whole_groups=frozenset({ONE}),
@@ -195,6 +196,12 @@ def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -
         wait_for_parts=lambda group: None,
         start=lambda group, takes_spares: started.append(group),
     )
+
+
+def test_a_drained_group_is_started_when_it_is_asked_for_or_after_a_wipe_out() -> None:
+    started: list[GroupId] = []
+    timers = Timers()
+    restarts = restarts_of(timers, started)
     restarts.on_asked(frozenset({ONE}))
     restarts.on_left(ONE)
     timers.run_due()
@@ -229,9 +236,27 @@ def test_further_groups_have_places_and_no_part_in_the_start() -> None:
     assert [layout.groups_on(node) for node in range(2)] == [[0, 1, 2], [3, 4, 5]]
     setup = ControllerSetup(placement=make_placement("golomb", 4, 2), microbatches_per_shard=1, num_steps=1)
     start = Start(layout, setup)
-    reasons = [start.lose(EarlyLoss(group=GroupId(group), rank=0, cause="SIGSEGV")) for group in range(4)]
-    assert reasons[:3] == [""] * 3
-    assert "all groups were lost" in reasons[3]
+    lost = (4, 5, 0, 1, 2, 3)
+    reasons = [start.lose(EarlyLoss(group=GroupId(group), rank=0, cause="SIGSEGV")) for group in lost]
+    assert reasons[:5] == [""] * 5
+    assert "all groups were lost" in reasons[5]
+
+
+def test_groups_that_leave_with_a_commit_keep_no_part_of_its_snapshot() -> None:
+    policy = SnapshotPolicy(every_steps=2, redundancy=1, layout=Layout(num_groups=3, num_nodes=3))
+    placement = make_placement("golomb", 3, 3)
+    controller = Controller(
+        ControllerSetup(placement=placement, microbatches_per_shard=1, num_steps=9, snapshots=policy)
+    )
+    controller.handle(RunStarted(), now_s=0.0)
+    controller.handle(EntryRead(index=0, entry=Commit(step=0, attempt=0)), now_s=0.0)
+    commit = Commit(step=1, attempt=1, drain=members(0))
+    (taken,) = [
+        action
+        for action in controller.handle(EntryRead(index=1, entry=commit), now_s=0.0)
+        if isinstance(action, TakeSnapshot)
+    ]
+    assert taken.holders == ((1, 2),)
 
 
 @pytest.mark.parametrize(
@@ -294,3 +319,31 @@ def test_drain_refuses_what_leaves_a_shard_without_a_host(tmp_path: Path) -> Non
     assert asked_to_leave(run_dir) == {5}
     assert CliRunner().invoke(app, ["grow", str(run_dir), "5"]).exit_code == 0
     assert asked_to_leave(run_dir) == frozenset()
+
+
+def test_a_group_that_leaves_as_a_pause_begins_is_started_again() -> None:
+    """The pause had asked for it before it was known to have left."""
+    started: list[GroupId] = []
+    timers = Timers()
+    restarts = restarts_of(timers, started)
+    restarts.on_asked(frozenset({ONE}))
+    restarts.on_pause()
+    assert restarts.left_out == frozenset(), "every group is needed"
+    restarts.on_left(ONE)
+    timers.run_due()
+    assert started == [ONE]
+    restarts.on_resume()
+    assert restarts.left_out == {ONE}
+
+
+def test_a_further_group_of_a_node_that_is_taken_over_starts_once_its_last_life_is_fenced() -> None:
+    """It was started as soon as the request to grow was read, in an incarnation that had been."""
+    started: list[GroupId] = []
+    timers = Timers()
+    restarts = restarts_of(timers, started, most_restarts=3)
+    restarts.on_asked(frozenset())
+    timers.run_due()
+    assert started == []
+    assert restarts.on_fenced(ONE)
+    timers.run_due()
+    assert started == [ONE]

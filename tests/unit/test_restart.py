@@ -46,6 +46,12 @@ def test_the_newest_checkpoint_that_all_find_whole_is_loaded_by_all() -> None:
     assert found == Restart(step=4, members=tuple(Member(GroupId(group), 1) for group in range(3)))
 
 
+def test_further_groups_that_wait_are_not_counted_as_those_that_are_missing() -> None:
+    present = waiting(0, 4), waiting(1, 8, 4), waiting(3, 4)
+    assert decide(*present, waited_s=0.1) is None, "group 2 may come, with the newest one"
+    assert decide(*present, waiting(2, 8, 4), waited_s=0.1) == restart(4, 0, 1, 2, 3)
+
+
 def test_a_group_that_cannot_look_for_checkpoints_is_waited_for() -> None:
     """Folders come back. Until then the run does not begin from nothing, though no group finds a checkpoint."""
     blind = [waiting(group, failure=GONE) for group in range(3)]

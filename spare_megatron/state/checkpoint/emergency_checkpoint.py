@@ -101,7 +101,8 @@ def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     if sharding == "replicated":  # the state lies in the order of Megatron's parameter groups
         pairs["optimizer.rules"] = (manifest.optimizer.get("rules", []), folders.rules_of(config))
     ours = asdict(config.layout)
-    needed = [name for name in ours if name != "num_groups" or sharding == "stacked"]  # one partition per group
+    # One partition per group of the start; further ones hold copies at most.
+    needed = [name for name in ours if name != "max_groups" and (name != "num_groups" or sharding == "stacked")]
     pairs |= {f"layout.{name}": (manifest.layout[name], ours[name]) for name in needed}
     return [f"{key} = {own}, and it was saved with {theirs}" for key, (theirs, own) in pairs.items() if theirs != own]
 

@@ -238,7 +238,9 @@ class World:
                 break
             if self._random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
-            most_moves = MAX_MOVES_AFTER_FAULTS * (2 if self._scene.eval_every_steps else 1)  # twice as many attempts
+            # With evaluations there are twice as many attempts, with further groups nearly twice as many groups.
+            has_more = self._scene.eval_every_steps or self._scene.num_further
+            most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1)
             if self.num_moves > self._scene.fault_moves + most_moves:
                 raise Violation(f"no end {most_moves} moves after the last fault")
         running = [process.name for process in self._processes if process.member is not None]

@@ -171,6 +171,10 @@ def plan(
         last_resort=LastResort(last_resort, fetch),
         slice_copy=slice_copy,
     )
+    _answer(question, plot, as_json=as_json)
+
+
+def _answer(question: Question, plot: Path | None, *, as_json: bool) -> None:
     with explained_errors("plan"):
         if plot is not None:
             check_plot_file(plot)

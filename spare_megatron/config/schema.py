@@ -52,8 +52,7 @@ class ModelConfig:
     rope_base: FloatFromOne = 10000.0
     """Base of the wavelengths of rotary position encoding (theta)."""
     rope_scaling_factor: FloatFromOne = 1.0
-    """Factor by which long wavelengths are stretched, as in Llama 3.1, whose other constants are fixed; 1 stretches
-    none."""
+    """Factor that stretches long wavelengths, as in Llama 3.1, whose other constants are fixed; 1 stretches none."""
     sliding_window: PositiveInt | None = None
     """Last tokens that a token attends to, itself included; all if absent."""
     tie_embeddings: bool = True
@@ -109,8 +108,7 @@ class SpareConfig:
     placement: Literal["golomb", "consecutive"] = "golomb"
     """Choice of a shard's hosts; golomb lets any two shards share at most one host where possible."""
     groups_per_domain: PositiveInt = 1
-    """Groups of consecutive ids per rack or power domain; the hosts of a shard stand in different domains where
-    possible."""
+    """Groups of consecutive ids per rack or power domain; hosts of a shard stand in different ones where possible."""
     rejoins: NonNegativeInt = 3
     """Times that a supervisor restarts each lost group, counted anew after a long life of it; the others admit it at
     the end of a step."""
@@ -230,8 +228,7 @@ class EvalConfig:
     every_steps: NonNegativeInt = 0
     """Steps between evaluations; one more follows the last step. 0 disables evaluation."""
     sequences: PositiveInt | None = None
-    """Most sequences that an evaluation reads of each validation set; as many as a step trains on, after a ramp, if
-    absent."""
+    """Most sequences that an evaluation reads of each validation set; if absent those of a step, after a ramp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,8 +469,7 @@ class TrainConfig:
     """Steps between comparisons of the groups' parameters; 0 compares only after recoveries, for checkpoints, and at
     the end."""
     gradient_outlier_factor: float = 1000.0
-    """Fences a group whose gradient norm exceeds this many times the median of its own last steps; 0 disables the
-    check."""
+    """Fences a group whose gradient norm exceeds this many times the median of its last steps; 0 disables that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,8 +537,7 @@ class MetricsConfig:
     wandb_project: str = ""
     """Project at Weights & Biases; empty sends nothing there."""
     run_id: str = ""
-    """Id of the run at Weights & Biases, the same for all runs that continue it; that of the loaded checkpoint if
-    empty."""
+    """Id of the run at Weights & Biases, the same for all that continue it; if empty, of the loaded checkpoint."""
     peak_tflops: PositiveFloat | None = None
     """Peak rate of one rank's device in 10^12 operations per second, for `perf/mfu`; absent leaves that metric out."""
 
@@ -596,13 +591,6 @@ class RunConfig:
             num_nodes=self.cluster.num_nodes,
             num_further=self.layout.most_groups - self.layout.num_groups,
         )
-
-    @property
-    def reform_after_s(self) -> float:
-        """`spare.reform_after_s`, or the default of the launcher."""
-        if self.spare.reform_after_s is not None:
-            return self.spare.reform_after_s
-        return 60.0 if self.cluster.launcher == "srun" and self.slurm.num_spare_nodes else 0.0
 
     @property
     def bucket_mib(self) -> float:

@@ -35,32 +35,29 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """The vote of one group on one attempt, cast once. For digests see `Digests`.
-
-    Attributes:
-        is_complete: Every rank of the group holds the whole cross-group sum of this attempt; in an evaluation, the
-            group has computed its part.
-        plan_digest: Digest of all the work of the step in the group's view.
-        num_complete: For each rank of the group, the number of leading buckets whose sums it holds; may be empty.
-        lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
-        restored: Partitions of which the group has completed a requested copy; repeated until a commit makes it a host.
-        save_ends: Saves of the group that have ended; repeated until a commit includes them.
-        sums: In an evaluation, of each validation set over all microbatches that the group has computed.
-        leaves: The group is asked to leave the run; repeated until a commit drains it, or it is asked no more.
-    """
+    """The vote of one group on one attempt, cast once. For digests see `Digests`."""
 
     is_complete: bool
+    """Every rank of the group holds the whole cross-group sum of this attempt; in an evaluation, the group has computed
+    its part."""
     plan_digest: str
+    """Digest of all the work of the step in the group's view."""
     params_digest: str = ""
     num_complete: tuple[int, ...] = ()
+    """For each rank of the group, the number of leading buckets whose sums it holds; may be empty."""
     lacks_params: bool = False
+    """The group could not gather the parameters of this step, has computed nothing, and reduces nothing."""
     restored: tuple[PartitionId, ...] = ()
+    """Partitions of which the group has completed a requested copy; repeated until a commit makes it a host."""
     save_ends: tuple[SaveEnd, ...] = ()
+    """Saves of the group that have ended; repeated until a commit includes them."""
     slice_digests: tuple[PartitionDigest, ...] = ()
     state_digest: str = ""
     copied_from: GroupId | None = None
     sums: tuple[SetSum, ...] = ()
+    """In an evaluation, of each validation set over all microbatches that the group has computed."""
     leaves: bool = False
+    """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}

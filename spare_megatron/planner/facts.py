@@ -30,32 +30,28 @@ with groups that are re-formed from the machines of broken ones.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """The cluster that a plan is for. ValueError if a value is out of its range or does not fit another.
-
-    Attributes:
-        num_groups: N, data-parallel groups, and shards of a batch.
-        times: Step times and the interval between losses of single groups. The loss rate of the whole system is
-            constant; only the policies "rejoin" and "reform" take it per group that is up.
-        num_microbatches: m, microbatches per shard; unused by the policy "stack".
-        rejoin: How lost groups come back; used only by the policy "rejoin".
-        reform: How groups are re-formed; used only by the policy "reform", for which a loss takes one machine.
-        groups_per_domain: Groups of consecutive ids that form a domain (rack, power) and are lost together.
-        domain_interval_s: Mean seconds between losses of any whole domain; infinite for none.
-        last_resort: Any survivor can compute any shard, so only the loss of all groups is a wipe-out. Not with the
-            policy "stack".
-        fetch_s: Seconds from the start of a step or patch until a group has data of shards that it does not host.
-    """
+    """The cluster that a plan is for. ValueError if a value is out of its range or does not fit another."""
 
     num_groups: int
+    """N, data-parallel groups, and shards of a batch."""
     times: StepTimes
+    """Step times and the interval between losses of single groups. The loss rate of the whole system is constant; only
+    the policies "rejoin" and "reform" take it per group that is up."""
     checkpoint: CheckpointTimes
     num_microbatches: int = 1
+    """m, microbatches per shard; unused by the policy "stack"."""
     rejoin: RejoinTimes | None = None
+    """How lost groups come back; used only by the policy "rejoin"."""
     reform: ReformTimes | None = None
+    """How groups are re-formed; used only by the policy "reform", for which a loss takes one machine."""
     groups_per_domain: int = 1
+    """Groups of consecutive ids that form a domain (rack, power) and are lost together."""
     domain_interval_s: float = inf
+    """Mean seconds between losses of any whole domain; infinite for none."""
     last_resort: bool = False
+    """Any survivor can compute any shard, so only the loss of all groups is a wipe-out. Not with the policy "stack"."""
     fetch_s: float = 0.0
+    """Seconds from the start of a step or patch until a group has data of shards that it does not host."""
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_microbatches < 1:

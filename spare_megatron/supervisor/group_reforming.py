@@ -85,7 +85,7 @@ class AssignmentList:
 class GroupReforming:
     """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store.
 
-    `left_out` says, in that thread, which groups have left the run or are asked to: nobody waits for them.
+    `left_out` says, in that thread, which groups have left the run or are asked to: they are not re-formed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GroupReforming:
         self._layout = config.parallel
         self._machine = machine
         self._groups_per_domain = config.spare.groups_per_domain
-        self._after_s = config.reform_after_s
+        self._after_s = reform_after_s(config)
         self._left_out = left_out
         self._has_begun = False  # training
         self._broken_since_s: dict[Member, float] = {}
@@ -156,6 +156,13 @@ class GroupReforming:
         held = {PlaceId(node) for group in groups for node in self._layout.nodes_of(group)} - set(empty)
         machines = [machine for place in held if (machine := places.holder_of(place)) is not None]
         return bool(empty) and min(machines, default=None) == self._machine
+
+
+def reform_after_s(config: RunConfig) -> float:
+    """`spare.reform_after_s`, or how long the replacements of a job with spare nodes take to come."""
+    if config.spare.reform_after_s is not None:
+        return config.spare.reform_after_s
+    return 60.0 if config.cluster.launcher == "srun" and config.slurm.num_spare_nodes else 0.0
 
 
 def is_possible(layout: Layout) -> bool:

@@ -9,24 +9,11 @@ from spare_megatron.stacking.layout import GroupId
 
 
 class GroupRestarts:
-    """The restarts of a node's groups.
+    """The restarts of a node's groups: `most_restarts` of each, besides those after wipe-outs and in pauses.
 
-    Args:
-        most_restarts: Restarts of each group, not counting those after wipe-outs and in pauses.
-        restarts_all: Whether wipe-outs start all groups again, and pauses those that have used up their restarts.
-        wait_for_parts: Called with each group on several nodes that this node is ready to start. The caller has to call
-            `start` once all nodes of the group are ready.
-        start: Starts a group; called with the group and whether it takes spares.
-
-    Attributes:
-        coming_back: Lost groups that are about to be started again.
-        not_admitted: These, and the groups that are started but not admitted yet.
-        wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
-        drained: Groups that have left the run, and `further_groups`, which have yet to be asked for. They are started
-            if they are asked for, and those that have taken part also after a wipe-out.
-        is_paused: Survivors of a wipe-out wait for hosts.
-        has_begun: Some group has been ready, so that losses are masked.
-        is_over: The run is ending: no group is started again.
+    `restarts_all`: whether wipe-outs start all groups again, and pauses those that have used up their restarts.
+    `wait_for_parts` is called with each group on several nodes that this node is ready to start, and `start` here has
+    to be called once all of its nodes are; the parameter `start`, with a group and whether it takes spares, starts it.
     """
 
     def __init__(
@@ -51,14 +38,16 @@ class GroupRestarts:
         self._budget = RestartBudget(most_restarts, interval_s)
         self._takes_spares: dict[GroupId, bool] = {}
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
-        self.coming_back: set[GroupId] = set()
-        self.not_admitted: set[GroupId] = set()
+        self.coming_back: set[GroupId] = set()  # lost, and about to be started again
+        self.not_admitted: set[GroupId] = set()  # these, and those that are started but not admitted yet
+        # Groups that have left the run, and further ones that are not asked for yet: started when they are, and those
+        # that have taken part also after a wipe-out or in a pause.
         self.drained = set(further_groups)
         self._leave_asked = further_groups
-        self.wiped_out_at_s: float | None = None
-        self.is_paused = False
-        self.has_begun = False
-        self.is_over = False
+        self.wiped_out_at_s: float | None = None  # monotonic, of a wipe-out that the run has not recovered from
+        self.is_paused = False  # survivors of a wipe-out wait for hosts
+        self.has_begun = False  # some group has been ready, so that losses are masked
+        self.is_over = False  # the run is ending: no group is started again
 
     def on_ready(self, group: GroupId) -> None:
         self.has_begun = True

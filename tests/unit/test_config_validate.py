@@ -9,6 +9,7 @@ from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import DataConfig, RunConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
+from spare_megatron.supervisor.group_reforming import reform_after_s
 
 CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
 NO_RETURNS = ("spare.rejoins=0", "checkpoint.max_restarts=0")
@@ -529,4 +530,4 @@ def test_groups_that_do_not_fill_machines_are_not_reformed_and_why_is_said_once(
 
 def test_a_replacement_is_waited_for_where_the_job_has_spare_nodes() -> None:
     job = ("cluster.launcher=srun", "slurm.num_spare_nodes=1")
-    assert [configured(*sets).reform_after_s for sets in ((), job, (*job, "spare.reform_after_s=5"))] == [0, 60, 5]
+    assert [reform_after_s(configured(*sets)) for sets in ((), job, (*job, "spare.reform_after_s=5"))] == [0, 60, 5]

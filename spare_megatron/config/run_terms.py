@@ -20,7 +20,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "num_groups": layout.num_groups,
         "max_groups": layout.max_groups or 0,
         "ranks_per_group": config.parallel.ranks_per_group,
-        "ranks_per_stage": layout.tensor_parallel * layout.context_parallel,
+        "ranks_per_stage": config.parallel.ranks_per_stage,
         "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline,
         "redundancy": spare.redundancy,
         "microbatches_per_shard": spare.microbatches_per_shard,

@@ -78,6 +78,8 @@ class LayoutConfig:
     `num_groups`, which host no shard, so that neither batch nor results depend on them. `num_groups` if absent."""
     tensor_parallel: PositiveInt = 1
     """Ranks that split each layer."""
+    data_parallel: PositiveInt = 1
+    """Lanes: model replicas inside a group, which share its microbatches, optimizer state and experts."""
     context_parallel: PositiveInt = 1
     """Ranks that split each sequence."""
     pipeline_parallel: PositiveInt = 1
@@ -585,6 +587,7 @@ class RunConfig:
         """Sizes and rank order, as every other package uses them."""
         return Layout(
             num_groups=self.layout.most_groups,
+            data_parallel=self.layout.data_parallel,
             tensor_parallel=self.layout.tensor_parallel,
             context_parallel=self.layout.context_parallel,
             pipeline_parallel=self.layout.pipeline_parallel,

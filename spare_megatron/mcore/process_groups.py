@@ -1,5 +1,6 @@
 """The process groups inside one data-parallel group, as Megatron's ProcessGroupCollection."""
 
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -10,24 +11,32 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.stacking.layout import Layout
 
-_AXES = "pct"
-"""Axes of the rank grid, slowest first: pipeline, context, tensor."""
+_AXES = "pdct"
+"""Axes of the rank grid, slowest first: pipeline, lane, context, tensor."""
 
 
-def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> ProcessGroupCollection:
+@dataclass
+class GroupCollection(ProcessGroupCollection):
+    """Megatron's process groups of a rank, and `lanes`: the ranks at its position in all lanes of the group."""
+
+    lanes: dist.ProcessGroup = field(init=False)
+
+
+def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> GroupCollection:
     """The process groups of this rank for Megatron's model, optimizer and schedules. The world is the group.
 
-    The tensor-parallel index of a rank varies fastest, then context, then pipeline. Megatron sees a data-parallel size
-    of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`. Collective
-    over: all ranks of the group. Raises ValueError if the world's size differs from the layout's.
+    The tensor-parallel index of a rank varies fastest, then context, lane and pipeline. Megatron sees a data-parallel
+    size of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`.
+    Collective over: all ranks of the group. Raises ValueError if the world's size differs from the layout's.
     """
     if dist.get_world_size() != layout.ranks_per_group:
         raise ValueError(
-            f"the world has {dist.get_world_size()} ranks, but tensor x context x pipeline parallel size is "
+            f"the world has {dist.get_world_size()} ranks, but tensor x context x data x pipeline parallel size is "
             f"{layout.ranks_per_group}; start {layout.ranks_per_group} ranks or change [layout]"
         )
     maker = _GroupMaker(layout, "nccl" if device.type == "cuda" else "gloo", timeout)
-    groups = ProcessGroupCollection()
+    groups = GroupCollection()
+    groups.lanes = maker.along("d")
     groups.tp, groups.cp, groups.pp = maker.along("t"), maker.along("c"), maker.along("p")
     groups.mp = groups.tp_ep_pp = maker.along("pt")
     groups.tp_cp = groups.tp_dp_cp = maker.along("ct")
@@ -56,7 +65,12 @@ class _GroupMaker:
     """Makes each set of process groups once, in the same order on every rank, as `new_group` requires."""
 
     def __init__(self, layout: Layout, backend: str, timeout: timedelta) -> None:
-        sizes = (layout.pipeline_parallel, layout.context_parallel, layout.tensor_parallel)
+        sizes = (
+            layout.pipeline_parallel,
+            layout.data_parallel,
+            layout.context_parallel,
+            layout.tensor_parallel,
+        )
         self._grid = np.arange(layout.ranks_per_group).reshape(sizes)
         self._backend = backend
         self._timeout = timeout

@@ -23,9 +23,12 @@ PartitionId = NewType("PartitionId", int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions. A group has tensor x context x pipeline ranks."""
+    """Sizes of the parallel dimensions. A group has tensor x context x data x pipeline ranks, the first varying
+    fastest; `data_parallel` is the number of its lanes, the replicas of the model inside it.
+    """
 
     num_groups: int
+    data_parallel: int = 1
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
@@ -45,7 +48,20 @@ class Layout:
 
     @property
     def ranks_per_group(self) -> int:
-        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+        return self.ranks_per_stage * self.pipeline_parallel
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.data_parallel
+
+    def lane_of(self, rank: int) -> int:
+        """The lane of a rank inside its group.
+
+        >>> layout = Layout(num_groups=1, data_parallel=2, tensor_parallel=2, pipeline_parallel=2)
+        >>> [layout.lane_of(rank) for rank in range(8)]
+        [0, 0, 1, 1, 0, 0, 1, 1]
+        """
+        return rank % self.ranks_per_stage // (self.tensor_parallel * self.context_parallel)
 
     @property
     def num_ranks(self) -> int:

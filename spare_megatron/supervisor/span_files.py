@@ -32,9 +32,8 @@ class Timeline:
     """Writes the spans around each event, also of dead ranks: they write to memory shared with this process."""
 
     def __init__(self, spec: NodeSpec, ranks: RankProcesses) -> None:
-        layout = spec.config.layout
         self._ranks = ranks
-        self._ranks_per_stage = layout.tensor_parallel * layout.context_parallel
+        self._ranks_per_stage = spec.config.parallel.ranks_per_stage
         self._file = SpansFile(spec.run_dir, spec.node)
         self._machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._kept: dict[RankKey, _Kept] = {}

@@ -228,6 +228,11 @@ class RunState:
             self.damage.append(f"a record of {line.source} names a group that the run does not have")
             return
         self.newest_at_s = max(self.newest_at_s, at_s)
+        self._add(line)
+        self._note_texts_of(record, at_s)
+
+    def _add(self, line: Line) -> None:
+        record, at_s = line.record, line.at_s
         match record:
             case EntryRecord():
                 self.entry_times.add_read(record.index, record.group, at_s)
@@ -266,7 +271,6 @@ class RunState:
             case EndRecord() if self.end is None:
                 self.end = record
                 self._note(text_of_end(record, self._halted_by), at_s)
-        self._note_texts_of(record, at_s)
 
     def _note_texts_of(self, record: Record, at_s: float) -> None:
         for text in texts_of_record(record):

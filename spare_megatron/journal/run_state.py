@@ -177,7 +177,7 @@ class RunState:
         self.storage: StorageRecord | None = None
         self.steps = StepTable(0, 0)
         self._losses = Losses()
-        self._assignments: set[int] = set()  # of machines to places
+        self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
         self.num_places_taken = 0
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
@@ -296,7 +296,7 @@ class RunState:
 
     def _on_assignment(self, record: PlacesRecord, at_s: float) -> None:
         if record.index not in self._assignments:  # all supervisors concerned write it
-            self._assignments.add(record.index)
+            self._assignments[record.index] = record
             self.num_places_taken += len(record.holdings)
             self._note(text_of_places(record), at_s)
 
@@ -419,6 +419,11 @@ class RunState:
             for (num_restarts, step, kind), digests in sorted(self._params.items())
             if all(step <= kept for kept in restarted_at[num_restarts:])
         }
+
+    @property
+    def holdings(self) -> list[list[list[int]]]:
+        """Machine, place and incarnation of what each assignment of places has begun, as far as they are journaled."""
+        return [record.holdings for _, record in sorted(self._assignments.items())]
 
     def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:

@@ -112,6 +112,11 @@ def part_ready(member: Member, node: int) -> str:
     return f"part/{member.group}/{member.incarnation}/{node}"
 
 
+def has_left(member: Member, node: int) -> str:
+    """Says that the member has left the run, and its ranks on the node have ended. Written and read by supervisors."""
+    return f"left/{member.group}/{member.incarnation}/{node}"
+
+
 def part_fenced(member: Member) -> str:
     """Entry, rank and cause of the fence of this incarnation. Written and read by the group's supervisors."""
     return f"lost/{member.group}/{member.incarnation}"

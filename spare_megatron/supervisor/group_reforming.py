@@ -130,12 +130,14 @@ class GroupReforming:
                 return PlaceTaken(holding=held, by=assigned)
 
     def _broken(self, store: ControlStore) -> list[Member]:
-        """The groups whose present incarnation is fenced, but for those that are left out."""
+        """The groups whose present incarnation is fenced or has left the run, but for those that are left out."""
         left_out = self._left_out()
         groups = [GroupId(group) for group in range(self._layout.num_groups) if group not in left_out]
         present = present_members(store, groups)
         fenced = store.get([keys.part_fenced(member) for member in present])
-        return [member for member, text in zip(present, fenced, strict=True) if text is not None]
+        # A node that has not published that is alive, or its silence has had the member fenced.
+        left = store.get([keys.has_left(member, self._layout.nodes_of(member.group)[0]) for member in present])
+        return [member for member, *texts in zip(present, fenced, left, strict=True) if texts != [None, None]]
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
         """The places of these groups that no machine holds, or one that has ended or is silent."""

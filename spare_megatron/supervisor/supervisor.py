@@ -7,10 +7,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
+from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.process.network import NodeNetwork
-from spare_megatron.process.processes import close_or_report, report_held
+from spare_megatron.process.processes import close_or_report, report_held, say
 from spare_megatron.process.reports import (
     EndEarly,
     EvaluationDecided,
@@ -21,6 +22,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    LeftNodeGone,
     MachineMoved,
     NodeEnded,
     RankKey,
@@ -51,6 +53,7 @@ from spare_megatron.supervisor.span_files import Timeline
 from spare_megatron.supervisor.store_link import (
     FenceWanted,
     FenceWritten,
+    HasLeft,
     LinkEvent,
     LinkLost,
     LogStopped,
@@ -147,6 +150,9 @@ class Supervisor:
         """
         try:
             if self._taken is not None:
+                with contextlib.suppress(OSError):
+                    self._requests.poll()  # groups that have left stay away
+                self._handle_requests()
                 self._take_over(self._taken)
             else:
                 self._ranks.start_all()
@@ -207,10 +213,7 @@ class Supervisor:
                     del ranks.pipes[pipe]
             for _ in set(self._driver.pipes).intersection(ready):
                 self._handle_order()
-            if self._requests.inbox in ready:
-                asked = self._requests.receive()
-                self._ranks.ask_to_leave(asked)
-                self._restarts.on_asked(asked)
+            self._handle_requests()
             self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:
@@ -267,6 +270,12 @@ class Supervisor:
         self._driver.report(report)
         return True
 
+    def _handle_requests(self) -> None:
+        while self._requests.inbox.poll():
+            asked = self._requests.receive()
+            self._ranks.ask_to_leave(asked)
+            self._restarts.on_asked(asked)
+
     def _handle_order(self) -> None:
         match self._driver.next_order():
             case GoOn(wanted=wanted):
@@ -285,6 +294,7 @@ class Supervisor:
             case Consequence.GROUP_LEFT:
                 if self._ranks.have_ended(group):
                     self._receive_all_reports(group)
+                    self._link.publish_left(self._ranks.member(group))
                     self._restarts.on_left(group)
             case Consequence.RUN_RESTARTS:
                 if self._ranks.have_ended(group):
@@ -379,8 +389,17 @@ class Supervisor:
             match event:
                 case FenceWritten(wanted=wanted, member=member, entry_index=index):
                     self._on_fence_written(wanted, member, index)
-                case NodeSilent(node=node, cause=cause, members=members):
+                case NodeSilent(node=node, cause=cause, members=members, left=left):
                     self._lose_members(members, f"node {node}: {cause}")
+                    if left:
+                        groups = groups_named([member.group for member in left])
+                        say(f"node {node}: {cause}; {groups} had left the run, which loses nothing")
+                        self._driver.report(LeftNodeGone(node=node, members=left))
+                case HasLeft(member=member):
+                    self._num_fences_wanted -= 1
+                    self._ranks.adopt(member)
+                    self._lost.add(member.group)
+                    self._restarts.on_left(member.group)
                 case PartFenced(member=member, rank=rank, cause=cause):
                     if member == self._ranks.member(member.group):
                         self._lose_part(member.group, rank, cause)

@@ -24,6 +24,7 @@ from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_link import (
     FenceWanted,
     FenceWritten,
+    HasLeft,
     NodeReplaced,
     NodeSilent,
     PlaceChanged,
@@ -121,6 +122,23 @@ class World:
         if self.suspended:
             self.suspended.discard(self.random.choice(sorted(self.suspended)))
 
+    def drain_group(self, group: int | None = None) -> None:
+        """It leaves with a commit, and its ranks end."""
+        whole = sorted(self.whole())
+        if len(whole) > 1:
+            group = self.random.choice(whole) if group is None else group
+            self.left_out |= {GroupId(group)}
+            for one in self.machines.values():
+                one.on_asked()
+                if one.group == group:
+                    one.leave()
+
+    def ask_for_groups(self) -> None:
+        """All of them are to take part."""
+        self.left_out = frozenset()
+        for one in self.machines.values():
+            one.on_asked()
+
     def lose_rank(self) -> None:
         running = [one for one in self.active if one.runs]
         if running:
@@ -171,6 +189,7 @@ class Supervisor:
             wait_for_parts=lambda group: self.link.wait_for_parts(Member(group, self.incarnation + 1)),
             start=self.start,
         )
+        self.on_asked()
         if taken is not None:
             self.want_fence(self.group, None)
 
@@ -217,6 +236,9 @@ class Supervisor:
                     self.incarnation, self.is_foreign = member.incarnation, False
                 if member == self.member and self.is_lost:
                     assert self.restarts.on_fenced(self.group)
+            case HasLeft(member=member):
+                self.incarnation, self.is_foreign = member.incarnation, False
+                self.restarts.on_left(member.group)
             case PartsReady():
                 self.restarts.start(self.group)
             case Assigned():
@@ -234,6 +256,14 @@ class Supervisor:
 
     def want_fence(self, group: GroupId, member: Member | None) -> None:
         self.link.fence(FenceWanted(group=group, member=member, rank=-1, cause="lost", error="", from_index=0))
+
+    def on_asked(self) -> None:
+        self.restarts.on_asked(self.world.left_out)
+
+    def leave(self) -> None:
+        self.runs = False
+        self.link.publish_left(self.member)
+        self.restarts.on_left(self.group)
 
     def lose(self) -> None:
         self.runs, self.is_lost = False, True
@@ -296,6 +326,29 @@ def test_a_group_that_is_asked_to_leave_is_not_made_whole_and_gives_no_machine(c
     world.tick(24)
     assert world.whole() == {1, 3}
     assert [record.holdings for record in world.records[:1]] == [[[4, 3, 1]]]
+
+
+def test_machines_of_groups_that_have_left_go_without_a_fence_and_the_groups_are_re_formed_if_asked_for(
+    clock: Clock,
+) -> None:
+    world = World(clock, 0, config_of(4, 2))
+    world.tick(8)
+    world.drain_group(0)
+    world.tick(8)
+    world.lose_machine(0)
+    world.tick(24)
+    world.replace_machine(0)
+    world.tick(8)
+    assert not world.store.exists(keys.entry(0)), "a fence costs the others a reduction"
+    assert world.whole() == {1, 2, 3}
+    world.lose_machine(8)
+    world.lose_machine(3)
+    world.tick(24)
+    assert world.whole() == {2, 3}
+    world.ask_for_groups()
+    settle(world)
+    assert world.whole() == {0, 2, 3}
+    assert found_in(world) == []
 
 
 def test_a_replacement_is_waited_for_as_long_as_it_may_take(clock: Clock) -> None:
@@ -371,12 +424,13 @@ def test_whatever_is_lost_when_as_many_groups_are_whole_as_there_are_machines_fo
         world = World(clock, seed, config_of(num_groups, size))
         happens = [
             world.lose_rank, world.lose_machine, world.lose_machine, world.replace_machine, world.suspend_machine,
-            world.resume_machine, world.resume_machine,
+            world.resume_machine, world.resume_machine, world.drain_group, world.ask_for_groups,
         ]  # fmt: skip
         for _ in range(150):
             if world.random.random() < 0.12:
                 world.random.choice(happens)()
             world.tick()
+        world.ask_for_groups()
         while world.suspended:
             world.resume_machine()
         settle(world)

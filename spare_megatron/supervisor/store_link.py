@@ -128,6 +128,11 @@ class _Ready:
     member: Member
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """This machine's place may be given to another."""
+
+
 class StoreLink:
     """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`. `connect` opens the store, in
     the thread. `incarnation` is that of this supervisor. `machine` holds the place `node`; the same number if absent.
@@ -154,7 +159,9 @@ class StoreLink:
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | _GivenUp | ControllerSetup | None] = (
+            queue.SimpleQueue()
+        )
         self._follower: LogFollower | None = None
         self._stop: Stop | AwaitHosts | None = None  # as last reported
         self._parts = GroupRendezvous(layout, node, incarnation, interval_s, outbox.send)
@@ -180,6 +187,10 @@ class StoreLink:
     def publish_incarnation(self, member: Member) -> None:
         """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
         self._wanted.put(member)
+
+    def give_place_up(self) -> None:
+        """Publishes that this machine's place may be given to another, as it loses its group again and again."""
+        self._wanted.put(_GivenUp())
 
     def wait_for_parts(self, member: Member) -> None:
         """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
@@ -252,6 +263,9 @@ class StoreLink:
             return True
         if isinstance(wanted, _Ready):
             self._parts.publish_ready(store, wanted.member)
+            return True
+        if isinstance(wanted, _GivenUp):
+            store.put(keys.given_up(self._holding.machine), "yes")
             return True
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)

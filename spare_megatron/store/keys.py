@@ -107,6 +107,11 @@ def last_beat(node: int) -> str:
     return f"silent/{node}"
 
 
+def given_up(machine: int) -> str:
+    """Says that the machine gets no place. Written by its supervisor; read by those who re-form groups."""
+    return f"given_up/{machine}"
+
+
 def part_ready(member: Member, node: int) -> str:
     """Says that the node can start its ranks of this incarnation. Written and read by the group's supervisors."""
     return f"part/{member.group}/{member.incarnation}/{node}"

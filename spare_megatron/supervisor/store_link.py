@@ -152,6 +152,11 @@ class _Left:
     member: Member
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """This machine's place may be given to another."""
+
+
 class StoreLink:
     """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`. `connect` opens the store, in
     the thread. `incarnation` is that of this supervisor. `machine` holds the place `node`; the same number if absent.
@@ -178,7 +183,7 @@ class StoreLink:
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | _Left | ControllerSetup | None] = (
+        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | _Left | _GivenUp | ControllerSetup | None] = (
             queue.SimpleQueue()
         )
         self._follower: LogFollower | None = None
@@ -206,6 +211,10 @@ class StoreLink:
     def publish_incarnation(self, member: Member) -> None:
         """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
         self._wanted.put(member)
+
+    def give_place_up(self) -> None:
+        """Publishes that this machine's place may be given to another, as it loses its group again and again."""
+        self._wanted.put(_GivenUp())
 
     def wait_for_parts(self, member: Member) -> None:
         """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
@@ -285,6 +294,9 @@ class StoreLink:
             return True
         if isinstance(wanted, _Left):
             store.put(keys.has_left(wanted.member, self._node), "yes")
+            return True
+        if isinstance(wanted, _GivenUp):
+            store.put(keys.given_up(self._holding.machine), "yes")
             return True
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)

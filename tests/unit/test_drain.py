@@ -15,6 +15,7 @@ from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit
 from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.journal.files import Journal
@@ -188,9 +189,8 @@ def test_a_rank_that_has_left_costs_nothing() -> None:
 def restarts_of(timers: Timers, started: list[GroupId], most_restarts: int = 0) -> GroupRestarts:
     """Those of a node that holds group 1."""
     return GroupRestarts(
-        most_restarts=most_restarts,
+        budget=RestartBudget(most_restarts, interval_s=0.0),
         restarts_all=True,
-        interval_s=0.0,
         whole_groups=frozenset({ONE}),
         timers=timers,
         wait_for_parts=lambda group: None,

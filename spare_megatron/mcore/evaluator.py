@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spare_megatron.config.evaluation import sequences_per_set
+from spare_megatron.config.evaluation import units_per_set
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.evaluation import FRACTION_BITS, SetSum, added
 from spare_megatron.core.failure_detector import Operation
@@ -37,7 +37,7 @@ class EvaluationData:
         self._num_shards = config.layout.num_groups
         self._size = config.train.micro_batch_size
         self._row_size = config.row_size
-        self._per_set = sequences_per_set(config) // (self._num_shards * self._row_size * self._size)
+        self._per_set = units_per_set(config)
         self.units_per_shard = len(self._names) * self._per_set
 
     def set_of(self, unit: Microbatch) -> str:

@@ -66,6 +66,7 @@ class UpdateResult:
     """Outcome of an update, with the step's mean loss per token that counts and gradient norm before clipping."""
 
     num_microbatches: int
+    """Units of work counted, which with experts are rows."""
     loss: float
     grad_norm: float
     learning_rate: float
@@ -219,7 +220,7 @@ class GroupTrainer:
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
-            num_microbatches=min(counted),
+            num_microbatches=min(counted) // self._config.row_size,
             loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,

@@ -219,6 +219,8 @@ class UpdateRecord:
     """For each rank, seconds of the forward and backward passes of the group's contribution; empty if unknown."""
     terms: dict[str, float] = field(default_factory=dict)
     """Means of the further terms of a program's loss."""
+    bytes_over_groups: int = 0
+    """Bytes that the group's first rank gave to sums over groups since the previous commit; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

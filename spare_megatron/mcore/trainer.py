@@ -50,7 +50,7 @@ from spare_megatron.mcore.state import (
     rest_of_state,
     save_state,
 )
-from spare_megatron.mcore.tied_parameters import sum_inside_group
+from spare_megatron.mcore.tied_parameters import shared_by_stages, sum_inside_group
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
@@ -107,8 +107,9 @@ class GroupTrainer:
         if config.checkpoint.load_weights:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
-        self.gradients = make_gradient_sums(config, self.chunks, device, len(self._program.loss_terms))
-        self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
+        self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
+        self._has_lanes = groups.lanes.size() > 1
+        self._ready = ReadyBuckets(self.chunks, self.gradients.ranges)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
             partitions = StatePartitions(self.chunks, config.layout.num_groups)
@@ -149,34 +150,62 @@ class GroupTrainer:
         self._optimizer.zero_grad()
 
     def compute(self, work: Sequence[Microbatch], on_ready: OnReady | None = None) -> list[Microbatch]:
-        """Adds the gradients and losses of some microbatches to the local sums of the buckets that are not kept.
+        """Adds the gradients and losses of some microbatches to the group's sums of the buckets that are not kept.
 
-        `on_ready` gets the number of leading buckets with complete local sums. Returns the microbatches counted, in
-        order; raises RuntimeError if they differ from `work`. Collective over: all ranks of the group, with the same
-        work in order.
+        This rank computes the share of its lane. `on_ready` gets the number of leading buckets with complete sums.
+        Returns `work`; raises RuntimeError if other microbatches were computed. Collective over: all ranks of the
+        group, with the same work in order.
         """
+        if not work:
+            return []
+        share = self._share(work)
         self._seen.clear()
         is_counted = False
 
-        def count() -> None:
+        def sum_ready(num_ready: int, *, in_backward: bool) -> None:
             nonlocal is_counted
-            if is_counted:
-                return
-            if sorted(self._seen) != sorted(work):
-                raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(work)} was asked for")
-            self.gradients.add_count(len(self._seen))
-            is_counted = True
+            if not is_counted:
+                self._count(share, in_backward=in_backward)  # no bucket may be sent before
+                is_counted = True
+            if self._has_lanes:
+                for bucket in self._summed_over_lanes(num_ready, in_backward=in_backward):
+                    if on_ready is not None:
+                        on_ready(bucket + 1)  # before the next sum over lanes: the same order on all lanes
 
         def report(num_ready: int) -> None:
-            count()  # no bucket may be sent before its microbatches are counted
+            sum_ready(num_ready, in_backward=True)
             assert on_ready is not None
             on_ready(num_ready)
 
         reported = None if on_ready is None else report
-        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(work), reported):
-            self._pipeline.run(work, self._forward)
-        count()
-        return list(self._seen)
+        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(share), reported):
+            self._pipeline.run(share, self._forward)
+        sum_ready(len(self.gradients.buckets), in_backward=False)
+        return list(work)
+
+    def _share(self, work: Sequence[Microbatch]) -> list[Microbatch]:
+        """What this rank's lane computes of the group's work."""
+        lanes = self.process_groups.lanes
+        return list(work[lanes.rank() :: lanes.size()])
+
+    def _count(self, share: Sequence[Microbatch], *, in_backward: bool) -> None:
+        """Counts the microbatches of all lanes, once this one has computed its share."""
+        if sorted(self._seen) != sorted(share):
+            raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(share)} was asked for")
+        self.gradients.add_count(len(self._seen))
+        if self._has_lanes:
+            with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
+                self.gradients.sum_counts()
+
+    def _summed_over_lanes(self, num_ready: int, *, in_backward: bool) -> Iterator[int]:
+        """As `GradientSums.sum_over_lanes`."""
+        sums = self.gradients.sum_over_lanes(num_ready)
+        while True:
+            with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
+                bucket = next(sums, None)
+            if bucket is None:
+                return
+            yield bucket
 
     @property
     def evaluator(self) -> Evaluator:
@@ -211,6 +240,7 @@ class GroupTrainer:
                     f"the step has {num_microbatches}"
                 )
         self.gradients.finish(1.0 / loss.divisor)
+        self.gradients.make_whole(shared_by_stages(self.chunks, self.process_groups))
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)

@@ -134,6 +134,7 @@ def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Total
         trainer.compute(work)
     totals = reduce_alone(trainer)
     trainer.gradients.finish()
+    trainer.gradients.make_whole({named.parameter for named in trainer.parameters_named()})
     finalize_model_grads([chunk.module for chunk in trainer.chunks], None, pg_collection=trainer.process_groups)
     return totals, {
         named.name: (named.parameter.detach().float().numpy(), named.main_grad.numpy(), named.partition_dim)
@@ -236,12 +237,13 @@ def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[in
 def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
     """Puts a sum over groups of what `staged` gives."""
     sums = trainer.gradients
-    for bucket, elements in enumerate(sums.buckets):
-        extras = total[sums.buckets[-1].stop :].clone()
+    *gradients, of_all = total.split([*map(len, sums.buckets), len(total) - sum(map(len, sums.buckets))])
+    for bucket, of_bucket in enumerate(gradients):
+        extras = of_all.clone()
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
             extras[:-3] = 0
-        staging = torch.cat([total[elements.start : elements.stop], extras])
+        staging = torch.cat([of_bucket, extras])
         sums.on_summed(bucket, staging)
         sums.put(bucket, staging)
     return sums.totals()

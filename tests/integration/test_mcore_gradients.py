@@ -63,6 +63,9 @@ LAYOUTS = {
     "four stages": {"pipeline_parallel": 4},
     "two by two": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "two lanes": {"data_parallel": 2},
+    "two stages of two lanes": {"data_parallel": 2, "pipeline_parallel": 2},
+    "two lanes of two": {"data_parallel": 2, "tensor_parallel": 2},
 }
 
 
@@ -77,7 +80,7 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     for totals, _ in ranks:
         assert set(totals.num_microbatches) == {len(WORK)}
     last_stage_losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
-    assert len(last_stage_losses) == config.layout.tensor_parallel
+    assert len(last_stage_losses) == config.parallel.ranks_per_stage
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
 
 
@@ -299,7 +302,7 @@ def test_a_sum_that_misses_a_microbatch_is_not_applied(make_config: MakeConfig) 
 
 def test_a_world_of_another_size_than_the_layout_is_refused(make_config: MakeConfig) -> None:
     message = run_group(group.refusal_of_a_larger_layout, make_config())[0]
-    assert "the world has 1 ranks, but tensor x context x pipeline parallel size is 2" in message
+    assert "the world has 1 ranks, but tensor x context x data x pipeline parallel size is 2" in message
 
 
 def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfig) -> None:
@@ -348,12 +351,15 @@ def whole_model(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) 
     values: group.Arrays = {}
     gradients: group.Arrays = {}
     width = config.layout.tensor_parallel
-    for stage in range(config.layout.pipeline_parallel):
-        parts = [parameters for _, parameters in ranks[stage * width : (stage + 1) * width]]
+    for rank in range(0, len(ranks), width):
+        parts = [parameters for _, parameters in ranks[rank : rank + width]]
         for name, (value, gradient, partition_dim) in parts[0].items():
             if partition_dim is not None:
                 value = np.concatenate([part[name][0] for part in parts], axis=partition_dim)
                 gradient = np.concatenate([part[name][1] for part in parts], axis=partition_dim)
+            if config.parallel.lane_of(rank):
+                np.testing.assert_array_equal(value, values[name])
+                np.testing.assert_array_equal(gradient, gradients[name])
             values[name], gradients[name] = value, gradient
     if config.model.tie_embeddings and config.layout.pipeline_parallel > 1:
         for arrays in (values, gradients):

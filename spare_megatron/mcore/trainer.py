@@ -34,7 +34,7 @@ from spare_megatron.mcore.parameters import (
     parameters_sha256,
 )
 from spare_megatron.mcore.partitions import StatePartitions
-from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.program import Program, StepContext, Terms, program_of
@@ -54,7 +54,7 @@ from spare_megatron.mcore.tied_parameters import shared_by_stages, sum_inside_gr
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
 
 
 class IncompleteSum(Exception):
@@ -66,6 +66,7 @@ class UpdateResult:
     """Outcome of an update, with the step's mean loss per token that counts and gradient norm before clipping."""
 
     num_microbatches: int
+    """Units of work counted, which with experts are rows."""
     loss: float
     grad_norm: float
     learning_rate: float
@@ -124,7 +125,7 @@ class GroupTrainer:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._is_random = dropout > 0.0 or bool(config.program.file)
         self._step = 0
-        self._seen: list[Microbatch] = []
+        self._seen: list[Numbered] = []
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
@@ -153,12 +154,13 @@ class GroupTrainer:
         """Adds the gradients and losses of some microbatches to the group's sums of the buckets that are not kept.
 
         This rank computes the share of its lane. `on_ready` gets the number of leading buckets with complete sums.
-        Returns `work`; raises RuntimeError if other microbatches were computed. Collective over: all ranks of the
+        Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
         group, with the same work in order.
         """
         if not work:
             return []
-        share = self._share(work)
+        share = share_in_lane(work, self.process_groups, self._config, self._config.unit_ramp.at(self._step))
+        items = [Item(microbatch) for microbatch in share]
         self._seen.clear()
         is_counted = False
 
@@ -178,17 +180,12 @@ class GroupTrainer:
             on_ready(num_ready)
 
         reported = None if on_ready is None else report
-        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(share), reported):
-            self._pipeline.run(share, self._forward)
+        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(items), reported):
+            self._pipeline.run(items, self._forward)
         sum_ready(len(self.gradients.buckets), in_backward=False)
         return list(work)
 
-    def _share(self, work: Sequence[Microbatch]) -> list[Microbatch]:
-        """What this rank's lane computes of the group's work."""
-        lanes = self.process_groups.lanes
-        return list(work[lanes.rank() :: lanes.size()])
-
-    def _count(self, share: Sequence[Microbatch], *, in_backward: bool) -> None:
+    def _count(self, share: Sequence[Numbered], *, in_backward: bool) -> None:
         """Counts the microbatches of all lanes, once this one has computed its share."""
         if sorted(self._seen) != sorted(share):
             raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(share)} was asked for")
@@ -247,7 +244,7 @@ class GroupTrainer:
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
-            num_microbatches=min(counted),
+            num_microbatches=min(counted) // self._config.row_size,
             loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -327,16 +324,15 @@ class GroupTrainer:
             self._seen.append(item.microbatch)
         if self._is_random:
             tensor_rank = self.process_groups.tp.rank()
-            rng.seed_microbatch(
-                self._config.train.seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device
-            )
-        batch = self._batch(chunk, item.microbatch)
+            seed, number = self._config.train.seed, item.microbatch.number
+            rng.seed_microbatch(seed, self._step, number, chunk.stage, tensor_rank, self._device)
+        batch = self._batch(chunk, item.microbatch.number)
         context = StepContext(
             config=self._config,
             groups=self.process_groups,
             device=self._device,
             step=self._step,
-            first_sequence=self.corpus.first_sample(self._step, item.microbatch),
+            first_sequence=self.corpus.first_sample(self._step, item.microbatch.number),
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
@@ -356,12 +352,12 @@ class GroupTrainer:
     def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return loss, self._schedule_tokens, {}
 
-    def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
+    def _batch(self, chunk: Chunk, number: int) -> dict[str, Tensor]:
         """What a chunk needs of a microbatch; without a mask, nothing for chunks between the ends of the model."""
         if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
             return {}
         with self._probe.during(Operation.STORAGE):
-            batch = self.corpus.microbatch(self._step, microbatch)
+            batch = self.corpus.microbatch(self._step, number)
         return on_device(batch, self._config, self._device, self.process_groups.cp)
 
     def _show_progress(self) -> None:

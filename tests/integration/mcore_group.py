@@ -53,6 +53,11 @@ def all_work(config: RunConfig, step: int = 0) -> list[Microbatch]:
     return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
 
 
+def numbers_of(config: RunConfig, work: Sequence[Microbatch], step: int = 0) -> list[int]:
+    """The numbers of microbatches in the batch of a step."""
+    return [shard * config.spare.ramp.at(step) + index for shard, index in work]
+
+
 # ------------------------------------------------------------------------------------------ starting the processes
 
 
@@ -270,8 +275,8 @@ def reference_sums(
     model, corpus = _full_model(config, parameters), Corpus(config)
     named = dict(model.named_parameters())
     loss_sum = 0.0
-    for microbatch in work:
-        batch = on_device(corpus.microbatch(step, microbatch), config, CPU, model.pg_collection.cp)
+    for number in numbers_of(config, work, step):
+        batch = on_device(corpus.microbatch(step, number), config, CPU, model.pg_collection.cp)
         mask = batch.get("attention_mask")
         loss = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).sum()
         loss.backward()
@@ -285,7 +290,7 @@ def reference_sums(
 def token_losses(config: RunConfig, parameters: Arrays) -> tuple[Arrays, np.ndarray]:
     """The batch of step 0, and the loss of each of its tokens by the full model."""
     model, corpus = _full_model(config, parameters), Corpus(config)
-    batches = [corpus.microbatch(0, microbatch) for microbatch in all_work(config)]
+    batches = [corpus.microbatch(0, number) for number in numbers_of(config, all_work(config))]
     with torch.no_grad():
         losses = [model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]) for batch in batches]
     whole = {key: torch.stack([batch[key] for batch in batches]).numpy() for key in batches[0]}
@@ -387,7 +392,7 @@ def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray
 def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arrays:
     """Tokens and labels of some microbatches, as this rank reads them."""
     corpus = Corpus(config)
-    batches = [corpus.microbatch(step, microbatch) for microbatch in work]
+    batches = [corpus.microbatch(step, number) for number in numbers_of(config, work, step)]
     return {key: torch.stack([batch[key] for batch in batches]).numpy() for key in ("tokens", "labels")}
 
 

@@ -232,6 +232,18 @@ def test_fixed_point_sums_do_not_depend_on_who_computes_what_when(
         np.testing.assert_array_equal(whole, part + rest)
 
 
+def test_sums_of_a_batch_do_not_depend_on_its_division_into_shards(make_config: MakeConfig) -> None:
+    """Data and dropout of a microbatch follow from its number in the batch, at any number of groups."""
+    config = make_config("reproducible", model={"hidden_dropout": 0.1, "attention_dropout": 0.1})
+    sums = []
+    for num_groups, microbatches in ((2, 3), (3, 2), (6, 1)):
+        spare = replace(config.spare, microbatches_per_shard=microbatches)
+        other = replace(config, layout=replace(config.layout, num_groups=num_groups), spare=spare)
+        sums += run_group(group.packed_sums, other, 1, [group.all_work(other)])[0]
+    np.testing.assert_array_equal(sums[0], sums[1])
+    np.testing.assert_array_equal(sums[0], sums[2])
+
+
 def test_dropout_differs_between_steps(make_config: MakeConfig) -> None:
     config = make_config("reproducible", model={"hidden_dropout": 0.1})
     (first,) = run_group(group.packed_sums, config, 0, [WORK[:1]])[0]

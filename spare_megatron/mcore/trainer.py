@@ -33,7 +33,7 @@ from spare_megatron.mcore.parameters import (
     parameters_digest,
     parameters_sha256,
 )
-from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
@@ -111,7 +111,7 @@ class GroupTrainer:
         self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
-            partitions = StatePartitions(self.chunks, config.layout.num_groups)
+            partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
             self.stacked = StackedOptimizer(config, self.chunks, groups, partitions=partitions, hosted=hosted)
         self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
         self._copies = HostCopies(device)

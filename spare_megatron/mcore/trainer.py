@@ -19,8 +19,10 @@ from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
+from spare_megatron.mcore.fragment_adam import FragmentAdam
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.loss_terms import LossTerms
@@ -211,6 +213,8 @@ class GroupTrainer:
                     f"the step has {num_microbatches}"
                 )
         self.gradients.finish(1.0 / loss.divisor)
+        if isinstance(self._optimizer, DividedOptimizer):
+            self._optimizer.gather_gradients()
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
@@ -266,10 +270,13 @@ class GroupTrainer:
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
     def params_sha256(self) -> str:
-        return parameters_sha256(self.chunks, self._probe.progress)
+        return parameters_sha256(self.chunks, self._probe.progress, self._main_parameters())
 
     def params_digest(self) -> TensorsDigest:
-        return parameters_digest(self.chunks)
+        return parameters_digest(self.chunks, self._main_parameters())
+
+    def _main_parameters(self) -> list[tuple[str, Tensor]]:
+        return self._optimizer.main_parameters() if isinstance(self._optimizer, DividedOptimizer) else []
 
     def rest_of_state(self) -> TensorsDigest:
         """Digest of all other state that is equal in every group."""
@@ -278,13 +285,19 @@ class GroupTrainer:
 
     def moments(self) -> Iterator[Tensor]:
         """The first moments held here; none before the first update."""
-        if isinstance(self._optimizer, StackedOptimizer):
+        if isinstance(self._optimizer, FragmentAdam):
             yield from self._optimizer.first_moments()
             return
         for named in named_parameters(self.chunks):
             state = self._optimizer.state_of(optimized(named.parameter))
             if state:
                 yield state["exp_avg"]
+
+    def kept_values(self) -> Iterator[Tensor]:
+        """Parameters as the optimizer keeps them; where it has parts, those come first."""
+        if isinstance(self._optimizer, FragmentAdam):
+            yield from self._optimizer.kept_values()
+        yield from (optimized(named.parameter).detach() for named in self.parameters_named())
 
     def parameters_named(self) -> Iterator[NamedParameter]:
         return named_parameters(self.chunks)

@@ -9,7 +9,7 @@ its device to judge what it sends. They are never in bf16, which would not count
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.loss_sum import LossSum
-from spare_megatron.mcore.flat_gradients import FlatParameter, Segment, flat_parameters, flat_space, parts_of
+from spare_megatron.mcore.flat_gradients import FlatParameter, FlatSpace, Segment, flat_parameters, flat_space, parts_of
 from spare_megatron.mcore.host_copies import HostCopies
-from spare_megatron.mcore.lane_sums import LaneSums, all_gather, whole_range
+from spare_megatron.mcore.lane_sums import LaneSums
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.process_groups import GroupCollection
-from spare_megatron.mcore.strips import ScatterRange
 
 NUM_EXTRAS = 3
 """Elements at the end of a staged bucket that are not gradients; two more where tokens are counted."""
@@ -53,10 +52,10 @@ class Totals:
 class GradientSums(Protocol):
     """The sums of one step on one rank; each range in `buckets` is reduced as a unit, in backward order.
 
-    They are the rank's own strips of `ranges`, which are summed over the lanes of the group before they are staged.
+    They are the rank's own strips of the ranges of `space`, which are summed over lanes before the strips are staged.
     """
 
-    ranges: tuple[ScatterRange, ...]
+    space: FlatSpace
     buckets: tuple[range, ...]
 
     def reset(self) -> None:
@@ -131,9 +130,6 @@ class GradientSums(Protocol):
     def finish(self, factor: float = 1.0) -> None:
         """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips."""
 
-    def make_whole(self, parameters: Set[torch.nn.Parameter]) -> None:
-        """Fills the rest of `main_grad` of some parameters. Collective over: the lanes."""
-
     def local_sums(self) -> Sequence[Tensor]:
         """Flat views of the local gradient sums of buckets still to be staged."""
 
@@ -180,13 +176,12 @@ class _Staged(ABC):
         scale: float = 1.0,
     ) -> None:
         self._chunks, self._groups = chunks, groups
-        self._space = flat_space(chunks, groups, max(bucket_bytes // dtype.itemsize, 1))
-        self.ranges = self._space.ranges
+        self.space = flat_space(chunks, groups, max(bucket_bytes // dtype.itemsize, 1))
         self._all_count = all_count
         self._num_extras = _PER_TERM * num_terms + NUM_EXTRAS + 2 * (all_count is None)
         self._term_counts = torch.zeros(num_terms, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self.buckets = tuple(one.own for one in self.ranges)
+        self.buckets = tuple(one.own for one in self.space.ranges)
         self._dtype = dtype
         self._device = device
         self._num_kept = self._num_kept_by_all = 0
@@ -204,7 +199,7 @@ class _Staged(ABC):
 
     @property
     def _kept_end(self) -> int:
-        return self.ranges[self._num_kept_by_all - 1].stop if self._num_kept_by_all else 0
+        return self.space.ranges[self._num_kept_by_all - 1].stop if self._num_kept_by_all else 0
 
     def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
         self._num_kept = num_kept
@@ -230,12 +225,6 @@ class _Staged(ABC):
 
     def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
         return self._lanes.sum_next(num_ready)
-
-    def make_whole(self, parameters: Set[torch.nn.Parameter]) -> None:
-        places = [(flat.start, flat.stop) for flat in flat_parameters(self._chunks) if flat.parameter in parameters]
-        for of, lanes in zip(self.ranges, self._space.lanes, strict=True):
-            if of.num_lanes > 1 and any(start < of.stop and of.start < stop for start, stop in places):
-                all_gather(whole_range(self._space.segments, of), of, lanes)
 
     def new_staging(self) -> Tensor:
         return torch.empty(
@@ -291,7 +280,7 @@ class _Staged(ABC):
     def _sum_lanes(self, local: Sequence[Segment], counted: Sequence[Tensor]) -> None:
         """Has a subclass's local sums and what it counts summed over lanes."""
         self._counted = [*counted, self._tokens, self._term_sums, self._term_counts]
-        self._lanes = LaneSums(self._space, self._groups.lanes, local, self._counted)
+        self._lanes = LaneSums(self.space, self._groups.lanes, local, self._counted)
 
     def _reset_counts(self) -> None:
         for sums in self._counted:
@@ -338,11 +327,11 @@ class FloatSums(_Staged):
     ) -> None:
         super().__init__(chunks, groups, bucket_bytes, staged_dtype, device, all_count, num_terms)
         self._parameters = list(flat_parameters(chunks))
-        self._pieces = [_pieces(self._space.segments, bucket) for bucket in self.buckets]
+        self._pieces = [_pieces(self.space.segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._term_sums = torch.zeros(num_terms, dtype=torch.float64, device=device)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
-        self._sum_lanes(self._space.segments, [self._count, self._loss])
+        self._sum_lanes(self.space.segments, [self._count, self._loss])
 
     def reset(self) -> None:
         for chunk in self._chunks:
@@ -397,7 +386,7 @@ class FloatSums(_Staged):
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
     def finish(self, factor: float = 1.0) -> None:
-        for segment in self._space.own_segments:
+        for segment in self.space.own_segments:
             segment.gradients.mul_(factor)
 
     def local_sums(self) -> Sequence[Tensor]:
@@ -449,7 +438,7 @@ class FixedPointSums(_Staged):
     ) -> None:
         super().__init__(chunks, groups, bucket_bytes, torch.int64, device, all_count, num_terms, fixed.scale)
         self._fixed = fixed
-        num_elements = self.ranges[-1].stop
+        num_elements = self.space.ranges[-1].stop
         self._sums = torch.zeros(num_elements, dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
         self._term_sums = torch.zeros(num_terms, dtype=torch.int64, device=device)
@@ -514,7 +503,7 @@ class FixedPointSums(_Staged):
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
     def finish(self, factor: float = 1.0) -> None:
-        for segment in self._space.own_segments:
+        for segment in self.space.own_segments:
             segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:

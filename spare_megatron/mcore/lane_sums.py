@@ -105,14 +105,6 @@ def reduce_scatter(whole: Tensor, of: ScatterRange, lanes: dist.ProcessGroup) ->
         whole[of.own.start - of.start : of.own.stop - of.start].copy_(_own(padded, of)[: len(of.own)])
 
 
-def all_gather(whole: Tensor, of: ScatterRange, lanes: dist.ProcessGroup) -> None:
-    """Fills a range with the own strip of each lane, in place."""
-    padded = _padded(whole, of)
-    _gather(padded, _own(padded, of), group=lanes)
-    if padded is not whole:
-        whole.copy_(padded[: len(of)])
-
-
 def _padded(whole: Tensor, of: ScatterRange) -> Tensor:
     """The range with strips of equal length, copied if they are not."""
     num_missing = of.strip_length * of.num_lanes - len(of)
@@ -123,6 +115,4 @@ def _own(padded: Tensor, of: ScatterRange) -> Tensor:
     return padded[of.lane * of.strip_length : (of.lane + 1) * of.strip_length]
 
 
-# torch 2.13 renamed both.
-_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed by torch 2.13

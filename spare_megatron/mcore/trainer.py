@@ -19,8 +19,10 @@ from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
+from spare_megatron.mcore.fragment_adam import FragmentAdam
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.loss_terms import LossTerms
@@ -33,7 +35,7 @@ from spare_megatron.mcore.parameters import (
     parameters_digest,
     parameters_sha256,
 )
-from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
@@ -50,7 +52,7 @@ from spare_megatron.mcore.state import (
     rest_of_state,
     save_state,
 )
-from spare_megatron.mcore.tied_parameters import shared_by_stages, sum_inside_group
+from spare_megatron.mcore.tied_parameters import sum_inside_group
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
@@ -110,12 +112,12 @@ class GroupTrainer:
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
         self._has_lanes = groups.lanes.size() > 1
-        self._ready = ReadyBuckets(self.chunks, self.gradients.ranges)
+        self._ready = ReadyBuckets(self.chunks, self.gradients.space.ranges)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
-            partitions = StatePartitions(self.chunks, config.layout.num_groups)
+            partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
             self.stacked = StackedOptimizer(config, self.chunks, groups, partitions=partitions, hosted=hosted)
-        self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
+        self._optimizer = self.stacked or self._own_optimizer()
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config, self._program.datasets_provider(config))
@@ -129,6 +131,13 @@ class GroupTrainer:
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
+
+    def _own_optimizer(self) -> Optimizer | DividedOptimizer:
+        """One that does not depend on what other groups have."""
+        if self._has_lanes:
+            space = self.gradients.space
+            return DividedOptimizer(self._config, self.chunks, self.process_groups, space.ranges, space.lanes)
+        return Optimizer(self._config, self.chunks, self.process_groups)
 
     def _make_evaluator(self) -> Evaluator:
         return Evaluator(
@@ -237,7 +246,8 @@ class GroupTrainer:
                     f"the step has {num_microbatches}"
                 )
         self.gradients.finish(1.0 / loss.divisor)
-        self.gradients.make_whole(shared_by_stages(self.chunks, self.process_groups))
+        if isinstance(self._optimizer, DividedOptimizer):
+            self._optimizer.gather_gradients()
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
@@ -293,10 +303,13 @@ class GroupTrainer:
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
     def params_sha256(self) -> str:
-        return parameters_sha256(self.chunks, self._probe.progress)
+        return parameters_sha256(self.chunks, self._probe.progress, self._main_parameters())
 
     def params_digest(self) -> TensorsDigest:
-        return parameters_digest(self.chunks)
+        return parameters_digest(self.chunks, self._main_parameters())
+
+    def _main_parameters(self) -> list[tuple[str, Tensor]]:
+        return self._optimizer.main_parameters() if isinstance(self._optimizer, DividedOptimizer) else []
 
     def rest_of_state(self) -> TensorsDigest:
         """Digest of all other state that is equal in every group."""
@@ -305,13 +318,19 @@ class GroupTrainer:
 
     def moments(self) -> Iterator[Tensor]:
         """The first moments held here; none before the first update."""
-        if isinstance(self._optimizer, StackedOptimizer):
+        if isinstance(self._optimizer, FragmentAdam):
             yield from self._optimizer.first_moments()
             return
         for named in named_parameters(self.chunks):
             state = self._optimizer.state_of(optimized(named.parameter))
             if state:
                 yield state["exp_avg"]
+
+    def kept_values(self) -> Iterator[Tensor]:
+        """Parameters as the optimizer keeps them; where it has parts, those come first."""
+        if isinstance(self._optimizer, FragmentAdam):
+            yield from self._optimizer.kept_values()
+        yield from (optimized(named.parameter).detach() for named in self.parameters_named())
 
     def parameters_named(self) -> Iterator[NamedParameter]:
         return named_parameters(self.chunks)

@@ -65,7 +65,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []
-    is_sharded = config.optimizer.sharding == "stacked" or device.type == "cuda"
+    is_sharded = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1 or device.type == "cuda"
     for _ in train_steps(config, device, is_sharded=is_sharded):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -135,8 +135,9 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
 
 def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, report: Callable[[str], None]) -> Throughput:
     """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first. On GPUs plain Megatron uses
-    its DistributedOptimizer and overlaps all its transfers; on CPUs only if our optimizer is stacked, and ours overlap.
-    `report` receives lines of progress. Raises RuntimeError if a run does not end as it should.
+    its DistributedOptimizer and overlaps all its transfers; on CPUs the former only if our optimizer state is divided,
+    over groups or lanes, and the latter only if ours overlap. `report` receives lines of progress. Raises RuntimeError
+    if a run does not end as it should.
     """
     config = on_device(config, look_at_machine(config))
     ways: dict[str, Callable[[RunConfig], Run]] = {PLAIN: _plain, OURS: _ours} if has_plain else {OURS: _ours}

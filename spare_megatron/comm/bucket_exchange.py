@@ -6,7 +6,7 @@ which a group brings unsound gradients arrives with their number: it ends the at
 During backward passes the ranks of a group post at the same points (docs/protocol.md, Order of posts).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,7 +25,8 @@ from spare_megatron.mcore.trainer import GroupTrainer
 class BucketExchange:
     """The buckets of the rank at index `position` of its group, attempt by attempt.
 
-    `is_alone`: the group has no other rank. A bucket's gradient norm is an outlier above `outlier_factor` times its
+    `lanes`: the positions that hold the same part of the model, its own included. `is_alone`: the group has no other
+    rank. A bucket's gradient norm is an outlier above `outlier_factor` times its
     usual one; 0 disables the check.
     """
 
@@ -33,6 +34,7 @@ class BucketExchange:
         self,
         *,
         position: int,
+        lanes: Sequence[int],
         is_alone: bool,
         trainer: GroupTrainer,
         communicator: CrossGroupCommunicator,
@@ -41,7 +43,7 @@ class BucketExchange:
         outlier_factor: float,
         probe: Probe,
     ) -> None:
-        self._position = position
+        self._position, self._lanes = position, tuple(lanes)
         self._is_alone = is_alone
         self._trainer = trainer
         self._sums = trainer.gradients
@@ -89,12 +91,13 @@ class BucketExchange:
     def start_attempt(self, action: AttemptReduce) -> None:
         """Kept sums replace local sums, the rest is dropped. Raises `RuntimeError` if this rank lacks what is kept."""
         num_kept = action.kept[self._position] if action.kept else 0
+        num_kept_by_all = min(action.kept[lane] for lane in self._lanes) if action.kept else 0
         if num_kept > self._window.num_complete:
             raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
         self._write(num_kept)
         # Dropped, not released: abandoned transfers may still write into these buffers.
         self._staged.clear()
-        self._sums.mark_kept(num_kept)
+        self._sums.mark_kept(num_kept, num_kept_by_all)
         self._window = BucketWindow(self._num_buckets, num_kept)
         self._first, self._middle = num_kept, (num_kept + self._num_buckets) // 2
         self._finding, self._is_unsound, self._may_go_on = GradientFinding.SOUND, False, True

@@ -86,6 +86,8 @@ class CrossGroupCommunicator:
         self._build: _Build | None = None
         self._members: tuple[GroupId, ...] = (group,)
         self._num_shares = 0  # posted to this communicator
+        self.num_posted_bytes = 0
+        """Of all tensors given to communicators for sums or gathers so far; none while this group is alone."""
         self._in_flight: deque[Transfer] = deque()
         self._linked: set[tuple[GroupId, GroupId]] = set()  # pairs that can send, of which this group is one
         self._aborted: list[SharedBackend] = []  # until their devices are found sound
@@ -203,6 +205,7 @@ class CrossGroupCommunicator:
             return True
         if connection is None:
             return False  # an earlier sum has broken it
+        self.num_posted_bytes += sum(tensor.nbytes for tensor in tensors)
         try:
             self._begin(transfer, connection, start)
         except RuntimeError as error:

@@ -1,11 +1,11 @@
-"""What an evaluation reads by the configuration: its validation sets, and their division into microbatches."""
+"""What an evaluation reads by the configuration: its validation sets, and their division into units of work."""
 
 from collections.abc import Iterator
 
 from spare_megatron.config.corpus import validation_names
 from spare_megatron.config.program import judge_program
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import global_batch
+from spare_megatron.config.terms import global_batch, sequences_per_microbatch
 
 
 def sequences_per_set(config: RunConfig) -> int:
@@ -13,12 +13,21 @@ def sequences_per_set(config: RunConfig) -> int:
     return config.eval.sequences or global_batch(config)
 
 
-def microbatches_per_shard(config: RunConfig) -> int:
-    """Microbatches of a shard in an evaluation, those of all sets together; 0 if the run has none."""
+def units_per_shard(config: RunConfig) -> int:
+    """Units of work of a shard in an evaluation, those of all sets together; 0 if the run has none."""
     if not config.eval.every_steps:
         return 0
-    per_index = config.layout.num_groups * config.train.micro_batch_size
-    return len(validation_names(config.data)) * (sequences_per_set(config) // per_index)
+    return len(validation_names(config.data)) * units_per_set(config)
+
+
+def units_per_set(config: RunConfig) -> int:
+    """Units of work of a shard in the evaluation of one set."""
+    return sequences_per_set(config) // _sequences_per_unit(config)
+
+
+def _sequences_per_unit(config: RunConfig) -> int:
+    """Sequences in one unit of work of every shard."""
+    return sequences_per_microbatch(config) * config.row_size
 
 
 def evaluation_problems(config: RunConfig) -> Iterator[str]:
@@ -31,10 +40,10 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
             f"eval.every_steps={settings.every_steps} evaluates on the validation sets of [data], and "
             f"program.file={config.program.file} defines datasets_provider, which has none; set it to 0"
         )
-    per_index = config.layout.num_groups * config.train.micro_batch_size
+    per_index, rows = _sequences_per_unit(config), "" if config.row_size == 1 else "layout.data_parallel x "
     if settings.sequences is not None and settings.sequences % per_index:
         yield (
-            f"eval.sequences={settings.sequences} is no multiple of layout.num_groups x train.micro_batch_size="
+            f"eval.sequences={settings.sequences} is no multiple of layout.num_groups x {rows}train.micro_batch_size="
             f"{per_index}; set it to {-(-settings.sequences // per_index) * per_index}"
         )
     try:

@@ -39,11 +39,13 @@ def rank_memory(config: RunConfig) -> RankMemory:
     number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     optimizer = config.optimizer
-    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
+    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1 / layout.data_parallel
     return RankMemory(
         weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,
-        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
+        reduction_bytes=min(
+            -(-parameters // layout.data_parallel) * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)
+        ),
         optimizer_bytes=round(parameters * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
     )
@@ -76,7 +78,8 @@ def _activations_bytes(config: RunConfig) -> int:
     stages = layout.pipeline_parallel
     layers = model.num_layers / stages
     num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
-    in_flight = float(min(stages, num_shards * config.spare.microbatches_per_shard))
+    most_of_lane = -(-num_shards * config.spare.microbatches_per_shard // layout.data_parallel)
+    in_flight = float(min(stages, most_of_lane))
     if layout.virtual_pipeline > 1:
         in_flight = stages + (stages - 1) / layout.virtual_pipeline  # microbatches padded to a multiple of stages
     logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.evaluation import microbatches_per_shard
+from spare_megatron.config.evaluation import units_per_shard
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
@@ -13,7 +13,7 @@ from spare_megatron.config.terms import ORDER, masks_of
 
 def terms_of_run(config: RunConfig) -> dict[str, Any]:
     """The terms that a resolved configuration fixes; equal in the driver and in every rank."""
-    layout, spare = config.layout, config.spare
+    layout, spare, ramp = config.layout, config.spare, config.unit_ramp
     tokens = run_sizes(config).tokens_per_step
     return {
         "name": config.name,
@@ -21,10 +21,12 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "max_groups": layout.max_groups or 0,
         "ranks_per_group": config.parallel.ranks_per_group,
         "ranks_per_stage": config.parallel.ranks_per_stage,
-        "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline,
+        "row_size": config.row_size,
+        # While the pipeline fills, each lane could have computed as much as later.
+        "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline * config.units_at_once,
         "redundancy": spare.redundancy,
-        "microbatches_per_shard": spare.microbatches_per_shard,
-        "ramp": [spare.ramp.start, spare.ramp.increment, spare.ramp.steps] if spare.ramp.steps else [],
+        "microbatches_per_shard": ramp.largest,
+        "ramp": [ramp.start, ramp.increment, ramp.steps] if ramp.steps else [],
         "placement": spare.placement,
         "groups_per_domain": spare.groups_per_domain,
         "granularity": spare.granularity,
@@ -46,7 +48,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "offset": config.data.offset,
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
         "eval_every_steps": config.eval.every_steps,
-        "eval_microbatches_per_shard": microbatches_per_shard(config),
+        "eval_microbatches_per_shard": units_per_shard(config),
     }
 
 

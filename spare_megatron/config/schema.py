@@ -606,6 +606,21 @@ class RunConfig:
         )
 
     @property
+    def row_size(self) -> int:
+        """Microbatches in a unit of work, which are computed together, one per lane; 1 for a dense model."""
+        return 1
+
+    @property
+    def unit_ramp(self) -> BatchRamp:
+        """`spare.ramp` in units of work."""
+        return self.spare.ramp.in_units_of(self.row_size)
+
+    @property
+    def units_at_once(self) -> int:
+        """Units of work that a group computes side by side, each on lanes of its own."""
+        return self.layout.data_parallel // self.row_size
+
+    @property
     def bucket_mib(self) -> float:
         """`reduce.bucket_mib`, or the default of the device; that of CPUs while `cluster.device` is `auto`."""
         if self.reduce.bucket_mib is not None:

@@ -28,6 +28,8 @@ from spare_megatron.config.validate_training import (
     ON_GPUS_ALONE,
     data_problems,
     fields_set,
+    lane_problems,
+    lane_warnings,
     megatron_problems,
     memory_problems,
     metrics_problems,
@@ -98,6 +100,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_documents(config),
         *_schedule(config),
         *optimizer_problems(config),
+        *lane_problems(config),
         *evaluation_problems(config),
         *_timeouts(config),
         *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
@@ -132,6 +135,7 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
     return [
         *_oversubscribed(config, machine),
         *_weak_redundancy(config),
+        *lane_warnings(config),
         *store_warnings(config.control),
         *snapshot_warnings(config),
         *launcher_warnings(config),
@@ -241,7 +245,8 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
     groups = "layout.num_groups" if config.layout.max_groups is None else "layout.max_groups"
-    sizes = f"{groups} x layout.tensor_parallel x layout.context_parallel x layout.pipeline_parallel"
+    of_group = "layout.tensor_parallel x layout.context_parallel x layout.data_parallel x layout.pipeline_parallel"
+    sizes = f"{groups} x {of_group}"
     divisions.append((sizes, config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))
     for key, value, divisor_key, divisor in divisions:
         if divisor > 0 and value % divisor:

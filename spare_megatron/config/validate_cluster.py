@@ -52,7 +52,10 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
 
 
 def launcher_warnings(config: RunConfig) -> Iterator[str]:
-    """Doubtful settings of a Slurm job. Only for a configuration without problems."""
+    """Doubtful settings of several machines. Only for a configuration without problems."""
+    layout = config.parallel
+    if config.cluster.launcher == "hand" and layout.ranks_per_node % layout.tensor_parallel:
+        yield _divided_tensor_ranks(config)
     if config.cluster.launcher != "srun":
         return
     if config.slurm.max_requeues and not config.checkpoint.is_wanted:
@@ -83,10 +86,15 @@ def _layout_problems(config: RunConfig) -> Iterator[str]:
             f"part of another; change cluster.num_nodes={layout.num_nodes} or the layout"
         )
     if per_node % layout.tensor_parallel:
-        yield (
-            f"layout.tensor_parallel={layout.tensor_parallel} does not divide the {per_node} ranks of a node, but "
-            f"tensor-parallel ranks must share one; lower it or cluster.num_nodes={layout.num_nodes}"
-        )
+        yield _divided_tensor_ranks(config)
+
+
+def _divided_tensor_ranks(config: RunConfig) -> str:
+    layout = config.parallel
+    return (
+        f"layout.tensor_parallel={layout.tensor_parallel} does not divide the {layout.ranks_per_node} ranks of a node, "
+        f"but tensor-parallel ranks must share one; lower it or cluster.num_nodes={layout.num_nodes}"
+    )
 
 
 def _job_problems(config: RunConfig) -> Iterator[str]:

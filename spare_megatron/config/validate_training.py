@@ -342,6 +342,43 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
     yield from _sharding(config)
 
 
+def lane_problems(config: RunConfig) -> Iterator[str]:
+    """Why the lanes of a group cannot share its work."""
+    spare, num_lanes = config.spare, config.layout.data_parallel
+    if num_lanes == 1:
+        return
+    lanes = f"layout.data_parallel={num_lanes}"
+    settings = [("microbatches_per_shard", spare.microbatches_per_shard)]
+    if spare.ramp_start is not None:
+        settings += [("ramp_start", spare.ramp_start), ("ramp_increment", spare.ramp_increment)]
+    for name, value in settings:
+        if config.row_size > 1 and value % num_lanes:
+            yield (
+                f"spare.{name}={value} is no multiple of {lanes}: the lanes of a group share its experts, and compute "
+                f"as many microbatches of a shard together; set it to {-(-value // num_lanes) * num_lanes}"
+            )
+        elif value < num_lanes and name != "ramp_increment":
+            yield (
+                f"spare.{name}={value} is below {lanes}, and some lanes would have nothing to compute; raise the "
+                f"former or lower the latter"
+            )
+    if config.optimizer.sharding == "stacked":
+        yield (
+            f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "
+            f"of each; set the former to replicated or the latter to 1"
+        )
+
+
+def lane_warnings(config: RunConfig) -> Iterator[str]:
+    """Lanes that wait for one another in every step."""
+    num_microbatches, num_lanes = config.spare.microbatches_per_shard, config.layout.data_parallel
+    if idle := -num_microbatches % num_lanes:
+        yield (
+            f"spare.microbatches_per_shard={num_microbatches} is no multiple of layout.data_parallel={num_lanes}: in "
+            f"every step {idle} lanes of each group wait for the time of a microbatch; change one of them"
+        )
+
+
 def _decay(config: RunConfig) -> Iterator[str]:
     settings = config.optimizer
     steps = settings.decay_steps or config.train.steps

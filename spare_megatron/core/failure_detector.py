@@ -30,7 +30,7 @@ class Operation(StrEnum):
     COMPUTE = "compute"
     """The forward and backward pass of microbatches, layer by layer, and everything without a name of its own."""
     TRANSFER = "transfer"
-    """A transfer between pipeline stages, waiting included."""
+    """A transfer between pipeline stages or a sum over lanes, waiting included."""
     REDUCE = "reduce"
     """The cross-group reduction, waiting for its communicator included."""
     SETTLE = "settle"

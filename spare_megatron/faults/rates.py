@@ -17,7 +17,7 @@ from spare_megatron.core.fault_points import (
     FaultPoint,
 )
 from spare_megatron.faults.mix import kind_weights
-from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
+from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault, least_passes
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement, make_placement
 
@@ -335,7 +335,7 @@ def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[Grou
 
 
 def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.random.Generator) -> Fault:
-    num_times = config.spare.ramp.at(step) if draw.phase in PHASES_OF_A_MICROBATCH else 1
+    num_times = least_passes(config, step) if draw.phase in PHASES_OF_A_MICROBATCH else 1
     return Fault(
         step=step,
         group=group,

@@ -99,7 +99,12 @@ def _pick(num_choices: int, share: float) -> int:
 def _choose_ordinal(config: RunConfig, fault: FaultConfig, step: int, share: float) -> int:
     if fault.phase not in PHASES_OF_A_MICROBATCH:
         return 1
-    return 1 + _pick(config.spare.ramp.at(step), share)
+    return 1 + _pick(least_passes(config, step), share)
+
+
+def least_passes(config: RunConfig, step: int) -> int:
+    """Microbatches that each lane of a group computes at least in a step without failures."""
+    return config.spare.ramp.at(step) // config.layout.data_parallel
 
 
 def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence[float]) -> list[int]:

@@ -59,9 +59,13 @@ class RunRecord:
     loaded: str = ""
     """Path of that checkpoint."""
     pipeline_fill: float = 0.0
-    """Time to fill the pipeline, in microbatches: (pipeline stages - 1) / model chunks per stage."""
+    """Time to fill the pipeline, in microbatches: (pipeline stages - 1) / model chunks per stage x those that the lanes
+    of a group compute at a time."""
     ranks_per_stage: int = 1
-    """Consecutive ranks of a group that form a pipeline stage."""
+    """Consecutive ranks of a group that form a pipeline stage, those of all lanes."""
+    row_size: int = 1
+    """Microbatches in a row. Above 1, with experts, the microbatches of all records are rows, which a group's lanes
+    compute together."""
     tokens_per_step: int = 0
     """Tokens of the global batch; 0 if unknown, as in a simulated run."""
     flops_per_step: float = 0.0
@@ -215,6 +219,8 @@ class UpdateRecord:
     """For each rank, seconds of the forward and backward passes of the group's contribution; empty if unknown."""
     terms: dict[str, float] = field(default_factory=dict)
     """Means of the further terms of a program's loss."""
+    bytes_over_groups: int = 0
+    """Bytes that the group's first rank gave to sums over groups since the previous commit; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,6 +513,7 @@ _LATER_TERMS = {
     "eval_microbatches_per_shard": 0,
     "ramp": [],
     "max_groups": 0,
+    "row_size": 1,
 }
 """Terms that earlier versions did not have, with what they meant then."""
 

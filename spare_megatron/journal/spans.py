@@ -74,6 +74,7 @@ class RankSpans:
     """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group.
 
     Attributes:
+        lane: The lane of its group.
         machine: Equal for ranks that share a monotonic clock.
         wall_s: Wall clock minus that monotonic clock, at the time of writing.
     """
@@ -85,6 +86,7 @@ class RankSpans:
     machine: str
     wall_s: float
     spans: Sequence[Span]
+    lane: int = 0
 
 
 def spans_file(run_dir: Path, node: int) -> Path:

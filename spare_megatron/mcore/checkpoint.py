@@ -38,18 +38,22 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     flatten_state_dict,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from spare_megatron.mcore.divided_optimizer import OWN, DividedOptimizer
+from spare_megatron.mcore.fragment_adam import FragmentAdam
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.stacking.layout import PartitionId
+
+AnyOptimizer = Optimizer | StackedOptimizer | DividedOptimizer
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -86,7 +90,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 class ShardedPartitions:
     """Maps a rank's state partitions to boxes of the whole model's tensors, given the sharded state of its chunks."""
 
-    def __init__(self, model: dict[str, Any], optimizer: StackedOptimizer) -> None:
+    def __init__(self, model: dict[str, Any], optimizer: FragmentAdam) -> None:
         self._optimizer = optimizer
         self._kinds = (MAIN, *_MOMENTS) if optimizer.has_main else _MOMENTS
         parameters = optimizer.parameters
@@ -94,7 +98,7 @@ class ShardedPartitions:
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
 
     def parts(self, number: PartitionId, state: Tensor) -> Iterator[ShardedTensor]:
-        """The checkpoint entries of a partition's state (as in `StackedOptimizer.whole_partitions`), as views of it."""
+        """The checkpoint entries of a partition's state (as in `FragmentAdam.whole_partitions`), as views of it."""
         partitions = self._optimizer.partitions
         for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
             for first, home in self._homes[fragment.parameter]:
@@ -157,8 +161,8 @@ class GroupState:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        optimizer: Optimizer | StackedOptimizer,
-        groups: ProcessGroupCollection,
+        optimizer: AnyOptimizer,
+        groups: GroupCollection,
         copies: HostCopies,
         partitions: Collection[PartitionId] = (),
         *,
@@ -168,11 +172,13 @@ class GroupState:
 
         Contributes these `partitions`, each of which must be whole here, and with `has_rest` everything else.
         """
-        model = model_state(chunks, groups)
+        model = model_state(chunks, groups.lanes_and_cp)
         self._partitions: dict[PartitionId, _Parts] = {}
-        if isinstance(optimizer, StackedOptimizer):
-            sharded, states = ShardedPartitions(model, optimizer), optimizer.whole_partitions()
-            for number in partitions:
+        if isinstance(optimizer, FragmentAdam):
+            # No other lane has the same state.
+            sharded = ShardedPartitions(model_state(chunks, groups.dp_cp), optimizer)
+            states = optimizer.whole_partitions()
+            for number in (OWN,) if isinstance(optimizer, DividedOptimizer) else partitions:
                 has_any = optimizer.partitions.length(number) > 0
                 self._partitions[number] = _by_key(sharded.parts(number, states[number]) if has_any else ())
         self._rest: _Parts = {}
@@ -182,6 +188,8 @@ class GroupState:
             rest, common = save_preprocess(state, validate_access_integrity=False)
             self._common = copy.deepcopy(common)
             self._rest = _by_key(flatten_state_dict(rest)[0].values())
+        if isinstance(optimizer, DividedOptimizer):
+            self._rest |= self._partitions.pop(OWN)
         self._is_copied = False
         self._copies = copies
         self._as_of = copies.now()
@@ -272,8 +280,8 @@ def join_partitions(folder: Path, names: Iterable[str]) -> Written:
 def load_checkpoint(
     folder: Path,
     chunks: Sequence[Chunk],
-    optimizer: Optimizer | StackedOptimizer,
-    groups: ProcessGroupCollection,
+    optimizer: AnyOptimizer,
+    groups: GroupCollection,
     on_read: Callable[[], None],
     partitions: Collection[PartitionId] = (),
 ) -> None:
@@ -283,10 +291,11 @@ def load_checkpoint(
     installed. Collective over: all ranks of the group. Raises CheckpointingException if the checkpoint lacks what this
     model needs; the state is undefined then.
     """
-    model = model_state(chunks, groups)
-    if isinstance(optimizer, StackedOptimizer):
-        sharded = ShardedPartitions(model, optimizer)
-        states = {number: optimizer.empty_state(number) for number in partitions}
+    model = model_state(chunks, groups.lanes_and_cp)
+    if isinstance(optimizer, FragmentAdam):
+        sharded = ShardedPartitions(model_state(chunks, groups.dp_cp), optimizer)
+        numbers = (OWN,) if isinstance(optimizer, DividedOptimizer) else partitions
+        states = {number: optimizer.empty_state(number) for number in numbers}
         parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}
         # This rank asks only for its own partitions, so access to the others must not be required.
         asked = {"model": model, "slices": parts}
@@ -302,19 +311,17 @@ def load_checkpoint(
         chunk.module.module.load_state_dict(state["model"][str(number)])
 
 
-def model_state(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> dict[str, Any]:
-    """The live parameters with their places in the whole model."""
+def model_state(chunks: Sequence[Chunk], replicas: dist.ProcessGroup) -> dict[str, Any]:
+    """The live parameters with their places in the whole model; all of `replicas` have the same."""
     return {
-        str(number): chunk.module.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        str(number): chunk.module.module.sharded_state_dict(metadata={"dp_cp_group": replicas})
         for number, chunk in enumerate(chunks)
     }
 
 
-def _optimizer_state(
-    model: dict[str, Any], optimizer: Optimizer | StackedOptimizer, *, is_loading: bool
-) -> dict[str, Any]:
-    """The optimizer's state with its places in the whole model; if stacked, only what all ranks share."""
-    if isinstance(optimizer, StackedOptimizer):
+def _optimizer_state(model: dict[str, Any], optimizer: AnyOptimizer, *, is_loading: bool) -> dict[str, Any]:
+    """The optimizer's state with its places in the whole model; if in partitions, only what all ranks share."""
+    if isinstance(optimizer, FragmentAdam):
         return optimizer.common_state()
     return optimizer.sharded_state(model, is_loading=is_loading)
 

@@ -1,12 +1,11 @@
 """Injected memory and arithmetic faults: changes values of a rank without its knowledge."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from spare_megatron.config.schema import FaultKind
-from spare_megatron.mcore.parameters import named_parameters, optimized
 from spare_megatron.mcore.trainer import GroupTrainer
 
 CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip"})
@@ -26,16 +25,9 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
         case "bit_flip":
             flip_bit(trainer.gradients.local_sums(), bit)
         case "param_flip":
-            flip_bit(_optimized_values(trainer), bit)
+            flip_bit(trainer.kept_values(), bit)
         case "moment_flip":
             flip_bit(trainer.moments(), bit)
-
-
-def _optimized_values(trainer: GroupTrainer) -> Iterator[Tensor]:
-    """Parameters as the optimizer keeps them; with stacked state, those of the partitions held here come first."""
-    if trainer.stacked is not None:
-        yield from trainer.stacked.kept_values()
-    yield from (optimized(named.parameter).detach() for named in named_parameters(trainer.chunks))
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:

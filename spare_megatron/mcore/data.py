@@ -1,4 +1,4 @@
-"""Training samples addressed by (step, shard, index): every group that computes a microbatch reads the same tokens."""
+"""Training samples addressed by step and number in the batch: whichever lane computes a microbatch reads its tokens."""
 
 import os
 import shutil
@@ -34,8 +34,6 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch, sequences_before, step_of
 from spare_megatron.mcore.attention import document_mask
-from spare_megatron.stacking.layout import ShardId
-from spare_megatron.stacking.plans import Microbatch
 
 
 class _Vocabulary:
@@ -358,10 +356,10 @@ class Corpus:
         self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         self._num_steps = config.train.steps
 
-    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """The tensors of a microbatch by name, each [micro_batch_size, ...]."""
-        first = self.first_sample(step, microbatch)
-        samples = [self._samples[first + number] for number in range(self._micro_batch_size)]
+    def microbatch(self, step: int, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of a step's microbatch with this linear number by name, each [micro_batch_size, ...]."""
+        first = self.first_sample(step, number)
+        samples = [self._samples[first + place] for place in range(self._micro_batch_size)]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
     def digest(self) -> str:
@@ -374,17 +372,16 @@ class Corpus:
         for step, index in ((first, 0), (last, self._ramp.at(last) - 1)):
             for shard in range(self._num_shards):
                 try:
-                    batch = self.microbatch(step, Microbatch(ShardId(shard), index))
+                    batch = self.microbatch(step, shard * self._ramp.at(step) + index)
                 except (OSError, ValueError) as error:
                     raise ValueError(f"a sample of shard {shard} in step {step} cannot be read: {error}") from error
                 for _, values in sorted(batch.items()):
                     digest.update(values.numpy().tobytes())
         return digest.hexdigest()
 
-    def first_sample(self, step: int, microbatch: Microbatch) -> int:
-        """Sequences consumed before a microbatch's first sample; its others follow."""
-        in_shards_before = microbatch.shard * self._ramp.at(step)
-        return self._sequences_before(step) + (in_shards_before + microbatch.index) * self._micro_batch_size
+    def first_sample(self, step: int, number: int) -> int:
+        """Sequences consumed before the first sample of a microbatch; its others follow."""
+        return self._sequences_before(step) + number * self._micro_batch_size
 
 
 def on_device(

@@ -4,10 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from spare_megatron.config.evaluation import sequences_per_set
+from spare_megatron.config.evaluation import units_per_set
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.evaluation import FRACTION_BITS, SetSum, added
 from spare_megatron.core.failure_detector import Operation
@@ -16,19 +15,20 @@ from spare_megatron.mcore import rng
 from spare_megatron.mcore.data import ValidationWindows, on_device, validation_sets
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.probe import Probe
+from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.mcore.program import LOSS, Program, StepContext, Terms
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
 
 _Batch = dict[str, Tensor]
 
 
 class EvaluationData:
-    """Microbatches of the validation sets: consecutive indices of a shard, set by set.
+    """Microbatches of the validation sets: consecutive units of a shard, set by set.
 
-    Index k of a set has its windows [(k N + shard) b, (k N + shard + 1) b), with N shards and b sequences in a
-    microbatch; one that the set lacks in part is left out.
+    Unit k of a set has the microbatches (k N + shard) R to (k N + shard + 1) R - 1 of the set, with N shards and units
+    of R microbatches. A microbatch that the set lacks in part is left out.
     """
 
     def __init__(self, config: RunConfig, sets: Mapping[str, ValidationWindows]) -> None:
@@ -36,25 +36,41 @@ class EvaluationData:
         self._names = tuple(sets)
         self._num_shards = config.layout.num_groups
         self._size = config.train.micro_batch_size
-        self._per_set = sequences_per_set(config) // (self._num_shards * self._size)  # indices of each shard
+        self._row_size = config.row_size
+        self._per_set = units_per_set(config)
+        self.units_per_shard = len(self._names) * self._per_set
 
-    def set_of(self, microbatch: Microbatch) -> str:
-        return self._names[microbatch.index // self._per_set]
+    def set_of(self, unit: Microbatch) -> str:
+        return self._names[unit.index // self._per_set]
 
-    def has(self, microbatch: Microbatch) -> bool:
-        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch)])
+    def has_any_of(self, unit: Microbatch) -> bool:
+        return self.has(self._first_of(unit))
 
-    def microbatch(self, microbatch: Microbatch) -> _Batch:
+    def item(self, microbatch: Numbered) -> Item:
+        """The microbatch, or padding in its place that keeps the lanes of a row together."""
+        if self.has(microbatch):
+            return Item(microbatch)
+        return Item(self._first_of(microbatch.unit), is_padding=True)
+
+    def has(self, microbatch: Numbered) -> bool:
+        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch.unit)])
+
+    def microbatch(self, microbatch: Numbered) -> _Batch:
         """As `Corpus.microbatch`."""
-        windows = self._sets[self.set_of(microbatch)]
+        windows = self._sets[self.set_of(microbatch.unit)]
         samples = [windows.sample(number) for number in self._windows_of(microbatch)]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
-    def first_window(self, microbatch: Microbatch) -> int:
+    def first_window(self, microbatch: Numbered) -> int:
         return self._windows_of(microbatch).start
 
-    def _windows_of(self, microbatch: Microbatch) -> range:
-        first = ((microbatch.index % self._per_set) * self._num_shards + microbatch.shard) * self._size
+    def _first_of(self, unit: Microbatch) -> Numbered:
+        return Numbered(unit, (unit.shard * self.units_per_shard + unit.index) * self._row_size)
+
+    def _windows_of(self, microbatch: Numbered) -> range:
+        shard, index = microbatch.unit
+        in_row = microbatch.number % self._row_size
+        first = (((index % self._per_set) * self._num_shards + shard) * self._row_size + in_row) * self._size
         return range(first, first + self._size)
 
 
@@ -69,7 +85,7 @@ class Evaluator:
         config: RunConfig,
         *,
         chunks: Sequence[Chunk],
-        groups: ProcessGroupCollection,
+        groups: GroupCollection,
         pipeline: Pipeline,
         program: Program,
         terms: LossTerms,
@@ -88,7 +104,7 @@ class Evaluator:
         self._data = EvaluationData(config, validation_sets(config))
         self._no_tokens = torch.tensor(0, dtype=torch.int)  # the schedule adds it up, but nothing uses the total
         self._step = 0
-        self._seen: list[Microbatch] = []
+        self._seen: list[Numbered] = []
         self._losses: list[tuple[str, Tensor, Tensor]] = []  # set, sum and count of each microbatch
         self.sums: tuple[SetSum, ...] = ()
         """Over everything computed since `reset`; empty except on the last pipeline stage."""
@@ -98,12 +114,15 @@ class Evaluator:
         self._step, self.sums = step, ()
 
     def compute(self, work: Sequence[Microbatch]) -> Sequence[Microbatch]:
-        """Adds the losses of some microbatches to `sums`; returns them.
+        """Adds the losses of this lane's share of `work` to `sums`; returns the work.
 
         Collective over: all ranks of the group, with the same work in order. Raises RuntimeError if the schedule runs
-        other work.
+        another share.
         """
-        present = [item for item in work if self._data.has(item)]
+        present = [unit for unit in work if self._data.has_any_of(unit)]
+        share = share_in_lane(present, self._groups, self._config, self._data.units_per_shard)
+        items = [self._data.item(microbatch) for microbatch in share]
+        asked = [item.microbatch for item in items if not item.is_padding]
         self._seen.clear()
         self._losses.clear()
         is_training = [chunk.module.training for chunk in self._chunks]
@@ -111,12 +130,12 @@ class Evaluator:
             chunk.module.eval()
         try:
             with torch.no_grad():
-                self._pipeline.run(present, self._forward, is_forward_only=True)
+                self._pipeline.run(items, self._forward, is_forward_only=True)
         finally:
             for chunk, was_training in zip(self._chunks, is_training, strict=True):
                 chunk.module.train(was_training)
-        if sorted(self._seen) != sorted(present):
-            raise RuntimeError(f"an evaluation ran {self._seen} where {present} was asked for")
+        if sorted(self._seen) != sorted(asked):
+            raise RuntimeError(f"an evaluation ran {self._seen} where {asked} was asked for")
         sums = [SetSum(name, in_fixed_point(float(loss)), int(num)) for name, loss, num in self._losses]
         self.sums = added([self.sums, sums])
         return work
@@ -127,7 +146,7 @@ class Evaluator:
             self._seen.append(item.microbatch)
         if self._config.program.file:  # it may draw numbers in evaluation mode, too
             seed, tensor_rank = self._config.train.seed, self._groups.tp.rank()
-            rng.seed_microbatch(seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device)
+            rng.seed_microbatch(seed, self._step, item.microbatch.number, chunk.stage, tensor_rank, self._device)
         context = StepContext(
             config=self._config,
             groups=self._groups,
@@ -142,7 +161,7 @@ class Evaluator:
             output = self._add(item, terms)
         return output, lambda loss: (loss, self._no_tokens, {})
 
-    def _batch(self, chunk: Chunk, microbatch: Microbatch) -> _Batch:
+    def _batch(self, chunk: Chunk, microbatch: Numbered) -> _Batch:
         if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
             return {}
         with self._probe.during(Operation.STORAGE):
@@ -153,7 +172,7 @@ class Evaluator:
         """Keeps the loss of a microbatch, which it returns."""
         if not item.is_padding:
             loss = self._terms.whole_sum(terms), self._terms.whole_count(terms)
-            self._losses.append((self._data.set_of(item.microbatch), *loss))
+            self._losses.append((self._data.set_of(item.microbatch.unit), *loss))
         return terms[LOSS][0]
 
 

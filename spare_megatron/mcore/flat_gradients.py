@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.mcore.process_groups import GroupCollection
+from spare_megatron.mcore.strips import LaneSpan, ScatterRange, scatter_ranges
 from spare_megatron.mcore.tied_parameters import counts_for_norm, needed_everywhere
 from spare_megatron.stacking.layout import PartitionId
 
@@ -58,8 +61,41 @@ def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
             )
 
 
-def size_of(of: Sequence[Segment]) -> int:
-    return of[-1].stop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSpace:
+    """The flat gradient space of a rank, divided over lanes.
+
+    Attributes:
+        ranges: The scatter ranges; a bucket is this rank's own strip of one.
+        lanes: For each range, the process group of the lanes that share it.
+        own_segments: What the segments hold of own strips; the segments themselves if no other lane shares any.
+    """
+
+    segments: tuple[Segment, ...]
+    ranges: tuple[ScatterRange, ...]
+    lanes: tuple[dist.ProcessGroup, ...]
+    own_segments: tuple[Segment, ...]
+
+
+def flat_space(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements: int) -> FlatSpace:
+    """The space in strips of at most `strip_elements`."""
+    whole = tuple(segments(chunks))
+    spans = [
+        LaneSpan(start=one.start, stop=one.stop, lane=groups.lanes.rank(), num_lanes=groups.lanes.size())
+        for one in whole
+    ]
+    ranges = scatter_ranges(spans, strip_elements)
+    own = whole if groups.lanes.size() == 1 else tuple(part for one in ranges for part in parts_of(whole, one.own))
+    return FlatSpace(segments=whole, ranges=ranges, lanes=(groups.lanes,) * len(ranges), own_segments=own)
+
+
+def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:
+    """The parts of some segments that lie in a range of the flat space."""
+    for segment in whole:
+        start, stop = max(segment.start, elements.start), min(segment.stop, elements.stop)
+        if start < stop:
+            gradients = segment.gradients[start - segment.start : stop - segment.start]
+            yield Segment(gradients=gradients, start=start, stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.bucket_window import cut
 from spare_megatron.core.loss_sum import LossSum
-from spare_megatron.mcore.flat_gradients import FlatParameter, Segment, flat_parameters, segments, size_of
+from spare_megatron.mcore.flat_gradients import FlatParameter, FlatSpace, Segment, flat_parameters, flat_space, parts_of
 from spare_megatron.mcore.host_copies import HostCopies
+from spare_megatron.mcore.lane_sums import LaneSums
 from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.process_groups import GroupCollection
 
 NUM_EXTRAS = 3
 """Elements at the end of a staged bucket that are not gradients; two more where tokens are counted."""
@@ -49,15 +50,31 @@ class Totals:
 
 
 class GradientSums(Protocol):
-    """The sums of one step on one rank; each range in `buckets` is reduced as a unit, in backward order."""
+    """The sums of one step on one rank; each range in `buckets` is reduced as a unit, in backward order.
 
+    They are the rank's own strips of the ranges of `space`, which are summed over lanes before the strips are staged.
+    """
+
+    space: FlatSpace
     buckets: tuple[range, ...]
 
     def reset(self) -> None:
         pass
 
     def adding(self) -> AbstractContextManager[None]:
-        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others."""
+        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others.
+
+        With several lanes `sum_over_lanes` has to follow.
+        """
+
+    def sum_counts(self) -> None:
+        """Sums all but gradients over several lanes, once each has counted. Collective over: the lanes."""
+
+    def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
+        """Sums the local sums of the first `num_ready` buckets that are not summed yet, and yields each bucket then.
+
+        Only with several lanes. Collective over: the lanes.
+        """
 
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
         """Adds the loss of a microbatch, summed over the tokens that count, and their number.
@@ -71,8 +88,8 @@ class GradientSums(Protocol):
     def add_count(self, num_microbatches: int) -> None:
         """Counts microbatches that are summed, or will be before any bucket is staged."""
 
-    def mark_kept(self, num_kept: int) -> None:
-        """Marks the first buckets as holding sums over groups."""
+    def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
+        """Marks the first buckets as holding sums over groups; `num_kept_by_all` of them do on all lanes."""
 
     def new_staging(self) -> Tensor:
         """An uninitialized flat tensor that fits any bucket."""
@@ -111,7 +128,7 @@ class GradientSums(Protocol):
         """Counts and loss of the sums over groups that have arrived."""
 
     def finish(self, factor: float = 1.0) -> None:
-        """Writes all sums, times a factor, to `main_grad` of every parameter."""
+        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips."""
 
     def local_sums(self) -> Sequence[Tensor]:
         """Flat views of the local gradient sums of buckets still to be staged."""
@@ -126,7 +143,7 @@ def counts_tokens(config: RunConfig) -> bool:
 
 
 def make_gradient_sums(
-    config: RunConfig, chunks: Sequence[Chunk], device: torch.device, num_terms: int = 0
+    config: RunConfig, chunks: Sequence[Chunk], groups: GroupCollection, device: torch.device, num_terms: int = 0
 ) -> GradientSums:
     """The sums of a rank; `num_terms`: terms of the loss beside the first."""
     bucket_bytes = round(config.bucket_mib * 2**20)
@@ -134,9 +151,9 @@ def make_gradient_sums(
     all_count = None if counts_tokens(config) else num_tokens
     if config.reduce.mode != "reproducible":
         staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
-        return FloatSums(chunks, device, bucket_bytes, staged_dtype, all_count, num_terms)
+        return FloatSums(chunks, groups, device, bucket_bytes, staged_dtype, all_count, num_terms)
     fixed = fixed_point(num_tokens, config.layout.num_groups * config.spare.microbatches_per_shard)
-    return FixedPointSums(chunks, device, bucket_bytes, fixed, all_count, num_terms)
+    return FixedPointSums(chunks, groups, device, bucket_bytes, fixed, all_count, num_terms)
 
 
 class _Staged(ABC):
@@ -149,7 +166,8 @@ class _Staged(ABC):
 
     def __init__(
         self,
-        num_elements: int,
+        chunks: Sequence[Chunk],
+        groups: GroupCollection,
         bucket_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -157,14 +175,16 @@ class _Staged(ABC):
         num_terms: int,
         scale: float = 1.0,
     ) -> None:
+        self._chunks, self._groups = chunks, groups
+        self.space = flat_space(chunks, groups, max(bucket_bytes // dtype.itemsize, 1))
         self._all_count = all_count
         self._num_extras = _PER_TERM * num_terms + NUM_EXTRAS + 2 * (all_count is None)
         self._term_counts = torch.zeros(num_terms, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self.buckets = cut(num_elements, max(bucket_bytes // dtype.itemsize, 1))
+        self.buckets = tuple(one.own for one in self.space.ranges)
         self._dtype = dtype
         self._device = device
-        self._num_kept = 0
+        self._num_kept = self._num_kept_by_all = 0
         self._next = 0  # next bucket to stage; the last bucket once all are staged
         self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
         self._per_extra = self._extras_dtype.itemsize // dtype.itemsize  # elements
@@ -179,10 +199,11 @@ class _Staged(ABC):
 
     @property
     def _kept_end(self) -> int:
-        return self.buckets[self._num_kept - 1].stop if self._num_kept else 0
+        return self.space.ranges[self._num_kept_by_all - 1].stop if self._num_kept_by_all else 0
 
-    def mark_kept(self, num_kept: int) -> None:
+    def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
         self._num_kept = num_kept
+        self._num_kept_by_all = num_kept if num_kept_by_all is None else num_kept_by_all
         self._next = min(num_kept, len(self.buckets) - 1)
         self._norms.clear()
         self._is_unsound.clear()
@@ -199,8 +220,16 @@ class _Staged(ABC):
     def norm(self, bucket: int) -> Tensor:
         pass
 
+    def sum_counts(self) -> None:
+        self._lanes.sum_counted()
+
+    def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
+        return self._lanes.sum_next(num_ready)
+
     def new_staging(self) -> Tensor:
-        return torch.empty(self._staged_length(0), dtype=self._dtype, device=self._device)
+        return torch.empty(
+            max(map(self._staged_length, range(len(self.buckets)))), dtype=self._dtype, device=self._device
+        )
 
     def extras(self, staged: Tensor) -> Tensor:
         return staged[-self._num_extras * self._per_extra :].view(self._extras_dtype)
@@ -248,9 +277,15 @@ class _Staged(ABC):
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
 
+    def _sum_lanes(self, local: Sequence[Segment], counted: Sequence[Tensor]) -> None:
+        """Has a subclass's local sums and what it counts summed over lanes."""
+        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts]
+        self._lanes = LaneSums(self.space, self._groups.lanes, local, self._counted)
+
     def _reset_counts(self) -> None:
-        for sums in (self._tokens, self._term_sums, self._term_counts):
+        for sums in self._counted:
             sums.zero_()
+        self._lanes.reset()
 
     def _add_tokens(self, num_tokens: Tensor | None) -> None:
         assert (num_tokens is None) == (self._all_count is not None), (
@@ -283,31 +318,30 @@ class FloatSums(_Staged):
     def __init__(
         self,
         chunks: Sequence[Chunk],
+        groups: GroupCollection,
         device: torch.device,
         bucket_bytes: int,
         staged_dtype: torch.dtype,
         all_count: int | None = None,
         num_terms: int = 0,
     ) -> None:
-        self._chunks = chunks
-        self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, staged_dtype, device, all_count, num_terms)
+        super().__init__(chunks, groups, bucket_bytes, staged_dtype, device, all_count, num_terms)
         self._parameters = list(flat_parameters(chunks))
-        self._pieces = [_pieces(self._segments, bucket) for bucket in self.buckets]
+        self._pieces = [_pieces(self.space.segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._term_sums = torch.zeros(num_terms, dtype=torch.float64, device=device)
-        self._count = 0
+        self._count = torch.zeros((), dtype=torch.float64, device=device)
+        self._sum_lanes(self.space.segments, [self._count, self._loss])
 
     def reset(self) -> None:
         for chunk in self._chunks:
             chunk.module.zero_grad_buffer()
-        self._loss.zero_()
         self._reset_counts()
-        self._count = 0
         self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
-        return _diverted(self._parameters, self._kept_end) if self._num_kept else nullcontext()
+        self._lanes.start(self._num_kept, self._num_kept_by_all)
+        return _diverted(self._parameters, self._kept_end) if self._kept_end else nullcontext()
 
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
         self._loss += total
@@ -326,7 +360,7 @@ class FloatSums(_Staged):
             staged[place].copy_(gradients)
         extras = self.extras(staged)
         # fp32 is exact up to 2^24 microbatches. Assigning a number to an element would copy it and wait for the device.
-        extras[_COUNT].fill_(self._count)
+        extras[_COUNT].copy_(self._count)
         extras[_LOSS].fill_(0.0)
         if self._is_last(bucket):
             extras[_LOSS].copy_(self._loss)
@@ -352,7 +386,7 @@ class FloatSums(_Staged):
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
     def finish(self, factor: float = 1.0) -> None:
-        for segment in self._segments:
+        for segment in self.space.own_segments:
             segment.gradients.mul_(factor)
 
     def local_sums(self) -> Sequence[Tensor]:
@@ -395,19 +429,20 @@ class FixedPointSums(_Staged):
     def __init__(
         self,
         chunks: Sequence[Chunk],
+        groups: GroupCollection,
         device: torch.device,
         bucket_bytes: int,
         fixed: FixedPoint,
         all_count: int | None = None,
         num_terms: int = 0,
     ) -> None:
-        self._chunks = chunks
-        self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device, all_count, num_terms, fixed.scale)
+        super().__init__(chunks, groups, bucket_bytes, torch.int64, device, all_count, num_terms, fixed.scale)
         self._fixed = fixed
-        self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
+        num_elements = self.space.ranges[-1].stop
+        self._sums = torch.zeros(num_elements, dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
         self._term_sums = torch.zeros(num_terms, dtype=torch.int64, device=device)
+        self._sum_lanes([Segment(gradients=self._sums, start=0, stop=num_elements)], [self._extras])
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         self._add_rounded = _choose_add_rounded(device)
@@ -418,13 +453,20 @@ class FixedPointSums(_Staged):
         for chunk in self._chunks:
             chunk.module.zero_grad_buffer()
         self._sums.zero_()
-        self._extras.zero_()
         self._reset_counts()
         self._largest.zero_()
         self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
+        self._lanes.start(self._num_kept, self._num_kept_by_all)
         return nullcontext()
+
+    def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
+        for bucket in super().sum_over_lanes(num_ready):
+            # A value that does not fit leaves no trace in the sum.
+            is_too_large = torch.logical_not(self._largest <= self._fixed.largest)
+            self._largest.masked_fill_(self._lanes.any_lane(is_too_large), math.inf)
+            yield bucket
 
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
         self._add(self._extras[_LOSS], total)
@@ -461,7 +503,7 @@ class FixedPointSums(_Staged):
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
     def finish(self, factor: float = 1.0) -> None:
-        for segment in self._segments:
+        for segment in self.space.own_segments:
             segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:
@@ -507,13 +549,9 @@ def _choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
-    pieces = []
-    for segment in of:
-        start, stop = max(segment.start, bucket.start), min(segment.stop, bucket.stop)
-        if start < stop:
-            part = segment.gradients[start - segment.start : stop - segment.start]
-            pieces.append((part, slice(start - bucket.start, stop - bucket.start)))
-    return pieces
+    parts = parts_of(of, bucket)
+    pieces = [(part.gradients, slice(part.start - bucket.start, part.stop - bucket.start)) for part in parts]
+    return pieces or [(of[0].gradients[:0], slice(0, 0))]
 
 
 @contextmanager

@@ -40,11 +40,12 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
     else:
         is_absent = device.type == "cuda" and not HAVE_TE
         layers = "megatron-core (transformer-engine is not installed)" if is_absent else "megatron-core"
-    stacked = "torch, fused" if device.type == "cuda" else "torch"
+    is_parted = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1
+    of_torch = "torch, fused" if device.type == "cuda" else "torch"
     fusions = [field.name for field in fields(transformer) if "fus" in field.name]
     return {
         "layers": layers,
-        "adam": stacked if config.optimizer.sharding == "stacked" else adam_of_megatron(),
+        "adam": of_torch if is_parted else adam_of_megatron(),
         "fusions": ", ".join(name for name in fusions if getattr(transformer, name) is True) or "none",
     }
 

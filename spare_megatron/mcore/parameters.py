@@ -1,6 +1,6 @@
 """The parameters of a rank: their names in the whole model, and fingerprints of their values."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -47,20 +47,26 @@ def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
             )
 
 
-def parameters_digest(chunks: Sequence[Chunk]) -> TensorsDigest:
-    """Digest of this rank's parameters; in bf16 models, of the fp32 copies."""
-    return TensorsDigest((named.name, optimized(named.parameter)) for named in named_parameters(chunks))
+def parameters_digest(chunks: Sequence[Chunk], further: Iterable[tuple[str, torch.Tensor]] = ()) -> TensorsDigest:
+    """Digest of this rank's parameters, in bf16 models of the fp32 copies that it has, and of further tensors."""
+    return TensorsDigest((*_optimized(chunks), *further))
 
 
-def parameters_sha256(chunks: Sequence[Chunk], on_progress: Callable[[], None]) -> str:
+def parameters_sha256(
+    chunks: Sequence[Chunk], on_progress: Callable[[], None], further: Iterable[tuple[str, torch.Tensor]] = ()
+) -> str:
     """SHA-256 of what `parameters_digest` is of, for files: on the host, and slow. Calls `on_progress` meanwhile."""
     digest = sha256()
-    for named in named_parameters(chunks):
-        digest.update(named.name.encode())
-        for some in optimized(named.parameter).detach().reshape(-1).view(torch.uint8).split(_HASHED_BYTES):
+    for name, tensor in (*_optimized(chunks), *further):
+        digest.update(name.encode())
+        for some in tensor.detach().reshape(-1).view(torch.uint8).split(_HASHED_BYTES):
             digest.update(some.cpu().numpy())
             on_progress()
     return digest.hexdigest()
+
+
+def _optimized(chunks: Sequence[Chunk]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((named.name, optimized(named.parameter)) for named in named_parameters(chunks))
 
 
 def optimized(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """How a rank's parameters are cut into state partitions, pieces and fragments; equal on that rank of every group.
 
-The parameters, concatenated in chunk order, are cut into partitions of equal length (the last ones may be short or
-empty). A partition is cut into pieces, the unit in which optimizer state is copied, and a piece into fragments, ranges
-of single parameters. An element is thus always updated in the same fragment, whichever group hosts its partition.
+Spans of parameters, concatenated, are cut into partitions of equal length (the last ones may be short or empty): whole
+parameters in chunk order or, in a group with lanes, what the rank's own strips have of them. A partition is cut into
+pieces, the unit in which optimizer state is copied, and a piece into fragments, ranges of single parameters. An element
+is thus always updated in the same fragment, whichever group hosts its partition.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,14 +47,27 @@ class Fragment:
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
-class StatePartitions:
-    """The state partitions of a rank: `num_partitions` of them, in pieces of `piece_elements`."""
+class Span(NamedTuple):
+    """A range of one flat parameter."""
 
-    def __init__(self, chunks: Sequence[Chunk], num_partitions: int, piece_elements: int = PIECE_ELEMENTS) -> None:
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-        *self._firsts, self._size = accumulate((p.numel() for p in self._parameters), initial=0)
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+
+
+def whole_parameters(chunks: Sequence[Chunk]) -> list[Span]:
+    parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
+    return [Span(parameter, 0, parameter.numel()) for parameter in parameters]
+
+
+class StatePartitions:
+    """The state partitions of a rank: `num_partitions` of them, in pieces of `piece_elements` (None: whole)."""
+
+    def __init__(self, spans: Sequence[Span], num_partitions: int, piece_elements: int | None = PIECE_ELEMENTS) -> None:
+        self._spans = spans
+        *self._firsts, self._size = accumulate((span.stop - span.start for span in spans), initial=0)
         self._length = -(-self._size // num_partitions)
-        self._piece = piece_elements
+        self._piece = piece_elements or max(self._length, 1)
         self.num_partitions = num_partitions
 
     def length(self, number: PartitionId) -> int:
@@ -71,7 +86,8 @@ class StatePartitions:
         start, end = origin + place.start, origin + place.stop
         index = bisect_right(self._firsts, start) - 1
         while start < end:
-            first, parameter = self._firsts[index], self._parameters[index]
-            stop = min(end, first + parameter.numel())
-            yield Fragment(parameter=parameter, start=start - first, stop=stop - first, offset=start - origin)
+            span = self._spans[index]
+            shift = span.start - self._firsts[index]
+            stop = min(end, span.stop - shift)
+            yield Fragment(parameter=span.parameter, start=start + shift, stop=stop + shift, offset=start - origin)
             start, index = stop, index + 1

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -16,14 +15,15 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.experts import scale_auxiliary_losses
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.probe import Probe
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.mcore.process_groups import GroupCollection
+from spare_megatron.stacking.plans import Microbatch, Numbered, share_of
 
 
 class Item(NamedTuple):
     """A microbatch in the schedule; padding contributes nothing."""
 
-    microbatch: Microbatch
-    is_padding: bool
+    microbatch: Numbered
+    is_padding: bool = False
 
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
@@ -60,7 +60,7 @@ class Pipeline:
         self,
         config: RunConfig,
         transformer: TransformerConfig,
-        groups: ProcessGroupCollection,
+        groups: GroupCollection,
         chunks: Sequence[Chunk],
         probe: Probe,
     ) -> None:
@@ -81,25 +81,25 @@ class Pipeline:
         if self._transfers is not None:
             self._fixed_arguments["p2p_communicator"] = self._transfers
 
-    def num_passes(self, work: Sequence[Microbatch]) -> int:
+    def num_passes(self, items: Sequence[Item]) -> int:
         """Backward passes of each chunk in `run`, padding included."""
-        return len(pad(work, self._multiple)) if work else 0
+        return len(pad(items, self._multiple)) if items else 0
 
-    def run(self, work: Sequence[Microbatch], forward_step: ForwardStep, *, is_forward_only: bool = False) -> None:
+    def run(self, items: Sequence[Item], forward_step: ForwardStep, *, is_forward_only: bool = False) -> None:
         """Adds gradients to the buffers, unless `is_forward_only`.
 
-        Collective over: all ranks of the group, with the same work in order.
+        Collective over: all ranks of the lane, with the same items in order.
         """
-        if not work:
+        if not items:
             # Megatron's schedule for one stage would run one microbatch even if there is none.
             return
-        items = pad(work, self._multiple)
+        items = pad(items, self._multiple)
         if self._transfers is not None:
             self._transfers.is_training = not is_forward_only
 
         def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
             item = next(iterator)
-            with self._probe.forward(item.microbatch):
+            with self._probe.forward(item.microbatch.unit):
                 output, loss_function = forward_step(self._chunks[id(module)], item)
             if not is_forward_only:
                 # The schedule runs the backward pass, which starts with the gradient of this output.
@@ -117,17 +117,29 @@ class Pipeline:
     def _begin_backward(self, item: Item) -> None:
         if self._multiple > 1:
             scale_auxiliary_losses(0.0 if item.is_padding else 1.0)
-        self._probe.backward(item.microbatch)
+        self._probe.backward(item.microbatch.unit)
 
 
-def pad(work: Sequence[Microbatch], multiple: int) -> list[Item]:
-    """Pads the work to the multiple that the interleaved schedule needs.
+def share_in_lane(
+    work: Sequence[Microbatch], groups: GroupCollection, config: RunConfig, units_per_shard: int
+) -> list[Numbered]:
+    """The microbatches of a group's work that the lane of this rank computes, in order."""
+    return share_of(
+        work,
+        lane=groups.lanes.rank(),
+        num_lanes=groups.lanes.size(),
+        row_size=config.row_size,
+        units_per_shard=units_per_shard,
+    )
 
-    >>> [item.is_padding for item in pad([Microbatch(shard=0, index=0)], 2)]
+
+def pad(items: Sequence[Item], multiple: int) -> list[Item]:
+    """Pads the items to the multiple that the interleaved schedule needs.
+
+    >>> [item.is_padding for item in pad([Item(Numbered(Microbatch(0, 0), 0))], 2)]
     [False, True]
     """
-    padding = [Item(work[-1], True)] * (-len(work) % multiple)
-    return [*(Item(microbatch, False) for microbatch in work), *padding]
+    return [*items, *[items[-1]._replace(is_padding=True)] * (-len(items) % multiple)]
 
 
 def summed_loss(losses: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

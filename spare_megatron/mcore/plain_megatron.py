@@ -24,8 +24,6 @@ from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.pipeline import summed_loss
 from spare_megatron.mcore.transformer import transformer_config
-from spare_megatron.stacking.layout import ShardId
-from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -54,7 +52,7 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
 
 
 def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
-    """Trains step by step in Megatron's world; a data-parallel rank computes the shard of its number.
+    """Trains step by step in Megatron's world; each data-parallel rank computes an equal part of the batch.
 
     Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1). On
     GPUs, and with `reduce.overlap`, gradients are reduced during the backward pass and the DistributedOptimizer gathers
@@ -62,15 +60,14 @@ def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) ->
     """
     chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
     corpus, schedule = Corpus(config), get_forward_backward_func()
-    shard = ShardId(parallel_state.get_data_parallel_rank())
     for step in range(config.train.steps):
         chunk.module.zero_grad_buffer()
         optimizer.zero_grad()
         schedule(
             forward_step_func=_forward,
-            data_iterator=_batches(config, corpus, step, shard, device),
+            data_iterator=_batches(config, corpus, step, device),
             model=[chunk.module],
-            num_microbatches=config.spare.ramp.at(step),
+            num_microbatches=len(_numbers(config, step)),
             seq_length=config.model.seq_length,
             micro_batch_size=config.train.micro_batch_size,
             forward_only=False,
@@ -113,12 +110,17 @@ def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> D
     )
 
 
-def _batches(
-    config: RunConfig, corpus: Corpus, step: int, shard: ShardId, device: torch.device
-) -> Iterator[dict[str, torch.Tensor]]:
-    for index in range(config.spare.ramp.at(step)):
-        batch = corpus.microbatch(step, Microbatch(shard, index))
+def _batches(config: RunConfig, corpus: Corpus, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    for number in _numbers(config, step):
+        batch = corpus.microbatch(step, number)
         yield on_device(batch, config, device, parallel_state.get_context_parallel_group())
+
+
+def _numbers(config: RunConfig, step: int) -> range:
+    """The microbatches of this data-parallel rank."""
+    num_ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    each = config.layout.num_groups * config.spare.ramp.at(step) // num_ranks
+    return range(rank * each, (rank + 1) * each)
 
 
 def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:

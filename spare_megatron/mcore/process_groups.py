@@ -17,9 +17,17 @@ _AXES = "pdct"
 
 @dataclass
 class GroupCollection(ProcessGroupCollection):
-    """Megatron's process groups of a rank, and `lanes`: the ranks at its position in all lanes of the group."""
+    """Megatron's process groups of a rank, and those across lanes.
+
+    Attributes:
+        lanes: The ranks at its position in all lanes of the group.
+        lanes_and_cp: The same of all context-parallel ranks.
+        lanes_and_mp: The same of all tensor- and pipeline-parallel ranks.
+    """
 
     lanes: dist.ProcessGroup = field(init=False)
+    lanes_and_cp: dist.ProcessGroup = field(init=False)
+    lanes_and_mp: dist.ProcessGroup = field(init=False)
 
 
 def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> GroupCollection:
@@ -36,7 +44,7 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
         )
     maker = _GroupMaker(layout, "nccl" if device.type == "cuda" else "gloo", timeout)
     groups = GroupCollection()
-    groups.lanes = maker.along("d")
+    groups.lanes, groups.lanes_and_cp, groups.lanes_and_mp = maker.along("d"), maker.along("dc"), maker.along("pdt")
     groups.tp, groups.cp, groups.pp = maker.along("t"), maker.along("c"), maker.along("p")
     groups.mp = groups.tp_ep_pp = maker.along("pt")
     groups.tp_cp = groups.tp_dp_cp = maker.along("ct")

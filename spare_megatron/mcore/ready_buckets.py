@@ -6,15 +6,16 @@ from functools import partial
 
 from spare_megatron.mcore.flat_gradients import flat_parameters
 from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.strips import ScatterRange
 
 OnReady = Callable[[int], None]
 """Called with the number of leading buckets whose gradients are complete. An exception ends the backward pass."""
 
 
 class ReadyBuckets:
-    """Counts the backward passes of every parameter to find buckets that are complete."""
+    """Counts the backward passes of every parameter to find buckets that are complete, given their ranges."""
 
-    def __init__(self, chunks: Sequence[Chunk], buckets: Sequence[range]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], buckets: Sequence[ScatterRange]) -> None:
         self._buckets_of = {
             flat.parameter: [
                 index for index, bucket in enumerate(buckets) if bucket.start < flat.stop and flat.start < bucket.stop

@@ -7,8 +7,6 @@ from hashlib import blake2b
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from spare_megatron.stacking.plans import Microbatch
-
 
 def seed_of(purpose: str, *numbers: int) -> int:
     """A 62-bit seed, which leaves room for Megatron's small offsets; the CPU generator keeps the low 32 bits."""
@@ -21,15 +19,13 @@ def seed_parameters(seed: int, stage: int, tensor_rank: int, device: torch.devic
     _seed_generators(seed_of("parameters", seed, stage), tensor_rank, device)
 
 
-def seed_microbatch(
-    seed: int, step: int, microbatch: Microbatch, stage: int, tensor_rank: int, device: torch.device
-) -> None:
-    """Seeds the generators for one microbatch's forward pass through one stage.
+def seed_microbatch(seed: int, step: int, number: int, stage: int, tensor_rank: int, device: torch.device) -> None:
+    """Seeds the generators for one microbatch's forward pass through one stage, by its number in the batch.
 
-    Masks differ between stages and between tensor-parallel ranks that hold different elements; never between groups.
+    Masks differ between stages and between tensor-parallel ranks that hold different elements; never between groups,
+    nor with the number of groups or lanes.
     """
-    number = seed_of("microbatch", seed, step, microbatch.shard, microbatch.index, stage)
-    _seed_generators(number, tensor_rank, device)
+    _seed_generators(seed_of("microbatch", seed, step, number, stage), tensor_rank, device)
 
 
 def _seed_generators(seed: int, tensor_rank: int, device: torch.device) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from spare_megatron.mcore.checkpoint import HashingWriter
+from spare_megatron.mcore.checkpoint import AnyOptimizer, HashingWriter
 from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.host_copies import HostCopies, TensorBytes
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
@@ -23,7 +24,11 @@ from spare_megatron.stacking.layout import PartitionId
 
 
 class ForeignState(Exception):
-    """The state belongs to a rank of another model."""
+    """The state belongs to a rank of another model, or to other strips of it."""
+
+
+_OTHER_PARAMETERS = "the parameters there have other names, shapes or formats"
+_OTHER_STRIPS = "the lanes there divide the optimizer state otherwise"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +63,12 @@ class StateCopy:
 class IncomingState:
     """Receives the state of another group's rank. Raises ForeignState if its `description` is of another model."""
 
-    def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> None:
+    def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> None:
         state = json.loads(description)
         if state["model"] != _shapes(chunks):
-            raise ForeignState("the parameters there have other names, shapes or formats")
+            raise ForeignState(_OTHER_PARAMETERS)
+        if state.get("strips") != _strips(optimizer):
+            raise ForeignState(_OTHER_STRIPS)
         self._optimizer = optimizer
         places = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
         device = places[0].device
@@ -74,12 +81,13 @@ class IncomingState:
         self._optimizer.load_state_dict(self._content)
 
 
-def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> OutgoingState:
+def outgoing_state(chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> OutgoingState:
     """Present parameters, buffers, optimizer state (unless stacked: copied separately) and schedule position."""
     tensors = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
     state = {
         "model": _shapes(chunks),
         "optimizer": _encoded(optimizer.state_dict(), tensors),
+        "strips": _strips(optimizer),
     }
     return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
 
@@ -90,11 +98,13 @@ def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> Outgoin
     return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # None if empty
 
 
-def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer) -> TensorsDigest:
+def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer | DividedOptimizer) -> TensorsDigest:
     """Digest of a rank's state beside the parameters that its optimizer updates, bitwise equal in all groups.
 
     That is the optimizer's state and, in bf16 models, the bf16 parameters; not model buffers, which may differ.
     """
+    if isinstance(optimizer, DividedOptimizer):
+        return optimizer.digest()
     tensors: list[tuple[str, torch.Tensor]] = []
     for named in named_parameters(chunks):
         updated = optimized(named.parameter)
@@ -105,11 +115,12 @@ def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer) -> TensorsDiges
     return TensorsDigest(tensors, head=repr(optimizer.update_counts()))
 
 
-def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> tuple[int, str]:
+def save_state(path: Path, chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> tuple[int, str]:
     """Writes the rank's state, with the partitions that are whole here. Returns the file's bytes and SHA-256."""
     state: dict[str, Any] = {
         "chunks": [_tensors(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
+        "strips": _strips(optimizer),
     }
     if isinstance(optimizer, StackedOptimizer):
         state["slices"] = optimizer.whole_partitions()
@@ -121,7 +132,7 @@ def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | Stack
 def load_state(
     paths: Sequence[Path],
     chunks: Sequence[Chunk],
-    optimizer: Optimizer | StackedOptimizer,
+    optimizer: AnyOptimizer,
     partitions: Collection[PartitionId] = (),
 ) -> None:
     """Loads files that `save_state` wrote for this position. Raises ForeignState for another model.
@@ -132,10 +143,12 @@ def load_state(
     is_stacked = isinstance(optimizer, StackedOptimizer)
     # Memory-mapped if stacked, since a rank needs only parts of the files; otherwise the loaded tensors are used.
     states = [torch.load(path, map_location="cpu", mmap=is_stacked, weights_only=True) for path in paths]
+    if states[0].get("strips") != _strips(optimizer):
+        raise ForeignState(_OTHER_STRIPS)
     for chunk, saved in zip(chunks, states[0]["chunks"], strict=True):
         tensors = _tensors(chunk)
         if {name: _form(one) for name, one in tensors.items()} != {name: _form(one) for name, one in saved.items()}:
-            raise ForeignState("the parameters there have other names, shapes or formats")
+            raise ForeignState(_OTHER_PARAMETERS)
         for name, tensor in tensors.items():
             tensor.copy_(saved[name])
     if not isinstance(optimizer, StackedOptimizer):
@@ -156,6 +169,11 @@ def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:
 
 def _shapes(chunks: Sequence[Chunk]) -> list[list[list[Any]]]:
     return [[[name, *_form(tensor)] for name, tensor in _tensors(chunk).items()] for chunk in chunks]
+
+
+def _strips(optimizer: AnyOptimizer) -> list[list[int]] | None:
+    """The own strips whose state a rank has; None unless lanes divide it."""
+    return optimizer.strips if isinstance(optimizer, DividedOptimizer) else None
 
 
 def _form(tensor: torch.Tensor) -> list[Any]:

@@ -33,6 +33,13 @@ def tied_embedding(chunk: Chunk) -> torch.nn.Parameter | None:
     return weight
 
 
+def shared_by_stages(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> frozenset[torch.nn.Parameter]:
+    """The parameters whose gradients are summed over ranks that lay out their parameters in another way."""
+    if groups.embd is None or groups.embd.size() == 1:
+        return frozenset()
+    return frozenset(weight for weight in map(tied_embedding, chunks) if weight is not None)
+
+
 def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> frozenset[torch.nn.Parameter]:
     """The parameters whose gradients every group needs: those that may be summed inside a group."""
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
@@ -41,9 +48,7 @@ def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -
     found: set[torch.nn.Parameter] = set()
     if groups.tp.size() > 1:
         found |= {one for one in parameters if not getattr(one, "tensor_model_parallel", False)}
-    if groups.embd is not None and groups.embd.size() > 1:
-        found |= {weight for weight in map(tied_embedding, chunks) if weight is not None}
-    return frozenset(found)
+    return shared_by_stages(chunks, groups).union(found)
 
 
 def counts_for_norm(parameter: torch.nn.Parameter, groups: ProcessGroupCollection) -> bool:

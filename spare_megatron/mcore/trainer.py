@@ -19,8 +19,10 @@ from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.flat_gradients import GradientPart, gradient_parts
+from spare_megatron.mcore.fragment_adam import FragmentAdam
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.loss_terms import LossTerms
@@ -33,8 +35,8 @@ from spare_megatron.mcore.parameters import (
     parameters_digest,
     parameters_sha256,
 )
-from spare_megatron.mcore.partitions import StatePartitions
-from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
+from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.program import Program, StepContext, Terms, program_of
@@ -54,7 +56,7 @@ from spare_megatron.mcore.tied_parameters import sum_inside_group
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
 
 
 class IncompleteSum(Exception):
@@ -66,6 +68,7 @@ class UpdateResult:
     """Outcome of an update, with the step's mean loss per token that counts and gradient norm before clipping."""
 
     num_microbatches: int
+    """Units of work counted, which with experts are rows."""
     loss: float
     grad_norm: float
     learning_rate: float
@@ -107,13 +110,14 @@ class GroupTrainer:
         if config.checkpoint.load_weights:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
-        self.gradients = make_gradient_sums(config, self.chunks, device, len(self._program.loss_terms))
-        self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
+        self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
+        self._has_lanes = groups.lanes.size() > 1
+        self._ready = ReadyBuckets(self.chunks, self.gradients.space.ranges)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
-            partitions = StatePartitions(self.chunks, config.layout.num_groups)
+            partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
             self.stacked = StackedOptimizer(config, self.chunks, groups, partitions=partitions, hosted=hosted)
-        self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
+        self._optimizer = self.stacked or self._own_optimizer()
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config, self._program.datasets_provider(config))
@@ -123,10 +127,17 @@ class GroupTrainer:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._is_random = dropout > 0.0 or bool(config.program.file)
         self._step = 0
-        self._seen: list[Microbatch] = []
+        self._seen: list[Numbered] = []
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
+
+    def _own_optimizer(self) -> Optimizer | DividedOptimizer:
+        """One that does not depend on what other groups have."""
+        if self._has_lanes:
+            space = self.gradients.space
+            return DividedOptimizer(self._config, self.chunks, self.process_groups, space.ranges, space.lanes)
+        return Optimizer(self._config, self.chunks, self.process_groups)
 
     def _make_evaluator(self) -> Evaluator:
         return Evaluator(
@@ -149,34 +160,58 @@ class GroupTrainer:
         self._optimizer.zero_grad()
 
     def compute(self, work: Sequence[Microbatch], on_ready: OnReady | None = None) -> list[Microbatch]:
-        """Adds the gradients and losses of some microbatches to the local sums of the buckets that are not kept.
+        """Adds the gradients and losses of some microbatches to the group's sums of the buckets that are not kept.
 
-        `on_ready` gets the number of leading buckets with complete local sums. Returns the microbatches counted, in
-        order; raises RuntimeError if they differ from `work`. Collective over: all ranks of the group, with the same
-        work in order.
+        This rank computes the share of its lane. `on_ready` gets the number of leading buckets with complete sums.
+        Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
+        group, with the same work in order.
         """
+        if not work:
+            return []
+        share = share_in_lane(work, self.process_groups, self._config, self._config.unit_ramp.at(self._step))
+        items = [Item(microbatch) for microbatch in share]
         self._seen.clear()
         is_counted = False
 
-        def count() -> None:
+        def sum_ready(num_ready: int, *, in_backward: bool) -> None:
             nonlocal is_counted
-            if is_counted:
-                return
-            if sorted(self._seen) != sorted(work):
-                raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(work)} was asked for")
-            self.gradients.add_count(len(self._seen))
-            is_counted = True
+            if not is_counted:
+                self._count(share, in_backward=in_backward)  # no bucket may be sent before
+                is_counted = True
+            if self._has_lanes:
+                for bucket in self._summed_over_lanes(num_ready, in_backward=in_backward):
+                    if on_ready is not None:
+                        on_ready(bucket + 1)  # before the next sum over lanes: the same order on all lanes
 
         def report(num_ready: int) -> None:
-            count()  # no bucket may be sent before its microbatches are counted
+            sum_ready(num_ready, in_backward=True)
             assert on_ready is not None
             on_ready(num_ready)
 
         reported = None if on_ready is None else report
-        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(work), reported):
-            self._pipeline.run(work, self._forward)
-        count()
-        return list(self._seen)
+        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(items), reported):
+            self._pipeline.run(items, self._forward)
+        sum_ready(len(self.gradients.buckets), in_backward=False)
+        return list(work)
+
+    def _count(self, share: Sequence[Numbered], *, in_backward: bool) -> None:
+        """Counts the microbatches of all lanes, once this one has computed its share."""
+        if sorted(self._seen) != sorted(share):
+            raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(share)} was asked for")
+        self.gradients.add_count(len(self._seen))
+        if self._has_lanes:
+            with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
+                self.gradients.sum_counts()
+
+    def _summed_over_lanes(self, num_ready: int, *, in_backward: bool) -> Iterator[int]:
+        """As `GradientSums.sum_over_lanes`."""
+        sums = self.gradients.sum_over_lanes(num_ready)
+        while True:
+            with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
+                bucket = next(sums, None)
+            if bucket is None:
+                return
+            yield bucket
 
     @property
     def evaluator(self) -> Evaluator:
@@ -211,13 +246,15 @@ class GroupTrainer:
                     f"the step has {num_microbatches}"
                 )
         self.gradients.finish(1.0 / loss.divisor)
+        if isinstance(self._optimizer, DividedOptimizer):
+            self._optimizer.gather_gradients()
         sum_inside_group(self.chunks, self.process_groups)
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
-            num_microbatches=min(counted),
+            num_microbatches=min(counted) // self._config.row_size,
             loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -266,10 +303,13 @@ class GroupTrainer:
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
     def params_sha256(self) -> str:
-        return parameters_sha256(self.chunks, self._probe.progress)
+        return parameters_sha256(self.chunks, self._probe.progress, self._main_parameters())
 
     def params_digest(self) -> TensorsDigest:
-        return parameters_digest(self.chunks)
+        return parameters_digest(self.chunks, self._main_parameters())
+
+    def _main_parameters(self) -> list[tuple[str, Tensor]]:
+        return self._optimizer.main_parameters() if isinstance(self._optimizer, DividedOptimizer) else []
 
     def rest_of_state(self) -> TensorsDigest:
         """Digest of all other state that is equal in every group."""
@@ -278,13 +318,19 @@ class GroupTrainer:
 
     def moments(self) -> Iterator[Tensor]:
         """The first moments held here; none before the first update."""
-        if isinstance(self._optimizer, StackedOptimizer):
+        if isinstance(self._optimizer, FragmentAdam):
             yield from self._optimizer.first_moments()
             return
         for named in named_parameters(self.chunks):
             state = self._optimizer.state_of(optimized(named.parameter))
             if state:
                 yield state["exp_avg"]
+
+    def kept_values(self) -> Iterator[Tensor]:
+        """Parameters as the optimizer keeps them; where it has parts, those come first."""
+        if isinstance(self._optimizer, FragmentAdam):
+            yield from self._optimizer.kept_values()
+        yield from (optimized(named.parameter).detach() for named in self.parameters_named())
 
     def parameters_named(self) -> Iterator[NamedParameter]:
         return named_parameters(self.chunks)
@@ -297,16 +343,15 @@ class GroupTrainer:
             self._seen.append(item.microbatch)
         if self._is_random:
             tensor_rank = self.process_groups.tp.rank()
-            rng.seed_microbatch(
-                self._config.train.seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device
-            )
-        batch = self._batch(chunk, item.microbatch)
+            seed, number = self._config.train.seed, item.microbatch.number
+            rng.seed_microbatch(seed, self._step, number, chunk.stage, tensor_rank, self._device)
+        batch = self._batch(chunk, item.microbatch.number)
         context = StepContext(
             config=self._config,
             groups=self.process_groups,
             device=self._device,
             step=self._step,
-            first_sequence=self.corpus.first_sample(self._step, item.microbatch),
+            first_sequence=self.corpus.first_sample(self._step, item.microbatch.number),
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
@@ -326,12 +371,12 @@ class GroupTrainer:
     def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return loss, self._schedule_tokens, {}
 
-    def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
+    def _batch(self, chunk: Chunk, number: int) -> dict[str, Tensor]:
         """What a chunk needs of a microbatch; without a mask, nothing for chunks between the ends of the model."""
         if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
             return {}
         with self._probe.during(Operation.STORAGE):
-            batch = self.corpus.microbatch(self._step, microbatch)
+            batch = self.corpus.microbatch(self._step, number)
         return on_device(batch, self._config, self._device, self.process_groups.cp)
 
     def _show_progress(self) -> None:

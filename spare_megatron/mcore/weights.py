@@ -118,7 +118,7 @@ def load_weights(folder: Path, chunks: Sequence[Chunk], groups: ProcessGroupColl
     """
     stored = StoredWeights(folder)
     with torch.no_grad():
-        for part in _parts_of(model_state(chunks, groups)):
+        for part in _parts_of(model_state(chunks, groups.dp_cp)):
             shape = stored.shape(part.key)
             is_padded = part.allow_shape_mismatch
             if shape[is_padded:] != tuple(part.global_shape)[is_padded:]:

@@ -126,7 +126,7 @@ def _flows(placed: Sequence[_Placed]) -> Iterator[TraceEvent]:
     for one in placed:
         part, span = one.part, one.span
         if span.microbatch is not None:
-            passes[part.group, part.incarnation, span.step, span.name, span.microbatch].append(one)
+            passes[part.group, part.incarnation, part.lane, span.step, span.name, span.microbatch].append(one)
     number = 0
     for found in passes.values():
         for before, after in itertools.pairwise(sorted(found, key=lambda one: one.began_us)):

@@ -124,6 +124,7 @@ class Assembly:
         reduction = Reduction(
             buckets=BucketExchange(
                 position=self._spec.rank,
+                lanes=self._config.parallel.beside(self._spec.rank),
                 is_alone=self._config.parallel.ranks_per_group == 1,
                 trainer=self.trainer,
                 communicator=self._communicator,
@@ -153,6 +154,7 @@ class Assembly:
             progress=progress,
         )
         evaluation = Evaluation(
+            layout=self._config.parallel,
             trainer=self.trainer,
             voting=self._voting,
             digests=digests,

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from spare_megatron.core.actions import AttemptEvaluation, ReportEvaluation
-from spare_megatron.core.evaluation import SetSum
+from spare_megatron.core.evaluation import SetSum, added
 from spare_megatron.core.events import Event
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
@@ -13,6 +13,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.stacking.layout import Layout
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.unreduced_vote import vote_unreduced
 from spare_megatron.voting.voting import Voting
@@ -24,6 +25,7 @@ class Evaluation:
     def __init__(
         self,
         *,
+        layout: Layout,
         trainer: GroupTrainer,
         voting: Voting,
         digests: StateDigests,
@@ -31,6 +33,7 @@ class Evaluation:
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
+        self._layout = layout
         self._trainer = trainer
         self._agreement, self._voting = voting.agreement, voting
         self._digests = digests
@@ -57,13 +60,20 @@ class Evaluation:
         self._reports.send_evaluation(action)
 
     def _settle(self) -> tuple[SetSum, ...]:
-        """The sums of the last pipeline stage, on all ranks. Raises RuntimeError if ranks computed different work."""
+        """The group's sums, on all ranks: those of the last pipeline stage, over all lanes.
+
+        Raises RuntimeError if ranks computed different work.
+        """
         work = digest_of_work(self._progress.now.computed)
         of_ranks = self._agreement.gathered((work, self._trainer.evaluator.sums))
         if len({digest for digest, _ in of_ranks}) > 1:
             group = self._agreement.member.group
             raise RuntimeError(f"the ranks of group {group} computed different work in one evaluation")
-        return next((sums for _, sums in of_ranks if sums), ())
+        of_lanes: dict[int, tuple[SetSum, ...]] = {}
+        for rank, (_, sums) in enumerate(of_ranks):
+            if sums:
+                of_lanes.setdefault(self._layout.lane_of(rank), sums)
+        return added(of_lanes.values())
 
     def _write(self, action: AttemptEvaluation, sums: tuple[SetSum, ...]) -> None:
         microbatches: dict[str, list[int]] = defaultdict(list)

@@ -63,7 +63,9 @@ class RankReports:
             self.write_if_leader(record)
         return ended
 
-    def write_update(self, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float) -> None:
+    def write_update(
+        self, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float, bytes_over_groups: int
+    ) -> None:
         """Journals the update with the sums of this attempt."""
         step = self._progress.now
         record = UpdateRecord(
@@ -78,6 +80,7 @@ class RankReports:
             makespan=step.makespan,
             step_s=round(step_s, 6),
             compute_s=[round(spent_s, 6) for spent_s in compute_s],
+            bytes_over_groups=bytes_over_groups,
         )
         self.write_if_leader(record)
 

@@ -61,6 +61,9 @@ class Reduction:
         """The summed loss of the last attempt, on every rank of the group; None unless it was complete."""
         self.terms: Sequence[LossSum] = ()
         """The same of the further terms of the loss."""
+        self._num_posted_bytes = 0  # before this step
+        self.bytes_over_groups = 0
+        """Bytes that this rank gave to sums over groups since the previous commit."""
         self.compute_s: Sequence[float] = ()
         """Seconds that each rank of the group computed for the last attempt; empty if the group abstained."""
 
@@ -98,6 +101,8 @@ class Reduction:
     def commit(self) -> None:
         """Replaces the local sums by the sums of the committed attempt."""
         self._buckets.commit()
+        before, self._num_posted_bytes = self._num_posted_bytes, self._buckets.communicator.num_posted_bytes
+        self.bytes_over_groups = self._num_posted_bytes - before
         self._progress.save_ends.clear()
 
     # ------------------------------------------------------------------------------------------------ an attempt

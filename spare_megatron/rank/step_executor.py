@@ -123,7 +123,10 @@ class StepExecutor:
         with self._probe.during(Operation.UPDATE), self._source.changing(num_steps):
             result = self._trainer.update(self._reduction.loss, self._reduction.squares, self._reduction.terms)
         step_s = self._progress.now.spent_s
-        self._reports.write_update(action.attempt, result, self._reduction.compute_s, step_s)
+        reduction = self._reduction
+        self._reports.write_update(
+            action.attempt, result, reduction.compute_s, step_s, bytes_over_groups=reduction.bytes_over_groups
+        )
         self._saves.report_finished()
         if self._trainer.stacked is not None:  # all other parameters are those of the step before
             self._progress.lacks_params = True

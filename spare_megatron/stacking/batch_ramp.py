@@ -32,6 +32,15 @@ class BatchRamp:
             return self.largest
         return self.start + self.increment * (step * self._num_increases // self.steps)
 
+    def in_units_of(self, size: int) -> "BatchRamp":
+        """The ramp that counts units of `size` microbatches, which divides the microbatches of every step.
+
+        >>> BatchRamp(largest=8, start=4, increment=2, steps=10).in_units_of(2)
+        BatchRamp(largest=4, start=2, increment=1, steps=10)
+        """
+        increment = self.increment // size if self.steps else self.increment
+        return BatchRamp(largest=self.largest // size, start=self.start // size, increment=increment, steps=self.steps)
+
     def before(self, step: int) -> int:
         """The sum of `at` over all earlier steps. Cost: O(K).
 

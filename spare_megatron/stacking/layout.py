@@ -63,6 +63,16 @@ class Layout:
         """
         return rank % self.ranks_per_stage // (self.tensor_parallel * self.context_parallel)
 
+    def beside(self, rank: int) -> list[int]:
+        """The ranks of a group, itself included, that hold the same part of the model as this one, by lane.
+
+        >>> Layout(num_groups=1, data_parallel=2, tensor_parallel=2, pipeline_parallel=2).beside(5)
+        [5, 7]
+        """
+        width = self.tensor_parallel * self.context_parallel
+        first = rank - self.lane_of(rank) * width
+        return list(range(first, first + self.data_parallel * width, width))
+
     @property
     def num_ranks(self) -> int:
         return self.num_groups * self.ranks_per_group

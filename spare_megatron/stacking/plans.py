@@ -19,10 +19,40 @@ NO_OWNER = -1
 
 
 class Microbatch(NamedTuple):
-    """Address of a microbatch inside a step: its shard and its index within the shard."""
+    """Address of a unit of work inside a step: its shard and its index within the shard.
+
+    A unit is a microbatch, or with experts a row: as many consecutive microbatches of the shard as a group has lanes.
+    """
 
     shard: ShardId
     index: int  # type: ignore[assignment]  # hides tuple.index, which an address has no use for
+
+
+class Numbered(NamedTuple):
+    """A microbatch that a lane of a group computes: its unit of work, and its linear number in the batch."""
+
+    unit: Microbatch
+    number: int
+
+
+def share_of(
+    work: Sequence[Microbatch], *, lane: int, num_lanes: int, row_size: int, units_per_shard: int
+) -> list[Numbered]:
+    """The microbatches of a group's work that one of its lanes computes, in order.
+
+    A unit of work is a microbatch (`row_size` 1), and the lanes take turns; or a row of `num_lanes` microbatches, of
+    which each lane computes one. Those of a shard have consecutive numbers, so that equal batches of other numbers of
+    groups and lanes have equal microbatches.
+
+    >>> work = [Microbatch(ShardId(0), 2), Microbatch(ShardId(1), 0), Microbatch(ShardId(1), 1)]
+    >>> [one.number for one in share_of(work, lane=0, num_lanes=2, row_size=1, units_per_shard=4)]
+    [2, 5]
+    >>> [one.number for one in share_of(work, lane=1, num_lanes=2, row_size=2, units_per_shard=4)]
+    [5, 9, 11]
+    """
+    own = work[lane::num_lanes] if row_size == 1 else work
+    first = lane % row_size
+    return [Numbered(unit, (unit.shard * units_per_shard + unit.index) * row_size + first) for unit in own]
 
 
 class Work:

@@ -33,7 +33,7 @@ class Timeline:
 
     def __init__(self, spec: NodeSpec, ranks: RankProcesses) -> None:
         self._ranks = ranks
-        self._ranks_per_stage = spec.config.parallel.ranks_per_stage
+        self._layout = spec.config.parallel
         self._file = SpansFile(spec.run_dir, spec.node)
         self._machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._kept: dict[RankKey, _Kept] = {}
@@ -108,7 +108,8 @@ class Timeline:
             group=group,
             rank=rank,
             incarnation=self._ranks.member(GroupId(group)).incarnation,
-            stage=rank // self._ranks_per_stage,
+            stage=rank // self._layout.ranks_per_stage,
+            lane=self._layout.lane_of(rank),
             machine=self._machine,
             wall_s=time.time() - time.monotonic(),
             spans=inside,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from spare_megatron.config.evaluation import microbatches_per_shard
+from spare_megatron.config.evaluation import units_per_shard
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
@@ -35,8 +35,8 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         )
     return ControllerSetup(
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
-        microbatches_per_shard=spare.microbatches_per_shard,
-        ramp=spare.ramp,
+        microbatches_per_shard=config.unit_ramp.largest,
+        ramp=config.unit_ramp,
         num_steps=config.train.steps,
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",
@@ -74,7 +74,7 @@ def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
 def _evaluation(config: RunConfig) -> EvaluationPolicy | None:
     if not config.eval.every_steps:
         return None
-    return EvaluationPolicy(every_steps=config.eval.every_steps, microbatches_per_shard=microbatches_per_shard(config))
+    return EvaluationPolicy(every_steps=config.eval.every_steps, microbatches_per_shard=units_per_shard(config))
 
 
 class LogFollower:

@@ -10,13 +10,12 @@ from typing import Any
 from spare_megatron.core.actions import UpdateModel
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.pipeline import Pipeline
+from spare_megatron.mcore.pipeline import Item, Pipeline
 from spare_megatron.process.reports import ExitCode, RankRaised
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.interface import StoreLost
 
 BROKEN_GROUP = 1
@@ -25,24 +24,24 @@ BROKEN_GROUP = 1
 class _Forgetful(Pipeline):
     """Leaves the last microbatch out."""
 
-    def run(self, work: Sequence[Microbatch], forward_step: Any) -> None:
-        super().run(work[:-1], forward_step)
+    def run(self, items: Sequence[Item], forward_step: Any) -> None:
+        super().run(items[:-1], forward_step)
 
 
 class _Unreadable(Corpus):
     """Has one microbatch that no group can read."""
 
-    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, Any]:
-        if (step, microbatch) == (1, Microbatch(shard=BROKEN_GROUP, index=0)):
+    def microbatch(self, step: int, number: int) -> dict[str, Any]:
+        if (step, number) == (1, BROKEN_GROUP * self._ramp.at(step)):
             raise ValueError("sample 42 of the corpus is damaged")
-        return super().microbatch(step, microbatch)
+        return super().microbatch(step, number)
 
 
 class _Elsewhere(Corpus):
     """Reads other data."""
 
-    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, Any]:
-        return super().microbatch(step + 1, microbatch)
+    def microbatch(self, step: int, number: int) -> dict[str, Any]:
+        return super().microbatch(step + 1, number)
 
 
 class _Unconnected(StepExecutor):

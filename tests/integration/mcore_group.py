@@ -29,6 +29,7 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.data import Corpus, on_device
+from spare_megatron.mcore.flat_gradients import parts_of
 from spare_megatron.mcore.gradients import FloatSums, Totals
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
@@ -51,6 +52,11 @@ def work_of(*addresses: tuple[int, int]) -> list[Microbatch]:
 def all_work(config: RunConfig, step: int = 0) -> list[Microbatch]:
     indices = range(config.spare.ramp.at(step))
     return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
+
+
+def numbers_of(config: RunConfig, work: Sequence[Microbatch], step: int = 0) -> list[int]:
+    """The numbers of microbatches in the batch of a step."""
+    return [shard * config.spare.ramp.at(step) + index for shard, index in work]
 
 
 # ------------------------------------------------------------------------------------------ starting the processes
@@ -134,11 +140,24 @@ def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Total
         trainer.compute(work)
     totals = reduce_alone(trainer)
     trainer.gradients.finish()
+    fill_from_lanes(trainer)
     finalize_model_grads([chunk.module for chunk in trainer.chunks], None, pg_collection=trainer.process_groups)
     return totals, {
         named.name: (named.parameter.detach().float().numpy(), named.main_grad.numpy(), named.partition_dim)
         for named in trainer.parameters_named()
     }
+
+
+def fill_from_lanes(trainer: GroupTrainer) -> None:
+    """Makes the gradients of each lane whole."""
+    space = trainer.gradients.space
+    for scatter, lanes in zip(space.ranges, space.lanes, strict=True):
+        parts = list(parts_of(space.segments, range(scatter.start, scatter.stop)))
+        own = torch.cat([part.gradients for part in parts])[scatter.own.start - scatter.start :][: len(scatter.own)]
+        strips = [torch.empty(0)] * lanes.size()
+        dist.all_gather_object(strips, own, group=lanes)
+        for part in parts:
+            part.gradients.copy_(torch.cat(strips)[part.start - scatter.start : part.stop - scatter.start])
 
 
 def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
@@ -166,13 +185,42 @@ def staged(trainer: GroupTrainer) -> torch.Tensor:
     return torch.cat([*gradients, sums.extras(parts[-1])])
 
 
+def placed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
+    """As `packed_sums`, with gradients at their places in the flat space and zeros outside of own strips."""
+    trainer = GroupTrainer(config, CPU)
+    buffers = []
+    for calls in orders:
+        trainer.begin_step(step)
+        for work in calls:
+            trainer.compute(work)
+        packed, space = staged(trainer), trainer.gradients.space
+        own = torch.tensor([element for one in space.ranges for element in one.own])
+        extras = packed[len(own) :]
+        whole = torch.zeros(space.ranges[-1].stop + len(extras), dtype=packed.dtype)
+        whole[own], whole[-len(extras) :] = packed[: len(own)], extras
+        buffers.append(whole.numpy())
+    return buffers
+
+
+def norms_after_a_nan_on_the_last_lane(config: RunConfig, work: Sequence[Microbatch]) -> list[float]:
+    """Of every bucket. The NaN is in the first strip, the gradient that follows wherever it belongs."""
+    trainer = GroupTrainer(config, CPU)
+    sums, lanes = trainer.gradients, trainer.process_groups.lanes
+    trainer.begin_step(0)
+    if lanes.rank() == lanes.size() - 1:
+        sums.poison()
+        sums.space.segments[0].gradients[0] = math.nan
+    trainer.compute(work)
+    return [float(sums.norm(bucket)) for bucket in range(len(sums.buckets))]
+
+
 def kept_sums(
-    config: RunConfig, num_kept: int, before: Sequence[Microbatch], after: Sequence[Microbatch]
+    config: RunConfig, kept_on: Sequence[int], before: Sequence[Microbatch], after: Sequence[Microbatch]
 ) -> tuple[list[range], np.ndarray, np.ndarray, np.ndarray]:
     """Buckets, and what they stage: after some work; after more, with the first of three times their sums kept; after
-    all of it without keeping any."""
+    all of it without keeping any. `kept_on` has how many each lane keeps."""
     trainer = GroupTrainer(config, CPU)
-    sums = trainer.gradients
+    sums, num_kept = trainer.gradients, kept_on[trainer.process_groups.lanes.rank()]
     trainer.begin_step(0)
     trainer.compute(before)
     first = staged(trainer).numpy()
@@ -180,7 +228,7 @@ def kept_sums(
         staging = sums.new_staging()
         sums.stage(bucket, staging).mul_(3)
         sums.put(bucket, staging)
-    sums.mark_kept(num_kept)
+    sums.mark_kept(num_kept, min(kept_on))
     trainer.compute(after)
     kept = staged(trainer).numpy()
     trainer.begin_step(0)
@@ -236,12 +284,13 @@ def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[in
 def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
     """Puts a sum over groups of what `staged` gives."""
     sums = trainer.gradients
-    for bucket, elements in enumerate(sums.buckets):
-        extras = total[sums.buckets[-1].stop :].clone()
+    *gradients, of_all = total.split([*map(len, sums.buckets), len(total) - sum(map(len, sums.buckets))])
+    for bucket, of_bucket in enumerate(gradients):
+        extras = of_all.clone()
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
             extras[:-3] = 0
-        staging = torch.cat([total[elements.start : elements.stop], extras])
+        staging = torch.cat([of_bucket, extras])
         sums.on_summed(bucket, staging)
         sums.put(bucket, staging)
     return sums.totals()
@@ -268,8 +317,8 @@ def reference_sums(
     model, corpus = _full_model(config, parameters), Corpus(config)
     named = dict(model.named_parameters())
     loss_sum = 0.0
-    for microbatch in work:
-        batch = on_device(corpus.microbatch(step, microbatch), config, CPU, model.pg_collection.cp)
+    for number in numbers_of(config, work, step):
+        batch = on_device(corpus.microbatch(step, number), config, CPU, model.pg_collection.cp)
         mask = batch.get("attention_mask")
         loss = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).sum()
         loss.backward()
@@ -283,7 +332,7 @@ def reference_sums(
 def token_losses(config: RunConfig, parameters: Arrays) -> tuple[Arrays, np.ndarray]:
     """The batch of step 0, and the loss of each of its tokens by the full model."""
     model, corpus = _full_model(config, parameters), Corpus(config)
-    batches = [corpus.microbatch(0, microbatch) for microbatch in all_work(config)]
+    batches = [corpus.microbatch(0, number) for number in numbers_of(config, all_work(config))]
     with torch.no_grad():
         losses = [model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]) for batch in batches]
     whole = {key: torch.stack([batch[key] for batch in batches]).numpy() for key in batches[0]}
@@ -385,7 +434,7 @@ def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray
 def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arrays:
     """Tokens and labels of some microbatches, as this rank reads them."""
     corpus = Corpus(config)
-    batches = [corpus.microbatch(step, microbatch) for microbatch in work]
+    batches = [corpus.microbatch(step, number) for number in numbers_of(config, work, step)]
     return {key: torch.stack([batch[key] for batch in batches]).numpy() for key in ("tokens", "labels")}
 
 

@@ -14,7 +14,7 @@ from spare_megatron.mcore.attention import document_mask
 from spare_megatron.mcore.data import Corpus, on_device, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration import numpy_gpt
-from tests.integration.mcore_group import CPU, run_group, work_of
+from tests.integration.mcore_group import CPU, run_group
 from tests.integration.numpy_gpt import Arrays
 
 END = 6
@@ -61,7 +61,7 @@ def computed(_first: RunConfig, configs: list[RunConfig]) -> list[dict[str, Any]
         with torch.no_grad():
             for value in named.values():
                 value += 0.2 * torch.randn(value.shape, generator=generator)
-        batch = Corpus(config).microbatch(0, work_of((0, 0))[0])
+        batch = Corpus(config).microbatch(0, 0)
         batch = on_device(batch, config, CPU, trainer.process_groups.cp)
         inputs, labels = (batch["tokens"], batch["position_ids"]), batch["labels"]
         losses = chunk.module(*inputs, batch["attention_mask"], labels=labels)

@@ -95,7 +95,7 @@ def test_context_parallel_ranks_sum_the_parts_of_a_sequence(make_config: MakeCon
     """Each has the loss and the count of the whole; only the model of such ranks needs a GPU."""
     config = make_config()
     parts = run_ranks(2, context_sums, config)
-    batch = Corpus(config).microbatch(0, group.work_of((0, 0))[0])
+    batch = Corpus(config).microbatch(0, 0)
     counts = batch["tokens"] != END
     total = float(batch["labels"][counts].sum())
     assert parts == [(total, int(counts.sum()), part) for _, _, part in parts]
@@ -107,7 +107,7 @@ def context_sums(config: RunConfig) -> tuple[float, int, int]:
     """Loss and tokens of a sequence as a context-parallel rank adds them up, and the tokens of its own part; the loss
     of a token is its label."""
     cp = dist.group.WORLD
-    batch = on_device(Corpus(config).microbatch(0, group.work_of((0, 0))[0]), config, group.CPU, cp)
+    batch = on_device(Corpus(config).microbatch(0, 0), config, group.CPU, cp)
     total, num_tokens = summed_loss(batch["labels"], batch["loss_mask"])
     terms = LossTerms(config, {}, SimpleNamespace(cp=cp), group.CPU)
     found = {LOSS: (total, num_tokens)}

@@ -28,8 +28,7 @@ from spare_megatron.config.schema import (
     ValidationCorpus,
 )
 from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index, validation_sets
-from spare_megatron.stacking.plans import Microbatch
-from tests.integration.mcore_group import all_work, read_tokens, run_group, work_of
+from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
 
@@ -96,7 +95,9 @@ def test_every_sample_of_the_run_has_one_address(config: RunConfig) -> None:
     prepare_index(config)
     corpus = Corpus(config)
     first = [
-        corpus.first_sample(step, microbatch) for step in range(config.train.steps) for microbatch in all_work(config)
+        corpus.first_sample(step, number)
+        for step in range(config.train.steps)
+        for number in numbers_of(config, all_work(config), step)
     ]
     assert first == list(range(0, 4 * 3 * 2 * 2, config.train.micro_batch_size))
 
@@ -106,8 +107,8 @@ def test_every_sample_of_a_run_whose_batch_grows_has_one_address(config: RunConf
     prepare_index(config)
     corpus = Corpus(config)
     sizes = [1, 2, 3, 4]
-    addresses = [work_of(*((shard, k) for shard in range(3) for k in range(size))) for size in sizes]
-    first = [corpus.first_sample(step, address) for step, work in enumerate(addresses) for address in work]
+    numbers = [numbers_of(config, all_work(config, step), step) for step in range(4)]
+    first = [corpus.first_sample(step, number) for step, of_step in enumerate(numbers) for number in of_step]
     assert first == list(range(0, 3 * sum(sizes) * 2, config.train.micro_batch_size))
     assert corpus.digest() != Corpus(replace(config, train=replace(config.train, steps=3))).digest()
 
@@ -140,7 +141,7 @@ def reading(config: RunConfig, numbers: Sequence[int]) -> list[bytes]:
     )
     prepare_index(single)
     corpus = Corpus(single)
-    return [corpus.microbatch(number, work_of((0, 0))[0])["tokens"].numpy().tobytes() for number in numbers]
+    return [corpus.microbatch(step, 0)["tokens"].numpy().tobytes() for step in numbers]
 
 
 def test_the_order_does_not_depend_on_the_number_of_steps(config: RunConfig) -> None:
@@ -172,8 +173,8 @@ def test_layout_and_batch_only_move_the_cursor(config: RunConfig) -> None:
         prepare_index(other)
         corpus, found = Corpus(other), []
         for step in range(other.train.steps):
-            for microbatch in all_work(other):
-                found += [row.numpy().tobytes() for row in corpus.microbatch(step, microbatch)["tokens"]]
+            for number in numbers_of(other, all_work(other)):
+                found += [row.numpy().tobytes() for row in corpus.microbatch(step, number)["tokens"]]
         assert found == samples[: len(found)]
 
 
@@ -185,13 +186,14 @@ def test_a_run_with_another_batch_goes_on_with_the_next_sample(config: RunConfig
     load = replace(other.checkpoint, load="step-00000002")
     other = replace(other, data=replace(other.data, offset=2 * 12 - 2 * 18), checkpoint=load)
     corpus = Corpus(other)
-    found = [row.tobytes() for step in (2, 3) for one in all_work(other) for row in rows_of(corpus, step, one)]
+    numbers = numbers_of(other, all_work(other))
+    found = [row.tobytes() for step in (2, 3) for number in numbers for row in rows_of(corpus, step, number)]
     assert found == samples[24 : 24 + 2 * 18]
     assert corpus.digest() == Corpus(other).digest()
 
 
-def rows_of(corpus: Corpus, step: int, microbatch: Microbatch) -> list[np.ndarray]:
-    return [*corpus.microbatch(step, microbatch)["tokens"].numpy()]
+def rows_of(corpus: Corpus, step: int, number: int) -> list[np.ndarray]:
+    return [*corpus.microbatch(step, number)["tokens"].numpy()]
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
@@ -202,13 +204,13 @@ def test_samples_of_an_epoch_are_those_of_megatrons_builder(config: RunConfig, t
     theirs = built_by_megatron(config, epoch_seed(config.train.seed, 0, epoch), tmp_path / "another_cache")[0]
     num_compared = 0
     for step in range(config.train.steps):
-        for microbatch in all_work(config):
-            first, batch = corpus.first_sample(step, microbatch), corpus.microbatch(step, microbatch)
-            for row, number in enumerate(range(first - epoch * per_epoch, first - epoch * per_epoch + 2)):
-                if 0 <= number < per_epoch:
+        for number in numbers_of(config, all_work(config)):
+            first, batch = corpus.first_sample(step, number), corpus.microbatch(step, number)
+            for row, sample in enumerate(range(first - epoch * per_epoch, first - epoch * per_epoch + 2)):
+                if 0 <= sample < per_epoch:
                     num_compared += 1
                     for key in ("tokens", "labels", "position_ids"):
-                        np.testing.assert_array_equal(batch[key][row], theirs[number][key])
+                        np.testing.assert_array_equal(batch[key][row], theirs[sample][key])
     assert num_compared == len(theirs) == per_epoch
 
 
@@ -281,7 +283,7 @@ def test_validation_sets_are_whole_corpora_of_their_own_beside_the_split(config:
             assert sample["loss_mask"].tolist() == (text[:-1] != end).tolist()
     prepare_index(replace(config, data=masked))
     corpus = Corpus(replace(config, data=masked))
-    assert corpus.microbatch(0, work_of((0, 0))[0]).keys() == sets["a"].sample(0).keys()
+    assert corpus.microbatch(0, 0).keys() == sets["a"].sample(0).keys()
     assert "loss_mask" not in split.sample(0)
 
 
@@ -421,12 +423,12 @@ def test_a_corpus_keeps_its_index_in_use(config: RunConfig, monkeypatch: pytest.
     (folder,) = prepare_index(config)
     with leased(config):
         [lease] = folder.parent.glob("*.lease-*")
-        corpus, (work, *_) = Corpus(config), all_work(config)
+        corpus = Corpus(config)
         os.utime(lease, (1, 1))
-        corpus.microbatch(0, work)
+        corpus.microbatch(0, 0)
         assert lease.stat().st_mtime == 1
         monkeypatch.setattr("spare_megatron.mcore.data.RENEWAL_S", -1.0)
-        corpus.microbatch(0, work)
+        corpus.microbatch(0, 0)
         assert lease.stat().st_mtime > 1
 
 

@@ -63,6 +63,9 @@ LAYOUTS = {
     "four stages": {"pipeline_parallel": 4},
     "two by two": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "two lanes": {"data_parallel": 2},
+    "two stages of two lanes": {"data_parallel": 2, "pipeline_parallel": 2},
+    "two lanes of two": {"data_parallel": 2, "tensor_parallel": 2},
 }
 
 
@@ -77,7 +80,7 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     for totals, _ in ranks:
         assert set(totals.num_microbatches) == {len(WORK)}
     last_stage_losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
-    assert len(last_stage_losses) == config.layout.tensor_parallel
+    assert len(last_stage_losses) == config.parallel.ranks_per_stage
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
 
 
@@ -165,12 +168,18 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
     # The first bucket ends inside a parameter, and so does the last that is kept.
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.0123))
     for num_kept in (0, 1, 17):
-        [(buckets, first, kept, whole)] = run_group(group.kept_sums, config, num_kept, WORK[:1], WORK[1:3])
-        end = buckets[num_kept].start
-        np.testing.assert_array_equal(kept[:end], 3 * first[:end])
-        np.testing.assert_array_equal(kept[end:], whole[end:])
-        assert num_kept == 0 or np.any(first[:end])
-        assert np.any(first[end:-3] != whole[end:-3])
+        [of_rank] = run_group(group.kept_sums, config, [num_kept], WORK[:1], WORK[1:3])
+        assert_kept(num_kept, *of_rank)
+
+
+def assert_kept(
+    num_kept: int, buckets: Sequence[range], first: np.ndarray, kept: np.ndarray, whole: np.ndarray
+) -> None:
+    end = sum(map(len, buckets[:num_kept]))
+    np.testing.assert_array_equal(kept[:end], 3 * first[:end])
+    np.testing.assert_array_equal(kept[end:], whole[end:])
+    assert num_kept == 0 or np.any(first[:end])
+    assert np.any(first[end:-3] != whole[end:-3])
 
 
 def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_config: MakeConfig) -> None:
@@ -192,19 +201,54 @@ def test_sums_in_bf16_lose_digits_of_gradients_and_none_of_what_is_counted(make_
         ("fast", LAYOUTS["one rank"], True),
         ("fast", LAYOUTS["two by two"], False),
         ("reproducible", LAYOUTS["interleaved"], True),
+        ("fast", {"data_parallel": 2, **LAYOUTS["interleaved"]}, False),
     ],
-    ids=["one rank", "2x2", "vpp"],
+    ids=["one rank", "2x2", "vpp", "lanes, one without work"],
 )
 def test_a_bucket_that_is_reported_ready_has_its_last_bit(
     make_config: MakeConfig, mode: str, layout: dict[str, int], is_tied: bool
 ) -> None:
     config = make_config(mode, model={"tie_embeddings": is_tied}, **layout)
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
-    for reported, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], WORK[2:]):
+    last = WORK[2:3] if config.layout.data_parallel > 1 else WORK[2:]
+    for reported, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], last):
         assert is_final
         assert reported == sorted(reported)
         assert reported[-1] == num_buckets
         assert reported[0] < num_buckets, "the first leave before the last are computed"
+
+
+# --------------------------------------------------------------------------------------------------------- lanes
+
+
+def test_fixed_point_sums_do_not_depend_on_lanes(make_config: MakeConfig) -> None:
+    """Three lanes divide some ranges unevenly, and in the first of two calls two of them have no work."""
+    config = make_config("reproducible", model={"hidden_dropout": 0.1}, data_parallel=3)
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.05))
+    ways = ([WORK], [WORK[:1], WORK[1:]])
+    [expected] = run_group(group.packed_sums, only_rank(config), 1, [WORK])[0]
+    for of_lanes in zip(*run_group(group.placed_sums, config, 1, *ways), strict=True):
+        np.testing.assert_array_equal(sum(lane[:-3] for lane in of_lanes), expected[:-3])
+        for lane in of_lanes:
+            np.testing.assert_array_equal(lane[-3:], expected[-3:])
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_lanes_may_keep_unequal_numbers_of_buckets(make_config: MakeConfig, mode: str) -> None:
+    config = make_config(mode, data_parallel=2)
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.0123))
+    kept_on = [17, 3]
+    ranks = run_group(group.kept_sums, config, kept_on, WORK[:1], WORK[1:3])
+    for num_kept, of_rank in zip(kept_on, ranks, strict=True):
+        assert_kept(num_kept, *of_rank)
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_what_is_not_finite_on_one_lane_is_found_by_the_lane_that_sums_it(make_config: MakeConfig, mode: str) -> None:
+    config = make_config(mode, data_parallel=2)
+    first, second = run_group(group.norms_after_a_nan_on_the_last_lane, config, WORK)
+    assert not np.isfinite(first[0])
+    assert not np.isfinite(second[0])
 
 
 # ------------------------------------------------------------------------------------------------ reproducibility
@@ -227,6 +271,18 @@ def test_fixed_point_sums_do_not_depend_on_who_computes_what_when(
         np.testing.assert_array_equal(whole, reordered)
         np.testing.assert_array_equal(whole, split)
         np.testing.assert_array_equal(whole, part + rest)
+
+
+def test_sums_of_a_batch_do_not_depend_on_its_division_into_shards(make_config: MakeConfig) -> None:
+    """Data and dropout of a microbatch follow from its number in the batch, at any number of groups."""
+    config = make_config("reproducible", model={"hidden_dropout": 0.1, "attention_dropout": 0.1})
+    sums = []
+    for num_groups, microbatches in ((2, 3), (3, 2), (6, 1)):
+        spare = replace(config.spare, microbatches_per_shard=microbatches)
+        other = replace(config, layout=replace(config.layout, num_groups=num_groups), spare=spare)
+        sums += run_group(group.packed_sums, other, 1, [group.all_work(other)])[0]
+    np.testing.assert_array_equal(sums[0], sums[1])
+    np.testing.assert_array_equal(sums[0], sums[2])
 
 
 def test_dropout_differs_between_steps(make_config: MakeConfig) -> None:
@@ -299,7 +355,7 @@ def test_a_sum_that_misses_a_microbatch_is_not_applied(make_config: MakeConfig) 
 
 def test_a_world_of_another_size_than_the_layout_is_refused(make_config: MakeConfig) -> None:
     message = run_group(group.refusal_of_a_larger_layout, make_config())[0]
-    assert "the world has 1 ranks, but tensor x context x pipeline parallel size is 2" in message
+    assert "the world has 1 ranks, but tensor x context x data x pipeline parallel size is 2" in message
 
 
 def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfig) -> None:
@@ -348,12 +404,15 @@ def whole_model(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) 
     values: group.Arrays = {}
     gradients: group.Arrays = {}
     width = config.layout.tensor_parallel
-    for stage in range(config.layout.pipeline_parallel):
-        parts = [parameters for _, parameters in ranks[stage * width : (stage + 1) * width]]
+    for rank in range(0, len(ranks), width):
+        parts = [parameters for _, parameters in ranks[rank : rank + width]]
         for name, (value, gradient, partition_dim) in parts[0].items():
             if partition_dim is not None:
                 value = np.concatenate([part[name][0] for part in parts], axis=partition_dim)
                 gradient = np.concatenate([part[name][1] for part in parts], axis=partition_dim)
+            if config.parallel.lane_of(rank):
+                np.testing.assert_array_equal(value, values[name])
+                np.testing.assert_array_equal(gradient, gradients[name])
             values[name], gradients[name] = value, gradient
     if config.model.tie_embeddings and config.layout.pipeline_parallel > 1:
         for arrays in (values, gradients):

@@ -15,7 +15,7 @@ from spare_megatron.mcore.attention import window_mask
 from spare_megatron.mcore.data import Corpus, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration import numpy_gpt
-from tests.integration.mcore_group import CPU, run_group, work_of
+from tests.integration.mcore_group import CPU, run_group
 from tests.integration.numpy_gpt import Arrays
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, params_of, tiny_config
 
@@ -68,7 +68,7 @@ def computed(_first: RunConfig, configs: list[RunConfig]) -> list[tuple[int, Arr
         with torch.no_grad():
             for value in named.values():  # norms and biases, too, and padding that weighs as much as a token
                 value += 0.2 * torch.randn(value.shape, generator=generator)
-            batch = Corpus(config).microbatch(0, work_of((0, 0))[0])
+            batch = Corpus(config).microbatch(0, 0)
             losses = chunk.module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         rotation = getattr(chunk.module.module, "rotary_pos_emb", None)
         answers.append(

@@ -77,6 +77,7 @@ def order_of_posts(config: RunConfig, late_sums: int, *, is_alone: bool) -> list
     trainer = GroupTrainer(config, CPU)
     exchange = BucketExchange(
         position=dist.get_rank(),
+        lanes=config.parallel.beside(dist.get_rank()),
         is_alone=is_alone,
         trainer=trainer,
         communicator=communicator,

@@ -44,7 +44,7 @@ class Sums:
         self.kept: list[int] = []
         self.put_back: list[int] = []
 
-    def mark_kept(self, num_kept: int) -> None:
+    def mark_kept(self, num_kept: int, _num_kept_by_all: int) -> None:
         self.kept.append(num_kept)
 
     def new_staging(self) -> torch.Tensor:
@@ -197,6 +197,7 @@ class Rank:
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         buckets = BucketExchange(
             position=0,
+            lanes=(0,),
             is_alone=is_alone,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list),
             communicator=self.communicator,

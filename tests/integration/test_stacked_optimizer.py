@@ -22,7 +22,7 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.partitions import StatePartitions
+from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
 from spare_megatron.stacking.layout import PartitionId
 from tests.integration import plain_parity
 from tests.integration import stacked_groups as groups
@@ -190,7 +190,7 @@ def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num
     ]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     expected = flat.split(-(-flat.numel() // num_partitions))
-    cut = StatePartitions(chunks, num_partitions, piece_elements=4)
+    cut = StatePartitions(whole_parameters(chunks), num_partitions, piece_elements=4)
     for index in range(num_partitions):
         number = PartitionId(index)
         values = expected[index] if index < len(expected) else flat[:0]

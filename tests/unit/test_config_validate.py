@@ -70,6 +70,22 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["spare.ramp_start=1", "spare.ramp_steps=2"],
             "spare.ramp_steps=2 is below the 3 increases from spare.ramp_start=1 to spare.microbatches_per_shard=4",
         ),
+        (
+            ["layout.data_parallel=8"],
+            "spare.microbatches_per_shard=4 is below layout.data_parallel=8, and some lanes would have nothing",
+        ),
+        (
+            ["layout.data_parallel=2", "spare.ramp_start=1", "spare.ramp_steps=4"],
+            "spare.ramp_start=1 is below layout.data_parallel=2",
+        ),
+        (
+            ["layout.data_parallel=2", *STACKED],
+            "optimizer.sharding=stacked divides the optimizer state over groups, and layout.data_parallel=2 already",
+        ),
+        (
+            ["layout.data_parallel=2", "cluster.num_nodes=3"],
+            "layout.context_parallel x layout.data_parallel x layout.pipeline_parallel=8 is not a multiple",
+        ),
         (["train.micro_batch_size=0"], "train.micro_batch_size=0 must be at least 1"),
         (["train.steps=0"], "train.steps=0 must be at least 1"),
         (["layout.tensor_parallel=0"], "layout.tensor_parallel=0 must be at least 1"),
@@ -456,6 +472,22 @@ def test_auto_takes_gpus_when_there_are_any() -> None:
 
 def test_a_comfortable_run_raises_no_warning() -> None:
     assert warnings(configured(*GOLOMB), CPU) == []
+
+
+def test_lanes_that_wait_for_others_raise_a_warning() -> None:
+    overrides = ("layout.data_parallel=3", "layout.num_groups=2", "spare.redundancy=2")
+    (warning,) = warnings(configured(*overrides), CPU)
+    assert "spare.microbatches_per_shard=4 is no multiple of layout.data_parallel=3" in warning
+    assert "2 lanes of each group wait" in warning
+    assert warnings(configured(*overrides, "spare.microbatches_per_shard=6"), CPU) == []
+
+
+def test_tensor_ranks_on_several_machines_raise_a_warning() -> None:
+    by_hand = ("cluster.launcher=hand", "cluster.num_nodes=4", "layout.tensor_parallel=2", "layout.data_parallel=2")
+    several = ("layout.num_groups=3", "layout.tensor_parallel=4", "cluster.num_nodes=4", "cluster.launcher=hand")
+    texts = [[one for one in warnings(configured(*run), CPU) if "tensor" in one] for run in (by_hand, several)]
+    assert texts[0] == []
+    assert "layout.tensor_parallel=4 does not divide the 3 ranks of a node" in texts[1][0]
 
 
 def test_more_threads_than_cores_raise_a_warning() -> None:

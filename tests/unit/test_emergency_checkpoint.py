@@ -178,6 +178,20 @@ def test_groups_that_together_have_every_partition_make_a_checkpoint(tmp_path: P
     assert refused(path).endswith("groups [1, 2] have saved different state of partition 1 of rank 1")
 
 
+def test_state_that_lanes_divide_loads_only_into_the_same_strips(tmp_path: Path) -> None:
+    """The size of a bucket decides which elements a rank has the state of; without lanes it decides nothing."""
+    lanes = replace(CONFIG, layout=replace(CONFIG.layout, data_parallel=2))
+    path = saved(tmp_path, 0, config=lanes)
+    own = load_config(path)
+    same = replace(own, layout=lanes.layout)
+    assert resolve_load(same, tmp_path / "new", pytest.fail).checkpoint.load == str(path)
+    other = replace(same, reduce=replace(same.reduce, bucket_mib=2.0))
+    with pytest.raises(ValueError, match=r"reduce\.bucket_mib = 2\.0, and it was saved with 32"):
+        resolve_load(other, tmp_path / "new", pytest.fail)
+    with pytest.raises(ValueError, match=r"layout\.data_parallel = 1, and it was saved with 2"):
+        resolve_load(replace(own, layout=replace(own.layout, data_parallel=1)), tmp_path / "new", pytest.fail)
+
+
 def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:
     path = saved(tmp_path, 0)
     other = load_config(path)

@@ -27,10 +27,12 @@ def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_
     buffer = SimpleNamespace(grad_data=parameter.main_grad, param_index_map={parameter: (0, NUM_ELEMENTS, 0)})
     module = SimpleNamespace(buffers=[buffer], zero_grad_buffer=parameter.main_grad.zero_)
     chunks: Any = [SimpleNamespace(module=module)]
+    groups: Any = SimpleNamespace(lanes=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+    place = (chunks, groups, torch.device(device))
     if mode == "reproducible":
-        return FixedPointSums(chunks, torch.device(device), BUCKET_ELEMENTS * 8, FIXED, all_count, num_terms)
+        return FixedPointSums(*place, BUCKET_ELEMENTS * 8, FIXED, all_count, num_terms)
     dtype = torch.float32 if mode == "fast" else torch.bfloat16
-    return FloatSums(chunks, torch.device(device), BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count, num_terms)
+    return FloatSums(*place, BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count, num_terms)
 
 
 def add(sums: Any, element: int, value: float) -> None:

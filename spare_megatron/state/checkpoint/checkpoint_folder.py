@@ -99,6 +99,8 @@ def manifest_of(
     optimizer: dict[str, Any] = {"sharding": config.optimizer.sharding}
     if rules := rules_of(config):
         optimizer["rules"] = rules
+    if strips := strips_of(config):
+        optimizer["strips"] = strips
     if action.hosts:
         groups = sorted({member.group for member in writers})
         optimizer |= {"num_slices": len(action.hosts), "redundancy": config.optimizer.redundancy, "writers": groups}
@@ -127,6 +129,13 @@ def manifest_of(
 def rules_of(config: RunConfig) -> list[dict[str, Any]]:
     """`optimizer.rules` as a manifest has them."""
     return [asdict(rule) for rule in config.optimizer.rules]
+
+
+def strips_of(config: RunConfig) -> dict[str, Any]:
+    """The settings beside the layout that decide which optimizer state a rank has; empty if it has all of it."""
+    if config.layout.data_parallel == 1:
+        return {}
+    return {"reduce.mode": config.reduce.mode, "reduce.bucket_mib": config.bucket_mib}
 
 
 # ----------------------------------------------------------------------------------------------------------- names

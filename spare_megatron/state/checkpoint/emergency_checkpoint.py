@@ -103,7 +103,10 @@ def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     ours = asdict(config.layout)
     # One partition per group of the start; further ones hold copies at most.
     needed = [name for name in ours if name != "max_groups" and (name != "num_groups" or sharding == "stacked")]
-    pairs |= {f"layout.{name}": (manifest.layout[name], ours[name]) for name in needed}
+    # Versions without lanes wrote no `data_parallel`.
+    pairs |= {f"layout.{name}": (manifest.layout.get(name, 1), ours[name]) for name in needed}
+    if strips := manifest.optimizer.get("strips"):
+        pairs |= {key: (theirs, folders.strips_of(config).get(key, theirs)) for key, theirs in strips.items()}
     return [f"{key} = {own}, and it was saved with {theirs}" for key, (theirs, own) in pairs.items() if theirs != own]
 
 

@@ -1,0 +1,99 @@
+"""Parameters and gradients that the lanes of a group exchange around an update: each lane updates its own strips."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spare_megatron.mcore.flat_gradients import flat_parameters, segments
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.partitions import Span
+from spare_megatron.mcore.strips import ScatterRange
+
+
+class LaneBuffers:
+    """Flat parameters of a rank, laid out as Megatron's gradient buffers, and the scatter ranges of both.
+
+    `lanes` are the process groups of the ranges, over which lane i of a range is rank i; no range crosses buffers. The
+    parameters are moved when this is made; they stay the same objects.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], ranges: Sequence[ScatterRange], lanes: Sequence[dist.ProcessGroup]
+    ) -> None:
+        self._flat = list(flat_parameters(chunks))
+        self._shared = list(zip(ranges, lanes, strict=True))
+        parts = [one for one in segments(chunks) if one.start < one.stop]
+        values = dict(zip((one.start for one in parts), _moved_parameters(chunks), strict=True))
+        # For every range its parameters and its gradients.
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        for scatter in ranges:
+            [home] = [one for one in parts if one.start <= scatter.start and scatter.stop <= one.stop]
+            place = slice(scatter.start - home.start, scatter.stop - home.start)
+            self._tensors.append((values[home.start][place], home.gradients[place]))
+
+    def own_spans(self) -> list[Span]:
+        """What the own strips have of parameters, in the order of the flat space."""
+        spans = []
+        for scatter, _ in self._shared:
+            own = scatter.own
+            for flat in self._flat:
+                start, stop = max(own.start, flat.start), min(own.stop, flat.stop)
+                if start < stop:
+                    spans.append(Span(flat.parameter, start - flat.start, stop - flat.start))
+        return spans
+
+    def gather_parameters(self) -> None:
+        """Brings all parameters here from the lanes that updated them. Collective over: all lanes of each range."""
+        self._gather(range(len(self._shared)), [values for values, _ in self._tensors])
+
+    def gather_gradients(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """The same of the gradients in all ranges that have any of these parameters."""
+        wanted = [flat for flat in self._flat if flat.parameter in parameters]
+        indices = [
+            index
+            for index, (scatter, _) in enumerate(self._shared)
+            if any(flat.start < scatter.stop and scatter.start < flat.stop for flat in wanted)
+        ]
+        self._gather(indices, [gradients for _, gradients in self._tensors])
+
+    def _gather(self, indices: Collection[int], tensors: Sequence[Tensor]) -> None:
+        works = []
+        for index in indices:
+            scatter, group = self._shared[index]
+            if scatter.num_lanes > 1:
+                works.append(_StripGather(tensors[index], scatter, group))
+        for work in works:
+            work.wait()
+
+
+class _StripGather:
+    """Fills a range from the strips of all lanes: in place if these are equally long, else beside it."""
+
+    def __init__(self, values: Tensor, scatter: ScatterRange, group: dist.ProcessGroup) -> None:
+        own = values[scatter.own.start - scatter.start : scatter.own.stop - scatter.start]
+        self._values = self._out = values
+        if len(scatter) % scatter.num_lanes:
+            self._out = values.new_empty(scatter.strip_length * scatter.num_lanes)
+            padded = self._out[scatter.lane * scatter.strip_length :][: scatter.strip_length]
+            padded[: own.numel()].copy_(own)
+            own = padded
+        self._work = dist.all_gather_into_tensor(self._out, own, group=group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._out is not self._values:
+            self._values.copy_(self._out[: self._values.numel()])
+
+
+def _moved_parameters(chunks: Sequence[Chunk]) -> Iterator[Tensor]:
+    """Moves the parameters into one flat tensor per gradient buffer, in the order of the flat space."""
+    for chunk in reversed(chunks):
+        for buffer in chunk.module.buffers:
+            values = torch.zeros(buffer.numel, dtype=buffer.param_dtype, device=buffer.grad_data.device)
+            for parameter, (start, stop, _) in buffer.param_index_map.items():
+                place = values[start:stop].view(parameter.shape)
+                place.copy_(parameter.detach())
+                parameter.data = place
+            yield values

@@ -1,0 +1,80 @@
+"""How the lanes of a group divide a rank's flat gradient space.
+
+The space is cut into scatter ranges, each shared by lanes that hold the same parameters. A range is divided into one
+strip per lane, which that lane sums over groups and updates: the rank's own strips. With one lane a range is its strip.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from spare_megatron.core.bucket_window import cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSpan:
+    """A part of the flat space whose parameters `num_lanes` ranks hold; this rank is number `lane` among them."""
+
+    start: int
+    stop: int
+    lane: int = 0
+    num_lanes: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterRange:
+    """A range of the flat space that is summed over `num_lanes` ranks as a unit, and this rank's number among them."""
+
+    start: int
+    stop: int
+    lane: int = 0
+    num_lanes: int = 1
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def strip_length(self) -> int:
+        """Elements of every strip but the last ones, which may be shorter or empty."""
+        return -(-len(self) // self.num_lanes)
+
+    def strip(self, lane: int) -> range:
+        """The strip of a lane, in the flat space.
+
+        >>> [list(ScatterRange(start=10, stop=15, num_lanes=3).strip(lane)) for lane in range(3)]
+        [[10, 11], [12, 13], [14]]
+        """
+        first = min(self.start + lane * self.strip_length, self.stop)
+        return range(first, min(first + self.strip_length, self.stop))
+
+    @property
+    def own(self) -> range:
+        """This rank's own strip."""
+        return self.strip(self.lane)
+
+
+def scatter_ranges(spans: Sequence[LaneSpan], strip_elements: int) -> tuple[ScatterRange, ...]:
+    """The scatter ranges of a flat space, ascending and without gaps, with strips of at most `strip_elements`.
+
+    None crosses from one span to the next, unless one lane has both. `spans` are adjacent and ascending.
+    """
+    return tuple(
+        ScatterRange(
+            start=span.start + part.start, stop=span.start + part.stop, lane=span.lane, num_lanes=span.num_lanes
+        )
+        for span in _joined(spans)
+        for part in cut(span.stop - span.start, span.num_lanes * strip_elements)
+    )
+
+
+def _joined(spans: Sequence[LaneSpan]) -> Iterator[LaneSpan]:
+    """The spans, neighbours of one lane each joined."""
+    last: LaneSpan | None = None
+    for span in spans:
+        if last is not None and last.num_lanes == span.num_lanes == 1:
+            last = LaneSpan(start=last.start, stop=span.stop)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last

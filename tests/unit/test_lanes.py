@@ -1,0 +1,68 @@
+"""The share of work of each lane of a group, against counting."""
+
+import random
+
+from spare_megatron.stacking.batch_ramp import BatchRamp
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.plans import Microbatch, Numbered, share_of, work_of
+
+
+def dealt(num_shards: int, units: int, num_groups: int, chance: random.Random) -> list[tuple[Microbatch, ...]]:
+    """All units of a batch, dealt at random."""
+    by_group: dict[GroupId, list[Microbatch]] = {GroupId(group): [] for group in range(num_groups)}
+    for shard in range(num_shards):
+        for index in range(units):
+            by_group[GroupId(chance.randrange(num_groups))].append(Microbatch(ShardId(shard), index))
+    work = work_of(by_group, (num_shards, units))
+    return [work.of(group) for group in by_group]
+
+
+def shares(work: tuple[Microbatch, ...], num_lanes: int, row_size: int, units: int) -> list[list[Numbered]]:
+    return [
+        share_of(work, lane=lane, num_lanes=num_lanes, row_size=row_size, units_per_shard=units)
+        for lane in range(num_lanes)
+    ]
+
+
+def test_lanes_of_all_groups_compute_each_microbatch_of_the_batch_once() -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        num_lanes, units, num_shards = chance.randint(1, 5), chance.randint(1, 6), chance.randint(1, 4)
+        row_size = chance.choice([1, num_lanes])
+        computed: list[int] = []
+        for work in dealt(num_shards, units, chance.randint(1, 4), chance):
+            by_lane = shares(work, num_lanes, row_size, units)
+            lengths = [len(share) for share in by_lane]
+            assert max(lengths) - min(lengths) <= (row_size == 1)
+            for share in by_lane:
+                assert [one.unit for one in share] == sorted(one.unit for one in share)
+            computed += [one.number for share in by_lane for one in share]
+        assert sorted(computed) == list(range(num_shards * units * row_size))
+
+
+def test_lanes_compute_a_row_together() -> None:
+    """Each pass of all lanes is over consecutive microbatches, those of one row."""
+    work = (Microbatch(ShardId(0), 1), Microbatch(ShardId(2), 0))
+    passes = list(zip(*shares(work, 3, 3, 2), strict=True))
+    assert [[one.number for one in row] for row in passes] == [[3, 4, 5], [12, 13, 14]]
+    assert [{one.unit for one in row} for row in passes] == [{work[0]}, {work[1]}]
+
+
+def test_the_same_microbatch_has_the_same_number_whatever_the_unit() -> None:
+    """4 shards of 6 microbatches; 2 of 12; 2 of 4 rows of 3: microbatch 17 is in all of them."""
+    found = [
+        [one.number for share in shares((unit,), lanes, row, units) for one in share]
+        for unit, lanes, row, units in (
+            (Microbatch(ShardId(2), 5), 1, 1, 6),
+            (Microbatch(ShardId(1), 5), 2, 1, 12),
+            (Microbatch(ShardId(1), 1), 3, 3, 4),
+        )
+    ]
+    assert found == [[17], [17], [15, 16, 17]]
+
+
+def test_a_ramp_in_rows_has_a_row_for_each_of_their_microbatches() -> None:
+    for ramp in (BatchRamp.constant(12), BatchRamp(largest=24, start=6, increment=3, steps=17)):
+        rows = ramp.in_units_of(3)
+        assert [3 * rows.at(step) for step in range(20)] == [ramp.at(step) for step in range(20)]
+        assert [3 * rows.before(step) for step in range(20)] == [ramp.before(step) for step in range(20)]

@@ -122,8 +122,8 @@ class SpareConfig:
     groups_per_domain: PositiveInt = 1
     """Groups of consecutive ids per rack or power domain; hosts of a shard stand in different ones where possible."""
     rejoins: NonNegativeInt = 3
-    """Times that a supervisor restarts each lost group, counted anew after a long life of it; the others admit it at
-    the end of a step."""
+    """Times that a machine starts each of its groups again after short lives that it has ended itself, counted anew
+    after a long one; the others admit the group at the end of a step."""
     reform_after_s: NonNegativeFloat | None = None
     """Seconds for which a group waits for a replacement of a lost machine, before machines of several broken groups
     make whole ones; if absent 60 in a job with `slurm.num_spare_nodes`, else 0."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
-from spare_megatron.cli.preset import HELP
+from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.running import load_runnable
 from spare_megatron.process.interrupts import raising
 
@@ -33,10 +33,7 @@ def _bench() -> None:
 @app.command("throughput")
 def throughput(
     config: Annotated[Path, typer.Option(help=HELP)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
-    ] = None,
+    overrides: OverridesOption = None,
     pairs: Annotated[int, typer.Option(min=1, help="Number of runs, each paired with one of plain Megatron.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of each run, of which the first 5 are not measured.")] = 40,
     alone: Annotated[bool, typer.Option("--alone", help="Do not run plain Megatron.")] = False,

@@ -11,7 +11,7 @@ import typer
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
-from spare_megatron.cli.preset import HELP
+from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ def campaign(
     minutes: Annotated[
         float | None, typer.Option(help="End the run after this many minutes, whatever train.steps is.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
-    ] = None,
+    overrides: OverridesOption = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,

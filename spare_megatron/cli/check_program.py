@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.preset import HELP
+from spare_megatron.cli.preset import HELP, OverridesOption
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -60,10 +60,7 @@ class Finding:
 def check_program(
     program: Annotated[Path, typer.Argument(metavar="FILE.py", help="The program.", show_default=False)],
     preset: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=HELP, show_default=False)] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in model.seq_length=64. Repeatable."),
-    ] = None,
+    overrides: OverridesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print verdict and findings as JSON.")] = False,
 ) -> None:
     """Check that a program recovers exactly from losses.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.preset import HELP, load_without_problems, refusal
+from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems, refusal
 from spare_megatron.cli.running import this_machine
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ app = typer.Typer(help="List presets; show or check a configuration.", no_args_i
 
 _Preset = Annotated[Path, typer.Argument(help=HELP)]
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
-]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -51,7 +47,7 @@ def list_presets(as_json: AsJson = False) -> None:
 
 
 @app.command("show")
-def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and the resulting sizes.
 
     Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint. Needs no corpus, so a preset of a
@@ -80,7 +76,7 @@ def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) 
 @app.command("check")
 def check(
     preset: _Preset,
-    overrides: Overrides = None,
+    overrides: OverridesOption = None,
     elsewhere: Annotated[
         bool, typer.Option("--elsewhere", help="Assume a machine with the GPUs and data that the configuration needs.")
     ] = False,

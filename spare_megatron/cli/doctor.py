@@ -16,7 +16,7 @@ from rich.table import Table
 from spare_megatron.cli.config import fitting_machine
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.preset import PresetArgument, PresetOption, load_without_problems, one_preset
+from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, load_without_problems, one_preset
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.process.interrupts import raising
 
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 def doctor(
     preset: PresetArgument = None,
     config: PresetOption = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
-    ] = None,
+    overrides: OverridesOption = None,
     folder: Annotated[
         Path | None,
         typer.Option(

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 HELP = "The run preset: a name of `spare config list`, or a TOML file."
 PresetArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=HELP, show_default=False)]
 PresetOption = Annotated[Path | None, typer.Option("--config", help="The run preset, if not given as an argument.")]
+OverridesOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
+]
 
 
 def one_preset(argument: Path | None, option: Path | None, command: str) -> Path:

@@ -14,7 +14,7 @@ import typer
 from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
-from spare_megatron.cli.preset import HELP, load_without_problems
+from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.process.interrupts import deferred
 
@@ -29,10 +29,7 @@ def submit(
     cluster: Annotated[
         Path | None, typer.Option(help="Cluster preset; its values override those of the run preset.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
-    ] = None,
+    overrides: OverridesOption = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the new job, on shared storage. [default: runs/NAME-TIME]")
     ] = None,

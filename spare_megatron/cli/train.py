@@ -15,7 +15,7 @@ import typer
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
-from spare_megatron.cli.preset import PresetArgument, PresetOption, one_preset
+from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 from spare_megatron.process.interrupts import INTERRUPTED
 
@@ -31,10 +31,7 @@ STEPS_LEFT = 5
 def train(
     preset: PresetArgument = None,
     config: PresetOption = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=100. Repeatable."),
-    ] = None,
+    overrides: OverridesOption = None,
     program: Annotated[
         Path | None,
         typer.Option(metavar="FILE.py", help="Custom program, as --set program.file=FILE.py; see check-program."),

@@ -31,6 +31,16 @@ class ModelConfig:
     """Key-value heads, each shared by equally many attention heads; as many as attention heads if absent."""
     ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layers; 4 x hidden_size if absent."""
+    num_experts: PositiveInt | None = None
+    """Experts in each mixture layer, which takes the place of a feed-forward layer; no mixtures if absent."""
+    experts_per_token: PositiveInt = 2
+    """Experts that the router of a mixture layer chooses for each token."""
+    expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of an expert; ffn_hidden_size if absent."""
+    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of the expert that computes every token, or of several together; none if absent."""
+    num_dense_layers: NonNegativeInt = 0
+    """First layers that have no experts."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"] = "gelu"
     """Activation function of the feed-forward layers; swiglu and geglu are gated, which takes a third matrix."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -112,8 +122,8 @@ class SpareConfig:
     groups_per_domain: PositiveInt = 1
     """Groups of consecutive ids per rack or power domain; hosts of a shard stand in different ones where possible."""
     rejoins: NonNegativeInt = 3
-    """Times that a supervisor restarts each lost group, counted anew after a long life of it; the others admit it at
-    the end of a step."""
+    """Times that a machine starts each of its groups again after short lives that it has ended itself, counted anew
+    after a long one; the others admit the group at the end of a step."""
     reform_after_s: NonNegativeFloat | None = None
     """Seconds for which a group waits for a replacement of a lost machine, before machines of several broken groups
     make whole ones; if absent 60 in a job with `slurm.num_spare_nodes`, else 0."""

@@ -18,9 +18,7 @@ PlaceId = NewType("PlaceId", int)
 MachineId = NewType("MachineId", int)
 """A machine, for as long as the run lasts: those of the start have the id of their first place, further ones follow."""
 
-
-MachineState = Literal["placed", "idle", "draining", "quarantined"]
-"""Only placed and idle machines are moved: a draining one gives its place up, a quarantined one gets none."""
+MachineState = Literal["placed", "idle"]
 
 
 class Machine(NamedTuple):
@@ -67,9 +65,10 @@ def reform(
 ) -> tuple[Move, ...]:
     """The moves that make broken groups whole: most whole groups, then fewest moves, then fewest across domains.
 
-    Idle machines and those placed in broken groups are moved, those of other groups never; machines that are lost are
-    not in `machines`. Ties: the lowest groups are completed; low places take low machines, of their own domain first. A
-    group that lacks nothing keeps its machines. Moves are in the order of their places.
+    Idle machines and those placed in broken groups are moved, those of other groups never; `machines` has none that are
+    lost, are to leave or have given their place up. Ties: the lowest groups are completed; low places take low
+    machines, of their own domain first. A group that lacks nothing keeps its machines. Moves are in the order of their
+    places.
     Cost: O(M + P log P) for M machines and the P places of broken groups. ValueError as for `places_per_group`.
     """
     size = places_per_group(layout)

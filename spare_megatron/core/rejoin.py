@@ -12,7 +12,7 @@ _STABLE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before its loss counts as stable."""
 
 _LONG_INTERVALS = 512.0
-"""A group that was up for this many is not one that is lost again and again: its restarts count anew."""
+"""An incarnation that was up for this many is no short one: it does not count, nor do those before it any more."""
 
 _LONGEST_WAIT_INTERVALS = 64.0
 _FRESH_INTERVALS = 1.0
@@ -44,20 +44,37 @@ class NextStart(NamedTuple):
 
 
 class RestartBudget:
-    """How often and when a node's groups are started again: `most_restarts` each, besides those after wipe-outs and
-    those before an incarnation that was up for _LONG_INTERVALS.
+    """How often and when a machine starts its groups again: `most_restarts` of each in a row after short incarnations,
+    below _LONG_INTERVALS, that this machine has ended. The counts go with the machine to another place.
     """
 
     def __init__(self, most_restarts: int, interval_s: float) -> None:
-        self._most_restarts = most_restarts
+        self.most_restarts = most_restarts
         self._interval_s = interval_s
+        self._groups: tuple[GroupId, ...] = ()
         self._num_restarts: Counter[GroupId] = Counter()
         self._num_short: Counter[GroupId] = Counter()
 
-    def spend(self, group: GroupId, up_s: float, *, is_free: bool) -> NextStart | None:
+    def hold(self, groups: Collection[GroupId]) -> None:
+        """The machine's place has these groups from now on, as many as the one before.
+
+        >>> budget = RestartBudget(most_restarts=2, interval_s=1.0)
+        >>> for group in map(GroupId, (0, 5, 0)):
+        ...     budget.hold([group])
+        ...     print(budget.spend(group, 1.0, is_free=False))
+        NextStart(delay_s=0.0, takes_spares=True)
+        NextStart(delay_s=0.0, takes_spares=True)
+        None
+        """
+        counts, self._groups = [self._num_restarts[group] for group in self._groups], tuple(sorted(groups))
+        self._num_restarts = Counter(dict(zip(self._groups, counts, strict=False)))
+        self._num_short.clear()
+
+    def spend(self, group: GroupId, up_s: float, *, is_free: bool, is_own: bool = True) -> NextStart | None:
         """Counts a restart of a group that was up for `up_s` seconds; None if it is given up instead.
 
-        A restart is free after a wipe-out, where all groups restart, and if the group is asked to come back.
+        A restart is free after a wipe-out, where all groups restart, and if the group is asked to come back. It does
+        not count either if another machine has ended the incarnation (`is_own`); only the delays grow.
 
         >>> budget = RestartBudget(most_restarts=1, interval_s=1.0)
         >>> [budget.spend(GroupId(0), 9.0, is_free=is_free) for is_free in (False, False, True)]
@@ -68,11 +85,12 @@ class RestartBudget:
         if up_s >= _LONG_INTERVALS * self._interval_s:
             self._num_restarts[group] = 0
         num_short = self._num_short[group]
-        num_restarts, most_restarts = (0, 1) if is_free else (self._num_restarts[group], self._most_restarts)
+        counts = is_own and not is_free
+        num_restarts, most_restarts = (self._num_restarts[group], self.most_restarts) if counts else (0, 1)
         delay_s = restart_delay_s(num_restarts, most_restarts, num_short, self._interval_s)
         if delay_s is None:
             return None
-        self._num_restarts[group] += not is_free
+        self._num_restarts[group] += counts
         self._num_short[group] += 1
         return NextStart(delay_s, takes_spares=num_short == 0)
 

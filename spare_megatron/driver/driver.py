@@ -31,6 +31,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    LeftNodeGone,
     MachineMoved,
     NodeEnded,
     NodeMissing,
@@ -265,6 +266,9 @@ class Driver:
                 self._machines[node] = sender
             case FaultWanted():
                 self._inject(report, sender)
+                return
+            case LeftNodeGone(members=members):
+                self._last_lost |= dict(members)  # its supervisor is not waited for
                 return
             case NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)

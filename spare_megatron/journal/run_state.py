@@ -177,7 +177,7 @@ class RunState:
         self.storage: StorageRecord | None = None
         self.steps = StepTable(0, 0)
         self._losses = Losses()
-        self._assignments: set[int] = set()  # of machines to places
+        self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
         self.num_places_taken = 0
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
@@ -228,6 +228,11 @@ class RunState:
             self.damage.append(f"a record of {line.source} names a group that the run does not have")
             return
         self.newest_at_s = max(self.newest_at_s, at_s)
+        self._add(line)
+        self._note_texts_of(record, at_s)
+
+    def _add(self, line: Line) -> None:
+        record, at_s = line.record, line.at_s
         match record:
             case EntryRecord():
                 self.entry_times.add_read(record.index, record.group, at_s)
@@ -266,7 +271,6 @@ class RunState:
             case EndRecord() if self.end is None:
                 self.end = record
                 self._note(text_of_end(record, self._halted_by), at_s)
-        self._note_texts_of(record, at_s)
 
     def _note_texts_of(self, record: Record, at_s: float) -> None:
         for text in texts_of_record(record):
@@ -292,7 +296,7 @@ class RunState:
 
     def _on_assignment(self, record: PlacesRecord, at_s: float) -> None:
         if record.index not in self._assignments:  # all supervisors concerned write it
-            self._assignments.add(record.index)
+            self._assignments[record.index] = record
             self.num_places_taken += len(record.holdings)
             self._note(text_of_places(record), at_s)
 
@@ -415,6 +419,11 @@ class RunState:
             for (num_restarts, step, kind), digests in sorted(self._params.items())
             if all(step <= kept for kept in restarted_at[num_restarts:])
         }
+
+    @property
+    def holdings(self) -> list[list[list[int]]]:
+        """Machine, place and incarnation of what each assignment of places has begun, as far as they are journaled."""
+        return [record.holdings for _, record in sorted(self._assignments.items())]
 
     def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:

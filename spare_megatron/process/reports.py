@@ -221,6 +221,14 @@ class MachineMoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftNodeGone:
+    """A node is silent that has no rank but of members that have left the run before, so that nothing is lost."""
+
+    node: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
     """A node's supervisor did not come, or was lost before its ranks were ready; sent by its remote supervisor."""
 
@@ -320,7 +328,16 @@ class LastReportAcknowledged:
 DriverOrder = GoOn | EndEarly | StopProcess
 
 NodeReport = (
-    RankReport | RanksStarted | MachineMoved | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
+    RankReport
+    | RanksStarted
+    | MachineMoved
+    | LeftNodeGone
+    | NodeMissing
+    | GroupLost
+    | StoreAway
+    | StoreBack
+    | StoreGone
+    | NodeEnded
 )
 
 # ------------------------------------------------------------------------------------------------------ from the driver

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.core.places import Assignment, Holding, Places
+from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
 
 Request = Literal["drain", "grow"]
 _FOLDER = "requests"
-_NODE = "node:"
+Holdings = Iterable[Sequence[Sequence[int]]]
+"""Of each assignment in turn: machine, place and incarnation, as the journal has them."""
+_NODE, _MACHINE = "node:", "machine:"
 
 
 def request(run_dir: Path, groups: Iterable[GroupId], what: Request) -> None:
@@ -45,8 +49,9 @@ def asked_to_leave(run_dir: Path, further: Iterable[GroupId] = ()) -> frozenset[
     return drained | {group for group in further if requests.get(group) != "grow"}
 
 
-def groups_of(which: Sequence[str], config: RunConfig) -> list[GroupId]:
-    """The groups that texts name, by number or as `node:N`, ascending. ValueError: the run has no such group or node.
+def groups_of(which: Sequence[str], config: RunConfig, holdings: Holdings = ()) -> list[GroupId]:
+    """The groups that texts name, ascending: by number, as `node:N`, which is a place, or as `machine:N`, wherever
+    the `holdings` of the run's assignments have moved it. ValueError: the run has no such group, node or machine.
 
     >>> groups_of(["2", "node:0"], RunConfig())
     [0, 1, 2, 3]
@@ -54,17 +59,53 @@ def groups_of(which: Sequence[str], config: RunConfig) -> list[GroupId]:
     layout = config.parallel
     found: set[GroupId] = set()
     for text in which:
-        is_node = text.startswith(_NODE)
-        kind, setting = ("node", "cluster.num_nodes") if is_node else ("group", "layout.num_groups")
-        setting = "layout.max_groups" if layout.num_further and not is_node else setting
-        limit, number = layout.num_nodes if is_node else layout.num_groups, text.removeprefix(_NODE)
+        prefix = next((prefix for prefix in (_NODE, _MACHINE) if text.startswith(prefix)), "")
+        kind, setting = (prefix.removesuffix(":"), "cluster.num_nodes") if prefix else ("group", "layout.num_groups")
+        setting = "layout.max_groups" if layout.num_further and not prefix else setting
+        limit, number = layout.num_nodes if prefix else layout.num_groups, text.removeprefix(prefix)
         if not number.isdecimal() or int(number) >= limit:
             raise ValueError(
                 f"{text!r} names no {kind} of the run, which has {setting}={limit}: name groups as 0 to "
-                f"{layout.num_groups - 1}, or nodes as node:0 to node:{layout.num_nodes - 1}"
+                f"{layout.num_groups - 1}, nodes as node:0 to node:{layout.num_nodes - 1}, or machines likewise, as "
+                f"machine:0"
             )
-        found.update(layout.groups_on(int(number)) if is_node else [GroupId(int(number))])
+        node = _place_of(int(number), layout, holdings) if prefix == _MACHINE else int(number)
+        found.update(layout.groups_on(node) if prefix else [GroupId(int(number))])
     return sorted(found)
+
+
+def _place_of(machine: int, layout: Layout, holdings: Holdings) -> int:
+    """The place of the machine, or of the one that has replaced it."""
+    places = Places(layout)
+    for begun in holdings:
+        places.apply(
+            Assignment(holdings=tuple(Holding(MachineId(m), PlaceId(place), life) for m, place, life in begun))
+        )
+    if (held := places.held_by(MachineId(machine))) is None:
+        raise ValueError(f"machine {machine} has no place in the run now: nothing is lost if it is switched off")
+    return held.place
+
+
+def groups_to_grow(
+    config: RunConfig, taking_part: Iterable[int], away: Iterable[int], *, to: int | None, by: int | None
+) -> list[GroupId]:
+    """The groups to ask so that the run has `to` groups, or `by` more: the lowest that are `away`. `taking_part`: those
+    that take part, or are about to. ValueError: the run has more groups already, or no room for so many.
+
+    >>> groups_to_grow(RunConfig(), [0, 2], [1, 3], to=3, by=None)
+    [1]
+    """
+    present, absent = set(taking_part), sorted(map(GroupId, away))
+    number = to - len(present) if to is not None else by or 0
+    option = f"--to {to}" if to is not None else f"--by {by}"
+    if number < 0:
+        raise ValueError(f"{option}: the run has {len(present)} groups; `spare drain` has groups leave")
+    if number > len(absent):
+        raise ValueError(
+            f"{option}: the run has {len(present)} groups, and {len(absent)} more may be asked to take part "
+            f"(layout.max_groups={config.layout.most_groups}); the others are lost, and come with their machines"
+        )
+    return absent[:number]
 
 
 def why_not_drained(

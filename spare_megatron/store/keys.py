@@ -107,9 +107,19 @@ def last_beat(node: int) -> str:
     return f"silent/{node}"
 
 
+def given_up(machine: int) -> str:
+    """Says that the machine gets no place. Written by its supervisor; read by those who re-form groups."""
+    return f"given_up/{machine}"
+
+
 def part_ready(member: Member, node: int) -> str:
     """Says that the node can start its ranks of this incarnation. Written and read by the group's supervisors."""
     return f"part/{member.group}/{member.incarnation}/{node}"
+
+
+def has_left(member: Member, node: int) -> str:
+    """Says that the member has left the run, and its ranks on the node have ended. Written and read by supervisors."""
+    return f"left/{member.group}/{member.incarnation}/{node}"
 
 
 def part_fenced(member: Member) -> str:

@@ -130,24 +130,28 @@ class GroupReforming:
                 return PlaceTaken(holding=held, by=assigned)
 
     def _broken(self, store: ControlStore) -> list[Member]:
-        """The groups whose present incarnation is fenced, but for those that are left out."""
+        """The groups whose present incarnation is fenced or has left the run, but for those that are left out."""
         left_out = self._left_out()
         groups = [GroupId(group) for group in range(self._layout.num_groups) if group not in left_out]
         present = present_members(store, groups)
         fenced = store.get([keys.part_fenced(member) for member in present])
-        return [member for member, text in zip(present, fenced, strict=True) if text is not None]
+        # A node that has not published that is alive, or its silence has had the member fenced.
+        left = store.get([keys.has_left(member, self._layout.nodes_of(member.group)[0]) for member in present])
+        return [member for member, *texts in zip(present, fenced, left, strict=True) if texts != [None, None]]
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
-        """The places of these groups that no machine holds, or one that has ended or is silent."""
+        """The places of these groups that no machine holds, or one that has ended, is silent or gave its place up."""
         of_groups = [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)]
         if not of_groups:
             return []
         beats = store.get([keys.beat(place) for place in of_groups])
         last = store.get([keys.last_beat(place) for place in of_groups])
+        holders = [places.holder_of(place) for place in of_groups]
+        given_up = store.get([keys.given_up(-1 if machine is None else machine) for machine in holders])
         return [
             place
-            for place, beat, last_beat in zip(of_groups, beats, last, strict=True)
-            if places.holder_of(place) is None or beat in (None, ENDED, last_beat)
+            for place, holder, beat, last_beat, text in zip(of_groups, holders, beats, last, given_up, strict=True)
+            if holder is None or beat in (None, ENDED, last_beat) or text is not None
         ]
 
     def _is_lowest(self, store: ControlStore, places: Places, groups: Sequence[GroupId]) -> bool:

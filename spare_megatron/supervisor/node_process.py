@@ -12,6 +12,7 @@ from pathlib import Path
 
 from spare_megatron.config.own_code import code_mismatch
 from spare_megatron.core.reforming import MachineId
+from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process import end_signal
 from spare_megatron.process.network import NodeNetwork
@@ -45,12 +46,13 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
     spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
+    budget = RestartBudget(spec.config.spare.rejoins, spec.config.control.heartbeat_interval_s)
     taken = _take_place(spec, machine) if spec.incarnation else None
     while True:
         if taken is not None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
-        supervisor = Supervisor(spec, link, network, taken)
+        supervisor = Supervisor(spec, link, network, budget, taken)
         end_signal.listen(supervisor.ask_to_end)
         end = supervisor.run()
         if isinstance(end, str):

@@ -9,7 +9,7 @@ from spare_megatron.stacking.layout import GroupId
 
 
 class GroupRestarts:
-    """The restarts of a node's groups: `most_restarts` of each, besides those after wipe-outs and in pauses.
+    """The restarts of a node's groups: within `budget`, besides those after wipe-outs and in pauses.
 
     `restarts_all`: whether wipe-outs start all groups again, and pauses those that have used up their restarts.
     `wait_for_parts` is called with each group on several nodes that this node is ready to start, and `start` here has
@@ -19,23 +19,21 @@ class GroupRestarts:
     def __init__(
         self,
         *,
-        most_restarts: int,
+        budget: RestartBudget,
         restarts_all: bool,
-        interval_s: float,
         whole_groups: frozenset[GroupId],
         further_groups: frozenset[GroupId] = frozenset(),
         timers: Timers,
         wait_for_parts: Callable[[GroupId], None],
         start: Callable[[GroupId, bool], None],
     ) -> None:
-        self._most_restarts = most_restarts
         self._restarts_all = restarts_all
         self._whole_groups = whole_groups
         self._timers = timers
         self._wait_for_parts = wait_for_parts
         self._start = start
         self._up_since_s: dict[GroupId, float] = {}
-        self._budget = RestartBudget(most_restarts, interval_s)
+        self._budget = budget
         self._takes_spares: dict[GroupId, bool] = {}
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()  # lost, and about to be started again
@@ -82,19 +80,21 @@ class GroupRestarts:
         """Groups that training can do without for good: none while shards or state have no host."""
         return frozenset() if self.is_paused or self.wiped_out_at_s is not None else self._leave_asked
 
-    def on_fenced(self, group: GroupId) -> bool:
-        """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
+    def on_fenced(self, group: GroupId, *, is_own: bool = True) -> bool:
+        """Schedules the group's restart. Returns False if it is given up because it has used up its restarts.
+        `is_own`: whether the loss began on this machine.
+        """
         self._ended.add(group)
         if group in self._leave_asked and self.wiped_out_at_s is None and not self.is_paused:
             self.drained.add(group)
             return True
-        is_wanted = self._most_restarts > 0 or self._is_free
-        return not is_wanted or self.is_over or self._bring_back(group)
+        is_wanted = self._budget.most_restarts > 0 or self._is_free
+        return not is_wanted or self.is_over or self._bring_back(group, is_own=is_own)
 
     def on_missed(self, group: GroupId) -> None:
         """Schedules the incarnation after one that this node waited for and that is already lost elsewhere."""
         self.coming_back.discard(group)
-        self.on_fenced(group)
+        self.on_fenced(group, is_own=False)
 
     def on_wipe_out(self) -> None:
         """Schedules the restart of all ended groups, because the whole run restarts. Called again as others end."""
@@ -116,7 +116,7 @@ class GroupRestarts:
         """Whether restarts do not count now: without them training cannot go on."""
         return self.wiped_out_at_s is not None or (self.is_paused and self._restarts_all)
 
-    def _bring_back(self, group: GroupId) -> bool:
+    def _bring_back(self, group: GroupId, *, is_own: bool = True) -> bool:
         """Schedules the group's restart. Returns False if it is not to be started again."""
         if self.is_over:
             return False
@@ -124,7 +124,8 @@ class GroupRestarts:
             return True
         now_s = time.monotonic()
         up_s = now_s - self._up_since_s.pop(group, now_s)
-        start = self._budget.spend(group, up_s, is_free=self._is_free or group in self.drained)
+        is_free = self._is_free or group in self.drained
+        start = self._budget.spend(group, up_s, is_free=is_free, is_own=is_own)
         if start is None:
             return False
         self.drained.discard(group)

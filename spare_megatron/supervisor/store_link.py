@@ -82,12 +82,13 @@ class FenceWritten:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent:
     """A watched node has stopped beating. `members`: its groups, in the incarnations lost with it: a replacement
-    supervisor may start the next ones at any time.
+    supervisor may start the next ones at any time. `left`: those of them that had left the run.
     """
 
     node: int
     cause: str
     members: tuple[Member, ...]
+    left: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,13 @@ class NodeReplaced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HasLeft:
+    """Nothing is to be fenced: this incarnation of the group has left the run."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceChanged:
     """This machine's place is another from now on; None if it has lost its place to another machine."""
 
@@ -117,7 +125,16 @@ class PlaceChanged:
 
 
 LinkEvent = (
-    FenceWritten | NodeSilent | PartFenced | PartsReady | LinkLost | LogStopped | NodeReplaced | Assigned | PlaceChanged
+    FenceWritten
+    | HasLeft
+    | NodeSilent
+    | PartFenced
+    | PartsReady
+    | LinkLost
+    | LogStopped
+    | NodeReplaced
+    | Assigned
+    | PlaceChanged
 )
 
 
@@ -126,6 +143,18 @@ class _Ready:
     """This node is ready to start this incarnation of a group."""
 
     member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """This incarnation of a group has left the run, and its ranks here have ended."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """This machine's place may be given to another."""
 
 
 class StoreLink:
@@ -154,7 +183,9 @@ class StoreLink:
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | _Left | _GivenUp | ControllerSetup | None] = (
+            queue.SimpleQueue()
+        )
         self._follower: LogFollower | None = None
         self._stop: Stop | AwaitHosts | None = None  # as last reported
         self._parts = GroupRendezvous(layout, node, incarnation, interval_s, outbox.send)
@@ -181,9 +212,17 @@ class StoreLink:
         """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
         self._wanted.put(member)
 
+    def give_place_up(self) -> None:
+        """Publishes that this machine's place may be given to another, as it loses its group again and again."""
+        self._wanted.put(_GivenUp())
+
     def wait_for_parts(self, member: Member) -> None:
         """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
         self._wanted.put(_Ready(member))
+
+    def publish_left(self, member: Member) -> None:
+        """Publishes that the member has left the run, and that its ranks here have ended."""
+        self._wanted.put(_Left(member))
 
     def follow(self, setup: ControllerSetup) -> None:
         """Follows the log and reports its end as `LogStopped`, for a node without ranks that would notice it."""
@@ -253,11 +292,20 @@ class StoreLink:
         if isinstance(wanted, _Ready):
             self._parts.publish_ready(store, wanted.member)
             return True
+        if isinstance(wanted, _Left):
+            store.put(keys.has_left(wanted.member, self._node), "yes")
+            return True
+        if isinstance(wanted, _GivenUp):
+            store.put(keys.given_up(self._holding.machine), "yes")
+            return True
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)
             return True
         member = wanted.member or present_members(store, [wanted.group])[0]
         index = self._parts.find_fence(store, member)
+        if index is None and wanted.member is None and store.exists(keys.has_left(member, self._node)):
+            self._outbox.send(HasLeft(member=member))
+            return True
         if index is None:
             keep_beating = partial(self._keep_beating, store)
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
@@ -327,13 +375,17 @@ class StoreLink:
             self._absences[other] = Absence(self._interval_s)
         cause = self._absences[other].poll(self._last_beats[other], now_s)
         if cause and other not in self._silent:
-            members = present_members(store, self._layout.groups_on(other))
+            present = present_members(store, self._layout.groups_on(other))
+            # A fence of a group that has left would cost the others a reduction.
+            texts = store.get([keys.has_left(member, other) for member in present])
+            left = tuple(member for member, text in zip(present, texts, strict=True) if text is not None)
+            members = tuple(member for member in present if member not in left)
             # A supervisor beats before it starts a group: if the beat stands still, none of these is a replacement's.
             if store.get([keys.beat(other)]) == [beats]:
                 self._silent.add(other)
                 if beats is not None:
                     store.put(keys.last_beat(other), beats)
-                self._outbox.send(NodeSilent(node=other, cause=cause, members=tuple(members)))
+                self._outbox.send(NodeSilent(node=other, cause=cause, members=members, left=left))
         elif self._last_beats[other] != before:  # `cause` is also empty in the grace period
             self._silent.discard(other)
 

@@ -7,10 +7,12 @@ from multiprocessing.connection import Connection, Pipe, wait
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
+from spare_megatron.core.rejoin import RestartBudget
+from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LossRecord, StartRecord
+from spare_megatron.journal.records import LOST_A_PEER, LossRecord, StartRecord
 from spare_megatron.process.network import NodeNetwork
-from spare_megatron.process.processes import close_or_report, report_held
+from spare_megatron.process.processes import close_or_report, report_held, say
 from spare_megatron.process.reports import (
     EndEarly,
     EvaluationDecided,
@@ -21,6 +23,7 @@ from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    LeftNodeGone,
     MachineMoved,
     NodeEnded,
     RankKey,
@@ -51,6 +54,7 @@ from spare_megatron.supervisor.span_files import Timeline
 from spare_megatron.supervisor.store_link import (
     FenceWanted,
     FenceWritten,
+    HasLeft,
     LinkEvent,
     LinkLost,
     LogStopped,
@@ -84,11 +88,17 @@ class _Moved(Exception):
 class Supervisor:
     """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
     thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `leave` if the machine is to
-    take another place, else `close`. `taken`: how it took this one, if it did not begin with it.
+    take another place, else `close`. `budget`: of the machine. `taken`: how it took this place, if it did not begin
+    with it.
     """
 
     def __init__(
-        self, spec: NodeSpec, driver: DriverLink, network: NodeNetwork | None, taken: PlaceTaken | None = None
+        self,
+        spec: NodeSpec,
+        driver: DriverLink,
+        network: NodeNetwork | None,
+        budget: RestartBudget,
+        taken: PlaceTaken | None = None,
     ) -> None:
         self._spec = spec
         self._driver = driver
@@ -106,10 +116,10 @@ class Supervisor:
         self._num_fences_wanted = 0  # not written yet
         self._is_following = False  # whether the link follows the log, as no rank here does
         self._timers = Timers()
+        budget.hold(self._ranks.groups)
         self._restarts = GroupRestarts(
-            most_restarts=spec.config.spare.rejoins,
+            budget=budget,
             restarts_all=spec.config.checkpoint.max_restarts > 0,
-            interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
             # Of a node that is taken over the last lives are not known yet: the fence of each decides.
             further_groups=frozenset() if spec.incarnation else self._ranks.further_groups,
@@ -119,6 +129,7 @@ class Supervisor:
         )
         layout = spec.config.parallel
         self._restarts.on_asked(layout.further_groups)
+        self._has_given_up = False  # its place
         self._store_failure = ""
         self._head_hint = 0
         self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
@@ -147,6 +158,9 @@ class Supervisor:
         """
         try:
             if self._taken is not None:
+                with contextlib.suppress(OSError):
+                    self._requests.poll()  # groups that have left stay away
+                self._handle_requests()
                 self._take_over(self._taken)
             else:
                 self._ranks.start_all()
@@ -207,10 +221,7 @@ class Supervisor:
                     del ranks.pipes[pipe]
             for _ in set(self._driver.pipes).intersection(ready):
                 self._handle_order()
-            if self._requests.inbox in ready:
-                asked = self._requests.receive()
-                self._ranks.ask_to_leave(asked)
-                self._restarts.on_asked(asked)
+            self._handle_requests()
             self._handle_link_events()
             self._timers.run_due()
         for group in ranks.groups:
@@ -267,6 +278,12 @@ class Supervisor:
         self._driver.report(report)
         return True
 
+    def _handle_requests(self) -> None:
+        while self._requests.inbox.poll():
+            asked = self._requests.receive()
+            self._ranks.ask_to_leave(asked)
+            self._restarts.on_asked(asked)
+
     def _handle_order(self) -> None:
         match self._driver.next_order():
             case GoOn(wanted=wanted):
@@ -285,6 +302,7 @@ class Supervisor:
             case Consequence.GROUP_LEFT:
                 if self._ranks.have_ended(group):
                     self._receive_all_reports(group)
+                    self._link.publish_left(self._ranks.member(group))
                     self._restarts.on_left(group)
             case Consequence.RUN_RESTARTS:
                 if self._ranks.have_ended(group):
@@ -379,8 +397,17 @@ class Supervisor:
             match event:
                 case FenceWritten(wanted=wanted, member=member, entry_index=index):
                     self._on_fence_written(wanted, member, index)
-                case NodeSilent(node=node, cause=cause, members=members):
+                case NodeSilent(node=node, cause=cause, members=members, left=left):
                     self._lose_members(members, f"node {node}: {cause}")
+                    if left:
+                        groups = groups_named([member.group for member in left])
+                        say(f"node {node}: {cause}; {groups} had left the run, which loses nothing")
+                        self._driver.report(LeftNodeGone(node=node, members=left))
+                case HasLeft(member=member):
+                    self._num_fences_wanted -= 1
+                    self._ranks.adopt(member)
+                    self._lost.add(member.group)
+                    self._restarts.on_left(member.group)
                 case PartFenced(member=member, rank=rank, cause=cause):
                     if member == self._ranks.member(member.group):
                         self._lose_part(member.group, rank, cause)
@@ -398,9 +425,9 @@ class Supervisor:
                         self._end_with_the_run()
                 case Assigned():
                     self._journal.write(event.record(self._spec.config.parallel))
-                case PlaceChanged():
+                case PlaceChanged() if not self._has_given_up:
                     raise _Moved(event)
-                case NodeReplaced():
+                case NodeReplaced() | PlaceChanged():
                     raise Stopped
                 case LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
@@ -426,7 +453,10 @@ class Supervisor:
             self._ranks.adopt(member)
             self._lost.add(group)
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
-        is_given_up = is_lost and not self._restarts.on_fenced(group)
+        is_given_up = is_lost and not self._restarts.on_fenced(group, is_own=self._has_ended(wanted))
+        if is_given_up and group not in self._ranks.whole_groups:
+            self._link.give_place_up()
+            self._has_given_up = True
         record = LossRecord(
             group=group,
             rank=wanted.rank,
@@ -438,6 +468,11 @@ class Supervisor:
         )
         self._journal.write(record)
         self._driver.report(GroupLost.of(record, wanted.error, self._raised.pop(group, wanted.rank)))
+
+    def _has_ended(self, wanted: FenceWanted) -> bool:
+        """Whether the loss began on this machine, as far as it knows."""
+        is_here = (wanted.group, wanted.rank) in self._ranks.of(wanted.group) and wanted.cause != LOST_A_PEER
+        return is_here or wanted.group in self._ranks.whole_groups
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._receive_all_reports(group)
@@ -461,7 +496,8 @@ class Supervisor:
             self._timers.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
         elif is_present and not self._rank_watch.is_watched(member.group):
             limit_s = self._control.startup_timeout_s
-            self._lose(member.group, 0, f"did not start again within control.startup_timeout_s={limit_s:g}")
+            rank = 0 if member.group in self._ranks.whole_groups else -1  # on whichever node it was
+            self._lose(member.group, rank, f"did not start again within control.startup_timeout_s={limit_s:g}")
 
     def _warm_spares(self) -> None:
         if not self._restarts.is_over:

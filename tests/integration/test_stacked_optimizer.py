@@ -1,6 +1,6 @@
 """Optimizer state in partitions on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.stacking.layout import PartitionId
 from tests.integration import plain_parity
 from tests.integration import stacked_groups as groups
@@ -69,8 +70,9 @@ def test_parameters_are_those_of_whole_state_bit_for_bit_and_of_zero_1(make_conf
     ours = run_group(groups.train_both_ways, config, FEW_STEPS)
     theirs = run_ranks(config.parallel.num_ranks, groups.train_zero, config, FEW_STEPS)
     for rank, answers in enumerate(ours):
-        assert all(result.grad_norm > CLIP for _, result in answers)
-        rates = [result.learning_rate for _, result in answers]
+        assert_alike(answers)
+        assert all(result.grad_norm > CLIP for _, result, _ in answers)
+        rates = [result.learning_rate for _, result, _ in answers]
         assert 0.0 == rates[0] < rates[1] < rates[5] > rates[6] > rates[-1]
         assert relative_distance(answers[-1][0], theirs[same_position(config, rank)]) < 1e-6
 
@@ -87,7 +89,9 @@ def test_parameters_are_those_of_whole_state_bit_for_bit_and_of_zero_1(make_conf
 def test_parameters_are_those_of_whole_state_bit_for_bit(
     make_config: MakeConfig, mode: str, model: dict[str, Any], layout: dict[str, int]
 ) -> None:
-    run_group(groups.train_both_ways, make_config(mode, model, num_groups=3, **layout), 4)
+    for answers in run_group(groups.train_both_ways, make_config(mode, model, num_groups=3, **layout), 4):
+        assert len(answers) == 4
+        assert_alike(answers)
 
 
 def test_bf16_parameters_are_within_a_rounding_of_those_of_zero_1(make_config: MakeConfig) -> None:
@@ -205,6 +209,13 @@ def test_fragments_cover_every_parameter_once_in_the_order_of_the_partitions(num
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
+
+
+def assert_alike(answers: Sequence[tuple[Arrays, UpdateResult, Arrays]]) -> None:
+    """After each step the parameters with stacked state are those with whole state."""
+    for stacked, _, whole in answers:
+        assert stacked.keys() == whole.keys()
+        assert all(np.array_equal(stacked[name], whole[name]) for name in whole)
 
 
 def same_position(config: RunConfig, rank: int) -> int:

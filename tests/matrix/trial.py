@@ -63,12 +63,14 @@ class Outcome:
         recovery_s: From the loss, or the end of a survivor's own compute, to a committed step and a new communicator,
             with the time it takes to find the loss; over all groups lost meanwhile.
         num_retries: Failed attempts of the step.
+        params_sha256: Digest of the parameters at the end.
     """
 
     fenced: tuple[int, ...]
     found_s: float
     recovery_s: float
     num_retries: int
+    params_sha256: str
 
 
 def why_not_here(cell: Cell, corpus: Path) -> str:
@@ -108,10 +110,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert_masked(run)  # with it, that all faults struck
     checked = CliRunner().invoke(app, ["check", str(run_dir)])
     assert checked.exit_code == 0, checked.output
-    assert losses_of(run.journal) == losses_of(expected.journal), "losses differ from those of the run without faults"
-    assert params_of(run) == params_of(expected), "parameters differ from those of the run without faults"
-    assert run.summary.params_sha256 == expected.summary.params_sha256
-    assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
+    assert_same_bits(run, expected)
     causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
     assert all(_CAUSES[cell.kind].match(cause) for cause in causes), causes
     found_s = found_after_s(run, victim)
@@ -122,7 +121,16 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
         found_s=found_s,
         recovery_s=sum(recovery.total_s for recovery in run.summary.recoveries),
         num_retries=retries_of(run.journal)[STEP],
+        params_sha256=run.summary.params_sha256,
     )
+
+
+def assert_same_bits(run: Run, expected: Run) -> None:
+    """The run computed what the run without faults did."""
+    assert losses_of(run.journal) == losses_of(expected.journal), "losses differ from those of the run without faults"
+    assert params_of(run) == params_of(expected), "parameters differ from those of the run without faults"
+    assert run.summary.params_sha256 == expected.summary.params_sha256
+    assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
 
 
 def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:

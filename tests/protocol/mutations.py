@@ -1,31 +1,28 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
     Action,
     AppendEntry,
     AttemptFinish,
-    AttemptReduce,
     BuildCommunicator,
-    ComputePatch,
-    ComputeStep,
     FinishRun,
     SaveCheckpoint,
     StartRepairs,
 )
 from spare_megatron.core.bucket_window import BucketWindow
-from spare_megatron.core.checkpoint_policy import Saves, superseded
+from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller import Controller, ControllerSetup
-from spare_megatron.core.entries import Commit, Entry, Fence, Resume, Retry
+from spare_megatron.core.entries import Commit, Entry, Fence, Retry
 from spare_megatron.core.evaluation import SetSum
-from spare_megatron.core.events import Event, HostsRead, VotesRead, WaitingRead
+from spare_megatron.core.events import Event, VotesRead, WaitingRead
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.stacking.plans import Microbatch, StepPlan
+from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, Repair
 from spare_megatron.state.checkpoint.verification import refusal_in_log
 from spare_megatron.store.decision_log import DecisionLog
@@ -167,64 +164,6 @@ class RestartsWithoutHosts(Controller):
     def __init__(self, setup: ControllerSetup) -> None:
         super().__init__(setup)
         self.restarts = Restarts(setup.restarts, setup.placement, last_resort=True)
-
-
-class GoesBackWithAllState(Controller):
-    """Restarts from a checkpoint where survivors have all state."""
-
-    def __init__(self, setup: ControllerSetup) -> None:
-        super().__init__(replace(setup, pause_s=None))
-
-
-class ResumesWithoutHosts(Controller):
-    """Resumes with the first group that comes back."""
-
-    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
-        asked = tuple(self._not_fenced(event.waiting))
-        if self.pause is None or not asked:
-            return super()._await_hosts(event, now_s)
-        entry = Resume(step=self.step, attempt=self.attempt, admit=asked)
-        return (AppendEntry(index=self.head, entry=entry), self.pause)
-
-
-class KeepsBucketsInAPause(Controller):
-    """Resumes with the buckets that the attempt before the pause kept."""
-
-    _kept: tuple[int, ...] = ()
-
-    def _retry(self, retry: Retry) -> tuple[Action, ...]:
-        self._kept = retry.kept
-        return super()._retry(retry)
-
-    def _resume(self, resume: Resume) -> tuple[Action, ...]:
-        kept = self._kept
-        return tuple(_with_kept(action, kept) for action in super()._resume(resume))
-
-
-def _with_kept(action: Action, kept: tuple[int, ...]) -> Action:
-    if isinstance(action, AttemptReduce):
-        return replace(action, kept=kept)
-    if isinstance(action, ComputeStep | ComputePatch) and action.into is not None:
-        return replace(action, into=replace(action.into, kept=kept))
-    return action
-
-
-class CountsKeptBucketsTwice(Buckets):
-    """Computes from zero sums, but not in the buckets that were kept in the same step."""
-
-    def compute(self, work: Iterable[Microbatch]) -> None:
-        kept = {} if self._is_applied else dict(self._in_place)
-        super().compute(work)
-        for bucket, sums in kept.items():
-            self._local[bucket] += [item for brought in sums.values() for item in brought]
-        self._is_applied = False
-
-    _is_applied = False
-
-    def sums(self) -> list[Sums] | None:
-        found = super().sums()
-        self._is_applied = found is not None
-        return found
 
 
 class CountsOldVotes(DecisionLog):
@@ -445,59 +384,6 @@ class CopiesAtOnce(PartitionStates):
         return super().assign(replace(action, first_step=0))
 
 
-class DealsToTheDrained(Controller):
-    """Deals the step after a drain as if no group had left."""
-
-    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
-        self._before = self.members if drained else ()
-        return super()._admit(asked, drained)
-
-    def _plan(self) -> StepPlan:
-        present, before = self.members, getattr(self, "_before", ())
-        self.members, self._before = before or present, ()
-        try:
-            return super()._plan()
-        finally:
-            self.members = present
-
-
-class DrainsAnyone(Controller):
-    """Lets all groups leave that are asked to, whatever only they host."""
-
-    def _let_leave(self, commit: Commit) -> Commit:
-        return commit if self.step + 1 < self._num_steps else replace(commit, drain=())
-
-
-class DrainsTheUncompared(Controller):
-    """Lets groups leave as soon as others have copied what they host."""
-
-    def _let_leave(self, commit: Commit) -> Commit:
-        commit = super()._let_leave(commit)
-        if self.ownership is None:
-            return commit
-        after = self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
-        return replace(commit, drain=tuple(member for member in commit.leaving if after.has_handed_over(member)))
-
-
-class DrainsWriters(Controller):
-    """Lets groups leave before the checkpoints that they have written are compared."""
-
-    def _let_leave(self, commit: Commit) -> Commit:
-        validity, saves = self._validity, self._saves
-        self._validity, self._saves = CheckpointValidity(), Saves(None, self._setup.placement, 0, 0, last_resort=False)
-        try:
-            return super()._let_leave(commit)
-        finally:
-            self._validity, self._saves = validity, saves
-
-
-class KeepsTheDrained(Controller):
-    """Goes on with groups that have left."""
-
-    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
-        return super()._admit(asked)
-
-
 class ReportsNoBreak(GroupAgreement):
     """Lets the others of a gathering wait for what never comes."""
 
@@ -605,19 +491,6 @@ MUTATIONS_OF_EVALUATIONS = {
     "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),
     "keeps the value of a retried evaluation": Protocol(evaluation_type=KeepsFirstSums),
     "evaluates without what the lost have computed": Protocol(controller_type=EvaluatesWithoutTheLost),
-}
-MUTATIONS_OF_DRAINS = {
-    "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
-    "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
-    "drains the last host": Protocol(controller_type=DrainsAnyone),
-    "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
-    "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),
-}
-MUTATIONS_OF_PAUSES = {
-    "restarts though all state is there": Protocol(controller_type=GoesBackWithAllState),
-    "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
-    "resumes with kept buckets": Protocol(controller_type=KeepsBucketsInAPause),
-    "counts kept buckets twice": Protocol(buckets_type=CountsKeptBucketsTwice),
 }
 MUTATIONS_OF_SHARED_DATA = {
     "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),

@@ -11,14 +11,13 @@ from tests.protocol.mutations import (
     CORRECT,
     MUTATIONS,
     MUTATIONS_OF_COMPARISONS,
-    MUTATIONS_OF_DRAINS,
     MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
-    MUTATIONS_OF_PAUSES,
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHARED_DATA,
     Protocol,
 )
+from tests.protocol.mutations_of_membership import MUTATIONS_OF_DRAINS, MUTATIONS_OF_PAUSES
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
 from tests.protocol.test_histories import scenes
@@ -195,6 +194,21 @@ RARE = {
 }
 
 
+PROTOCOLS_BY_SCENES = {
+    mutation: (protocol, draw)
+    for mutations, draw in (
+        (MUTATIONS_OF_COMPARISONS, Scene.draw_corruptions),
+        (MUTATIONS_OF_DRAINS, Scene.draw_drains),
+        (MUTATIONS_OF_EVALUATIONS, Scene.draw_evaluations),
+        (MUTATIONS_OF_GRADIENTS, Scene.draw_unsound),
+        (MUTATIONS_OF_PAUSES, Scene.draw_pauses),
+        (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
+        (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),
+    )
+    for mutation, protocol in mutations.items()
+}
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
     draw = RARE.get(mutation, Scene.draw)
@@ -205,63 +219,10 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
     assert run_histories(range(seed + 1), draw=draw).violations == {}
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_RESTARTS)
-def test_the_simulation_of_wipe_outs_finds_a_protocol_that(mutation: str) -> None:
-    protocol = MUTATIONS_OF_RESTARTS[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_wipe_outs)
-    [violation] = found.violations.values()
-    with pytest.raises(Violation, match=FOUND_AS[mutation]):
-        raise Violation(violation)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_PAUSES)
-def test_the_simulation_of_pauses_finds_a_protocol_that(mutation: str) -> None:
-    protocol = MUTATIONS_OF_PAUSES[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_pauses)
-    [violation] = found.violations.values()
-    with pytest.raises(Violation, match=FOUND_AS[mutation]):
-        raise Violation(violation)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_GRADIENTS)
-def test_the_simulation_of_unsound_gradients_finds_a_protocol_that(mutation: str) -> None:
-    protocol = MUTATIONS_OF_GRADIENTS[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_unsound)
-    [violation] = found.violations.values()
-    with pytest.raises(Violation, match=FOUND_AS[mutation]):
-        raise Violation(violation)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_SHARED_DATA)
-def test_the_simulation_of_shared_data_finds_a_protocol_that(mutation: str) -> None:
-    protocol = MUTATIONS_OF_SHARED_DATA[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_shared)
-    [violation] = found.violations.values()
-    with pytest.raises(Violation, match=FOUND_AS[mutation]):
-        raise Violation(violation)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_EVALUATIONS)
-def test_the_simulation_of_evaluations_finds_a_protocol_that(mutation: str) -> None:
-    protocol = MUTATIONS_OF_EVALUATIONS[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_evaluations)
-    [violation] = found.violations.values()
-    with pytest.raises(Violation, match=FOUND_AS[mutation]):
-        raise Violation(violation)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_COMPARISONS)
-def test_the_simulation_of_corruptions_finds_a_protocol_that(mutation: str) -> None:
-    protocol = MUTATIONS_OF_COMPARISONS[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_corruptions)
-    [violation] = found.violations.values()
-    with pytest.raises(Violation, match=FOUND_AS[mutation]):
-        raise Violation(violation)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS_OF_DRAINS)
-def test_the_simulation_of_drains_finds_a_protocol_that(mutation: str) -> None:
-    found = run_histories(range(MAX_SEEDS), MUTATIONS_OF_DRAINS[mutation], until_found=True, draw=Scene.draw_drains)
+@pytest.mark.parametrize("mutation", PROTOCOLS_BY_SCENES)
+def test_the_simulation_of_certain_scenes_finds_a_protocol_that(mutation: str) -> None:
+    protocol, draw = PROTOCOLS_BY_SCENES[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=draw)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

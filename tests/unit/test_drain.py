@@ -15,13 +15,14 @@ from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit
 from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import EntryRecord
+from spare_megatron.journal.records import EntryRecord, LossRecord, PlacesRecord
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.process.requests import asked_to_leave, read_requests, request
 from spare_megatron.process.timers import Timers
@@ -188,9 +189,8 @@ def test_a_rank_that_has_left_costs_nothing() -> None:
 def restarts_of(timers: Timers, started: list[GroupId], most_restarts: int = 0) -> GroupRestarts:
     """Those of a node that holds group 1."""
     return GroupRestarts(
-        most_restarts=most_restarts,
+        budget=RestartBudget(most_restarts, interval_s=0.0),
         restarts_all=True,
-        interval_s=0.0,
         whole_groups=frozenset({ONE}),
         timers=timers,
         wait_for_parts=lambda group: None,
@@ -319,6 +319,53 @@ def test_drain_refuses_what_leaves_a_shard_without_a_host(tmp_path: Path) -> Non
     assert asked_to_leave(run_dir) == {5}
     assert CliRunner().invoke(app, ["grow", str(run_dir), "5"]).exit_code == 0
     assert asked_to_leave(run_dir) == frozenset()
+
+
+def test_a_machine_is_asked_to_leave_wherever_it_is(tmp_path: Path) -> None:
+    """Node 2 is the place that it has left, which another machine has taken since."""
+    lines = undisturbed()[:60]
+    for index, holdings in enumerate([[[2, 0, 1]], [[10, 2, 1]], [[2, 1, 1], [8, 0, 2]]]):
+        record = PlacesRecord(index=index, num_places=7, holdings=holdings)
+        lines.append(Line(at_s=lines[-1].at_s, source=f"supervisor-{index}", record=record))
+    run_dir = write(tmp_path / "run", lines)
+    text = "[layout]\nnum_groups = 7\n[spare]\nredundancy = 3\n[cluster]\nnum_nodes = 7\n"
+    (run_dir / "config.toml").write_text(text)
+    for which, group in (("machine:2", 1), ("node:2", 2), ("machine:3", 2), ("machine:6", 6)):
+        result = CliRunner().invoke(app, ["drain", str(run_dir), which])
+        assert result.exit_code == 0, result.output
+        assert asked_to_leave(run_dir) == {group}, which
+        request(run_dir, [GroupId(group)], "grow")
+    result = CliRunner().invoke(app, ["drain", str(run_dir), "machine:7"])
+    assert "'machine:7' names no machine of the run, which has cluster.num_nodes=7" in result.output
+
+
+def test_groups_are_asked_to_join_by_their_number(tmp_path: Path) -> None:
+    """The lowest of those that are away; those that are lost do not count, and cannot be asked."""
+    lines = undisturbed()[:60]
+    lost = LossRecord(group=6, rank=0, cause="SIGKILL", entry_index=99, incarnation=0, pending=[])
+    lines.append(Line(at_s=lines[-1].at_s, source="supervisor-0", record=lost))
+    run_dir = write(tmp_path / "run", lines)
+    text = "[layout]\nnum_groups = 7\nmax_groups = 9\n[spare]\nredundancy = 3\n[data]\naccess = 'shared'\n"
+    (run_dir / "config.toml").write_text(text)
+    request(run_dir, [GroupId(3), GroupId(5)], "drain")
+
+    def grow(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["grow", str(run_dir), *words])
+        return result.exit_code, " ".join(result.output.split())
+
+    assert grow("--to", "4")[1].startswith("the run has 4 groups already")
+    assert asked_to_leave(run_dir, {7, 8}) == {3, 5, 7, 8}
+    assert grow("--by", "1")[1].startswith("asked group 3 to take part")
+    assert asked_to_leave(run_dir, {7, 8}) == {5, 7, 8}
+    assert grow("--to", "7")[1].startswith("asked groups 5, 7 to take part")
+    assert asked_to_leave(run_dir, {7, 8}) == {8}
+    code, text = grow("--to", "9")
+    assert code == 2
+    assert "--to 9: the run has 7 groups, and 1 more may be asked to take part (layout.max_groups=9)" in text
+    assert "--to 3: the run has 7 groups; `spare drain` has groups leave" in grow("--to", "3")[1]
+    assert "name groups, or give their number by --to or --by" in grow("8", "--by", "1")[1]
+    assert grow()[0] == 2
+    assert asked_to_leave(run_dir, {7, 8}) == {8}
 
 
 def test_a_group_that_leaves_as_a_pause_begins_is_started_again() -> None:

@@ -213,6 +213,15 @@ def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:
     assert resolve_load(fewer, tmp_path / "new", pytest.fail).checkpoint.load == str(path)
 
 
+@pytest.mark.parametrize("max_groups", [None, 4, 6])
+def test_it_loads_with_room_for_any_number_of_further_groups(tmp_path: Path, max_groups: int | None) -> None:
+    """Also with partitioned state, whose partitions are as many as the groups of the start."""
+    path = saved(tmp_path, 0, 1, config=STACKED, partitions={"0": "a", "1": "b", "2": "c"})
+    config = replace(STACKED, checkpoint=replace(STACKED.checkpoint, load=str(path)))
+    grown = replace(config, layout=replace(config.layout, max_groups=max_groups))
+    assert resolve_load(grown, tmp_path / "new", pytest.fail).checkpoint.load == str(path)
+
+
 def test_it_is_written_to_the_folder_that_the_run_has_locked(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     config = load_config("", interval_steps=5, folder=str(folder))

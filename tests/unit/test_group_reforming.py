@@ -1,7 +1,7 @@
 """Machines of broken groups take places of others: histories of supervisors that come and go, on real store links."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
+from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.check_places import check_places
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process import timers
@@ -24,6 +25,7 @@ from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_link import (
     FenceWanted,
     FenceWritten,
+    HasLeft,
     NodeReplaced,
     NodeSilent,
     PlaceChanged,
@@ -48,11 +50,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def config_of(num_groups: int, size: int, reform_after_s: float = 0.0) -> RunConfig:
+def config_of(num_groups: int, size: int, reform_after_s: float = 0.0, rejoins: int = 1_000_000) -> RunConfig:
     return RunConfig(
         layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=size),
         cluster=ClusterConfig(num_nodes=num_groups * size),
-        spare=SpareConfig(reform_after_s=reform_after_s),
+        spare=SpareConfig(reform_after_s=reform_after_s, rejoins=rejoins),
     )
 
 
@@ -61,6 +63,7 @@ class World:
 
     def __init__(self, clock: Clock, seed: int, config: RunConfig) -> None:
         self.clock, self.random, self.config = clock, random.Random(seed), config
+        self.budgets = defaultdict[int, RestartBudget](lambda: RestartBudget(config.spare.rejoins, INTERVAL_S))
         self.layout = config.parallel
         self.store: Any = MemoryStore({keys.ALL_GROUPS_READY: "yes"})
         self.records: list[PlacesRecord] = []
@@ -121,10 +124,27 @@ class World:
         if self.suspended:
             self.suspended.discard(self.random.choice(sorted(self.suspended)))
 
+    def drain_group(self, group: int | None = None) -> None:
+        """It leaves with a commit, and its ranks end."""
+        whole = sorted(self.whole())
+        if len(whole) > 1:
+            group = self.random.choice(whole) if group is None else group
+            self.left_out |= {GroupId(group)}
+            for one in self.machines.values():
+                one.on_asked()
+                if one.group == group:
+                    one.leave()
+
+    def ask_for_groups(self) -> None:
+        """All of them are to take part."""
+        self.left_out = frozenset()
+        for one in self.machines.values():
+            one.on_asked()
+
     def lose_rank(self) -> None:
         running = [one for one in self.active if one.runs]
         if running:
-            self.random.choice(running).lose()
+            self.random.choice(running).lose(is_own=True)
 
 
 def taken_by(world: World, machine: MachineId) -> PlaceTaken:
@@ -138,7 +158,7 @@ class Supervisor:
 
     def __init__(self, world: World, machine: MachineId, taken: PlaceTaken | None) -> None:
         self.world, self.machine = world, machine
-        self.is_superseded = False
+        self.is_superseded = self.has_given_up = False
         self._coming: PlaceTaken | None = None
         self._num_away = 0
         self._begin(taken)
@@ -148,7 +168,8 @@ class Supervisor:
         self.place, incarnation = (self.machine, 0) if taken is None else taken.holding[1:]
         (self.group,) = world.layout.groups_on(self.place)
         self.incarnation, self.runs, self.is_foreign, self.is_up = 0, taken is None, taken is not None, taken is None
-        self.is_lost = taken is not None
+        self.is_lost, self.is_own_loss = taken is not None, False
+        world.budgets[self.machine].hold([self.group])
         self.timers = Timers()
         self.inbox, outbox = Pipe(duplex=False)
         self.link = StoreLink(
@@ -163,14 +184,14 @@ class Supervisor:
         )
         self.log = self.link._begin(world.store)
         self.restarts = GroupRestarts(
-            most_restarts=1_000_000,
+            budget=world.budgets[self.machine],
             restarts_all=True,
-            interval_s=INTERVAL_S,
             whole_groups=frozenset(),
             timers=self.timers,
             wait_for_parts=lambda group: self.link.wait_for_parts(Member(group, self.incarnation + 1)),
             start=self.start,
         )
+        self.on_asked()
         if taken is not None:
             self.want_fence(self.group, None)
 
@@ -216,13 +237,20 @@ class Supervisor:
                 if self.is_foreign and member.group == self.group:
                     self.incarnation, self.is_foreign = member.incarnation, False
                 if member == self.member and self.is_lost:
-                    assert self.restarts.on_fenced(self.group)
+                    self.has_given_up = not self.restarts.on_fenced(self.group, is_own=self.is_own_loss)
+                    if self.has_given_up:
+                        self.link.give_place_up()
+            case HasLeft(member=member):
+                self.incarnation, self.is_foreign = member.incarnation, False
+                self.restarts.on_left(member.group)
             case PartsReady():
                 self.restarts.start(self.group)
             case Assigned():
                 self.world.records.append(event.record(self.world.layout))
             case NodeReplaced():
                 assert self.is_superseded
+                del self.world.machines[self.machine]
+            case PlaceChanged() if self.has_given_up:
                 del self.world.machines[self.machine]
             case PlaceChanged(to=taken):
                 self.world.num_moves += 1
@@ -235,8 +263,16 @@ class Supervisor:
     def want_fence(self, group: GroupId, member: Member | None) -> None:
         self.link.fence(FenceWanted(group=group, member=member, rank=-1, cause="lost", error="", from_index=0))
 
-    def lose(self) -> None:
-        self.runs, self.is_lost = False, True
+    def on_asked(self) -> None:
+        self.restarts.on_asked(self.world.left_out)
+
+    def leave(self) -> None:
+        self.runs = False
+        self.link.publish_left(self.member)
+        self.restarts.on_left(self.group)
+
+    def lose(self, *, is_own: bool = False) -> None:
+        self.runs, self.is_lost, self.is_own_loss = False, True, is_own
         self.want_fence(self.group, self.member)
 
     def start(self, group: GroupId, takes_spares: bool) -> None:
@@ -296,6 +332,51 @@ def test_a_group_that_is_asked_to_leave_is_not_made_whole_and_gives_no_machine(c
     world.tick(24)
     assert world.whole() == {1, 3}
     assert [record.holdings for record in world.records[:1]] == [[[4, 3, 1]]]
+
+
+def test_machines_of_groups_that_have_left_go_without_a_fence_and_the_groups_are_re_formed_if_asked_for(
+    clock: Clock,
+) -> None:
+    world = World(clock, 0, config_of(4, 2))
+    world.tick(8)
+    world.drain_group(0)
+    world.tick(8)
+    world.lose_machine(0)
+    world.tick(24)
+    world.replace_machine(0)
+    world.tick(8)
+    assert not world.store.exists(keys.entry(0)), "a fence costs the others a reduction"
+    assert world.whole() == {1, 2, 3}
+    world.lose_machine(8)
+    world.lose_machine(3)
+    world.tick(24)
+    assert world.whole() == {2, 3}
+    world.ask_for_groups()
+    settle(world)
+    assert world.whole() == {0, 2, 3}
+    assert found_in(world) == []
+
+
+def test_a_machine_that_loses_its_group_again_and_again_leaves_its_place_and_the_others_lose_no_restart(
+    clock: Clock,
+) -> None:
+    world = World(clock, 0, config_of(4, 2, rejoins=2))
+    world.tick(8)
+    for group, machine in ((0, 0), (1, 3)):
+        for num_losses in range(1, 4):
+            assert group in world.whole()
+            world.machines[machine].lose(is_own=True)
+            world.tick(round((4 + 2**num_losses) * INTERVAL_S / TICK_S))
+    settle(world)
+    world.tick(8)
+    assert set(world.machines) == {1, 2, 3, 4, 5, 6, 7}, "machine 2 has the place of machine 0"
+    assert len(world.whole()) == 3
+    assert found_in(world) == []
+    survivors = [world.machines[machine] for machine in (1, 2)]
+    for _ in range(2):
+        survivors[0].lose(is_own=True)
+        settle(world)
+    assert len(world.whole()) == 3, "losses that began on the other machine do not count on this one"
 
 
 def test_a_replacement_is_waited_for_as_long_as_it_may_take(clock: Clock) -> None:
@@ -371,12 +452,13 @@ def test_whatever_is_lost_when_as_many_groups_are_whole_as_there_are_machines_fo
         world = World(clock, seed, config_of(num_groups, size))
         happens = [
             world.lose_rank, world.lose_machine, world.lose_machine, world.replace_machine, world.suspend_machine,
-            world.resume_machine, world.resume_machine,
+            world.resume_machine, world.resume_machine, world.drain_group, world.ask_for_groups,
         ]  # fmt: skip
         for _ in range(150):
             if world.random.random() < 0.12:
                 world.random.choice(happens)()
             world.tick()
+        world.ask_for_groups()
         while world.suspended:
             world.resume_machine()
         settle(world)

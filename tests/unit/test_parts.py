@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED
 from spare_megatron.core.places import Assignment, Holding, Places
 from spare_megatron.core.reforming import MachineId, PlaceId
-from spare_megatron.core.rejoin import PartReadiness
+from spare_megatron.core.rejoin import PartReadiness, RestartBudget
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
@@ -242,9 +242,8 @@ class Node:
         self.timers = Timers()
         self.parts = GroupRendezvous(world.layout, number, incarnation, INTERVAL_S, self.events.append)
         self.restarts = GroupRestarts(
-            most_restarts=1_000_000,
+            budget=RestartBudget(1_000_000, INTERVAL_S),
             restarts_all=False,
-            interval_s=INTERVAL_S,
             whole_groups=frozenset(),
             timers=self.timers,
             wait_for_parts=self.wait,

@@ -38,7 +38,6 @@ def moves_of(layout: Layout, places: Places, idle: Idle, *, groups_per_domain: i
     machines |= {machine: Machine("idle", domain=domain) for machine, domain in idle.items()}
     training = next(group for group in range(layout.num_groups) if group not in groups)
     machines |= {MachineId(200 + i): Machine("placed", PlaceId(training * size + i)) for i in range(size)}
-    machines[MachineId(0 if MachineId(0) not in machines else 300)] = Machine("quarantined")
     return reform(layout, machines, groups, groups_per_domain=groups_per_domain)
 
 
@@ -166,15 +165,6 @@ def test_a_machine_of_the_same_domain_is_taken_first() -> None:
     moves = moves_of(layout_of(5, 2), places, {MachineId(9): 1, MachineId(8): None}, groups_per_domain=2)
     # Groups 0 and 2 and one more could be whole with 5 machines: two groups, the fewest crossings.
     assert [(move.machine, move.place) for move in moves] == [(2, 1), (9, 5)]
-
-
-def test_a_draining_machine_gives_its_place_up() -> None:
-    machines = {
-        MachineId(0): Machine("draining", PlaceId(0)),
-        MachineId(1): Machine("placed", PlaceId(1)),
-        MachineId(7): Machine("idle"),
-    }
-    assert reform(layout_of(2, 2), machines, [GroupId(0)]) == (Move(MachineId(7), PlaceId(0), None),)
 
 
 def test_two_machines_in_one_place_are_noticed() -> None:

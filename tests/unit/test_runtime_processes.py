@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.core.places import Holding
+from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.driver import driver as driver_module
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.preflight import _why_ended
@@ -19,7 +22,7 @@ from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.rank_processes import RankProcesses
-from spare_megatron.supervisor.store_link import NodeSilent, StoreLink
+from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, HasLeft, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 
 
@@ -89,6 +92,47 @@ def test_the_incarnations_lost_with_a_silent_node_are_reported_and_never_those_t
     (silent,) = events_of(inbox)
     store.put("incarnation/1", "4")
     assert silent.members == (Member(GroupId(1), 3),)
+
+
+def test_a_machine_that_is_switched_off_after_its_groups_have_left_is_reported_and_none_of_them_as_lost() -> None:
+    """A fence of each, which names no member, cost all others a reduction."""
+    link, inbox = quiet_link()
+    judge(link, "7", 0.0, 0.5, 1.0)
+    store = MemoryStore({"beat/1": "7", "incarnation/1": "3", "left/1/3/1": "yes"})
+    link._judge(store, 1, "7", 1.5)
+    (silent,) = events_of(inbox)
+    assert (silent.members, silent.left) == ((), (Member(GroupId(1), 3),))
+    judge(link, "8", 2.0, 2.5, 3.0)
+    store = MemoryStore({"beat/1": "8", "incarnation/1": "4", "left/1/3/1": "yes", "left/1/4/0": "yes"})
+    link._judge(store, 1, "8", 3.5)
+    (silent,) = events_of(inbox)
+    assert (silent.members, silent.left) == ((Member(GroupId(1), 4),), ()), "started again since"
+
+
+def test_a_supervisor_in_the_place_of_one_whose_groups_have_left_fences_none() -> None:
+    inbox, outbox = Pipe(duplex=False)
+    store = MemoryStore({"incarnation/1": "3", "left/1/3/1": "yes", "all_groups_ready": "yes"})
+    link = StoreLink(
+        node=1,
+        layout=Layout(num_groups=2, num_nodes=2),
+        interval_s=1.0,
+        connect=lambda: store,  # type: ignore[arg-type, return-value]
+        outbox=outbox,
+        incarnation=1,
+    )
+    log = link._begin(store)  # type: ignore[arg-type]
+    wanted = FenceWanted(group=GroupId(1), member=None, rank=-1, cause="gone", error="", from_index=0)
+    store.put("assignment/0000000000", "[[[3,1,1]],[],[]]")
+    link._holding = Holding(MachineId(3), PlaceId(1), 1)
+    for left, expected in (("yes", HasLeft), (None, FenceWritten)):
+        if left is None:
+            del store.values["left/1/3/1"]
+        link.fence(wanted)
+        link._beat_at_s = time.monotonic() + 60.0
+        link._handle_next(store, log)  # type: ignore[arg-type]
+        (event,) = events_of(inbox)
+        assert (type(event), event.member) == (expected, Member(GroupId(1), 3))
+        assert store.exists("log/0000000000") == (left is None)
 
 
 class _StoppedStore:

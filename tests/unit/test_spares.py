@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import Pipe, active_children, get_context
@@ -11,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -44,9 +46,8 @@ class RestartedNode:
         self.started: list[tuple[int, float, bool]] = []
         self.waiting: list[tuple[int, float]] = []
         self.restarts = GroupRestarts(
-            most_restarts=most_restarts,
+            budget=RestartBudget(most_restarts, INTERVAL_S),
             restarts_all=restarts_all,
-            interval_s=INTERVAL_S,
             whole_groups=frozenset(map(GroupId, whole)),
             timers=self.timers,
             wait_for_parts=lambda group: self.waiting.append((group, self.now_s)),
@@ -377,6 +378,22 @@ def test_a_group_that_is_lost_soon_waits_longer_and_a_restart_of_the_whole_run_c
     assert budget.spend(ONE, 4.0, is_free=False) == NextStart(0.0, takes_spares=True), "it was up for long"
     assert budget.spend(ONE, 100.0, is_free=False) is None
     assert budget.spend(ONE, 100.0, is_free=True) is not None
+
+
+def test_losses_of_a_large_run_leave_each_machine_its_restarts() -> None:
+    """2,300 short lives over 600 groups of 128 machines, each ended by one of them; by group most would be given up."""
+    generator, size = np.random.default_rng(0), 128
+    budgets = [[RestartBudget(most_restarts=3, interval_s=1.0) for _ in range(size)] for _ in range(600)]
+    losses = Counter[int]()
+    for group in generator.integers(600, size=2300).tolist():
+        losses[group] += 1
+        own = int(generator.integers(size))
+        for machine, budget in enumerate(budgets[group]):
+            assert budget.spend(GroupId(group), 100.0, is_free=False, is_own=machine == own) is not None
+    assert max(losses.values()) > 10
+    alone = RestartBudget(most_restarts=3, interval_s=1.0)
+    spent = [alone.spend(ONE, 100.0, is_free=False, is_own=is_own) for is_own in (True, False, True, True, True)]
+    assert [start is None for start in spent] == [False, False, False, False, True]
 
 
 def test_restarts_are_counted_anew_after_a_long_life() -> None:

@@ -1,0 +1,125 @@
+"""What a machine keeps when it takes another place, and what a supervisor leaves out when it re-forms groups."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.core.places import Assignment, Holding
+from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.core.rejoin import RestartBudget
+from spare_megatron.process.requests import request
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import node_process, supervisor
+from spare_megatron.supervisor.group_reforming import Assigned, PlaceTaken
+from spare_megatron.supervisor.store_link import PlaceChanged
+
+NUM_NODES = 6
+TAKEN = PlaceTaken(
+    holding=Holding(MachineId(2), PlaceId(1), 1),
+    by=Assigned(index=0, assignment=Assignment(holdings=(Holding(MachineId(2), PlaceId(1), 1),))),
+)
+"""Machine 2 takes place 1."""
+
+
+def spec_of(run_dir: Path, *, node: int = 2, rejoins: int = 3, minutes: float | None = None) -> NodeSpec:
+    """Groups of two machines: two from the start, and a further one."""
+    config = RunConfig(
+        layout=LayoutConfig(num_groups=2, max_groups=3, pipeline_parallel=2),
+        cluster=ClusterConfig(device="cpu", num_nodes=NUM_NODES, notice_file="/run/notice-{node}"),
+        spare=SpareConfig(rejoins=rejoins),
+        train=TrainConfig(max_minutes=minutes),
+    )
+    return NodeSpec(
+        config=config,
+        run_dir=run_dir,
+        node=node,
+        store=TcpStoreSpec(host="127.0.0.1", port=1),
+        faults=(),
+        rank_main=lambda spec, reports: None,
+    )
+
+
+def test_the_clock_of_a_run_goes_on_when_a_machine_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train.max_minutes` would begin anew with each place."""
+    now_s, ends_at_s = [100.0], []
+
+    class TwoPlaces:
+        def __init__(self, spec: NodeSpec, *_: object) -> None:
+            ends_at_s.append((spec.node, spec.ends_at_s))
+
+        def run(self) -> str | PlaceChanged:
+            now_s[0] += 50.0
+            return PlaceChanged(to=TAKEN) if len(ends_at_s) == 1 else ""
+
+        def leave(self) -> None: ...
+
+        def close(self, end: str) -> bool:
+            return False
+
+        def ask_to_end(self) -> None: ...
+
+    monkeypatch.setattr(node_process, "Supervisor", TwoPlaces)
+    monkeypatch.setattr(node_process, "DriverLink", lambda *_, **__: None)
+    monkeypatch.setattr(node_process, "log_to_file", lambda *_: None)
+    monkeypatch.setattr(node_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(node_process.end_signal, "listen", lambda on_asked: None)
+    node_process.look_after(spec_of(tmp_path, minutes=2.0), None)  # type: ignore[arg-type]
+    assert ends_at_s == [(2, 220.0), (1, 220.0)]
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a supervisor gives to its threads."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(supervisor, "StoreLink", lambda **parts: found.update(parts))
+    monkeypatch.setattr(supervisor, "RequestWatch", lambda *parts: found.update(requests=parts))
+    return found
+
+
+def supervise(spec: NodeSpec, taken: PlaceTaken | None = None) -> None:
+    driver = SimpleNamespace(report=lambda report: None, listener=None)
+    supervisor.Supervisor(spec, driver, None, RestartBudget(spec.config.spare.rejoins, 1.0), taken)  # type: ignore[arg-type]
+
+
+def test_the_notice_of_a_machine_is_its_own_in_each_place(tmp_path: Path, parts: dict[str, Any]) -> None:
+    """Its groups are those of its present place."""
+    supervise(spec_of(tmp_path, node=2))
+    assert parts["requests"][1:3] == ([1], "/run/notice-2")
+    supervise(spec_of(tmp_path, node=1), TAKEN)
+    assert parts["requests"][1:3] == ([0], "/run/notice-2")
+    replaced = Holding(MachineId(2 + NUM_NODES), PlaceId(1), 2)
+    taken = PlaceTaken(holding=replaced, by=Assigned(index=1, assignment=Assignment(holdings=(replaced,))))
+    supervise(spec_of(tmp_path, node=1), taken)
+    assert parts["requests"][2] == "/run/notice-2", "the machine that stands for it is on the same node"
+
+
+@pytest.mark.parametrize(("rejoins", "is_on"), [(0, False), (1, True)])
+def test_without_rejoins_no_group_is_re_formed(
+    tmp_path: Path, parts: dict[str, Any], rejoins: int, is_on: bool
+) -> None:
+    supervise(spec_of(tmp_path, rejoins=rejoins))
+    assert (parts["reforming"] is not None) == is_on
+
+
+def test_further_groups_that_are_not_asked_for_are_left_out_of_what_is_re_formed(
+    tmp_path: Path, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both where groups are re-formed and where a machine takes a place; also if the requests cannot be read."""
+    further = frozenset({GroupId(2)})
+    spec = spec_of(tmp_path)
+    supervise(spec)
+    assert parts["reforming"]._left_out() == node_process._left_out(spec) == further
+    request(tmp_path, [GroupId(2)], "grow")
+    request(tmp_path, [GroupId(0)], "drain")
+    assert node_process._left_out(spec) == {0}
+
+    def fail(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(node_process, "asked_to_leave", fail)
+    assert node_process._left_out(spec) == further

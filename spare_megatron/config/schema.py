@@ -608,7 +608,7 @@ class RunConfig:
     @property
     def row_size(self) -> int:
         """Microbatches in a unit of work, which are computed together, one per lane; 1 for a dense model."""
-        return 1
+        return 1 if self.model.num_experts is None else self.layout.data_parallel
 
     @property
     def unit_ramp(self) -> BatchRamp:

@@ -45,6 +45,8 @@ def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:
     memory = facts.memory
     yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group"
     yield "parameters", format_large(facts.num_parameters)
+    if facts.num_active_parameters != facts.num_parameters:
+        yield "  active for a token", format_large(facts.num_active_parameters)
     batch = f"{facts.microbatches_per_step} microbatches, {facts.sequences_per_step} sequences"
     yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
     yield "tokens of the run", format_large(facts.tokens)

@@ -39,6 +39,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 def _fields_of(model: ModelConfig) -> dict[str, Any]:
     function, is_gated = _ACTIVATIONS[model.activation]
     return {
+        **_expert_fields_of(model),
         "activation_func": function,
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias,
@@ -49,6 +50,20 @@ def _fields_of(model: ModelConfig) -> dict[str, Any]:
         "qk_layernorm": model.qk_norm,
         # Megatron counts the tokens before the current one.
         "window_size": None if model.sliding_window is None else [model.sliding_window - 1, 0],
+    }
+
+
+def _expert_fields_of(model: ModelConfig) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    layers = [int(layer >= model.num_dense_layers) for layer in range(model.num_layers)]
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
+        # Megatron names tensors of layers that are not all alike by their number, and stacks the others'.
+        "moe_layer_freq": layers if model.num_dense_layers else 1,
     }
 
 

@@ -4,6 +4,7 @@ Exports and imports of all formats go through this list. Names and shapes depend
 implementation of the layers. Loads without torch.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,16 +16,21 @@ LAYERS = "decoder.layers."
 
 WORDS = "embedding.word_embeddings.weight"
 
+_MLP_NORM = "mlp.linear_fc1.layer_norm_"
+
 _LOCAL_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    _MLP_NORM: "pre_mlp_layernorm.",
 }
 """Norms as transformer-engine and checkpoints name them, in the linear layer that follows, and as other layers do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensor:
-    """A tensor; of one layer if `layer` is set, with the shape and the key of all layers' stack without its number."""
+    """A tensor; of one layer if `layer` is set, with the shape and the key of all layers' stack without its number.
+
+    Layers that are not all alike have no stack: their number is in the key, and `layer` is not set.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -43,6 +49,20 @@ def with_local_norms(name: str) -> str:
     return name
 
 
+_ONE_EXPERT = re.compile(r"\.experts\.(?:local_experts\.\d+\.(.+)|(linear_fc\d\.weight)\d+)")
+
+
+def of_all_experts(name: str) -> str:
+    """The name of the tensor that an expert's parameter is part of, for that of a rank's module.
+
+    >>> of_all_experts("mlp.experts.local_experts.3.linear_fc1.weight")
+    'mlp.experts.experts.linear_fc1.weight'
+    >>> of_all_experts("mlp.experts.linear_fc2.weight11")
+    'mlp.experts.experts.linear_fc2.weight'
+    """
+    return _ONE_EXPERT.sub(lambda found: f".experts.experts.{found[1] or found[2]}", name)
+
+
 def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     """All tensors, in the order of the layers.
 
@@ -55,8 +75,12 @@ def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     if model.position_embedding == "learned_absolute":
         yield ModelTensor(key="embedding.position_embeddings.weight", shape=(model.seq_length, hidden))
     for layer in range(model.num_layers):
-        for name, shape in _layer_tensors(config, norm):
-            yield ModelTensor(key=LAYERS + name, shape=shape, layer=layer)
+        has_experts = model.num_experts is not None and layer >= model.num_dense_layers
+        for name, shape in _layer_tensors(config, norm, has_experts=has_experts):
+            if model.num_dense_layers:
+                yield ModelTensor(key=f"{LAYERS}{layer}.{name}", shape=shape)
+            else:
+                yield ModelTensor(key=LAYERS + name, shape=shape, layer=layer)
     for part in norm:
         yield ModelTensor(key=f"decoder.final_layernorm.{part}", shape=(hidden,))
     if not model.tie_embeddings:
@@ -67,25 +91,47 @@ def _norm_of(config: RunConfig) -> tuple[str, ...]:
     return ("weight",) if model_fields(config)["normalization"] == "RMSNorm" else ("weight", "bias")
 
 
-def _layer_tensors(config: RunConfig, norm: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_tensors(
+    config: RunConfig, norm: tuple[str, ...], *, has_experts: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     model, fields = config.model, model_fields(config)
     hidden, num_heads = model.hidden_size, model.num_attention_heads
     head = fields.get("kv_channels") or hidden // num_heads
     heads, keys = num_heads * head, (fields["num_query_groups"] or num_heads) * head
     ffn = model.ffn_hidden_size or 4 * hidden
+    per_width = 2 if fields["gated_linear_unit"] else 1
     has_bias = fields["add_bias_linear"]
-    linear = (
+    linear: tuple[tuple[str, int, int, bool], ...] = (
         ("self_attention.linear_qkv", heads + 2 * keys, hidden, has_bias or fields["add_qkv_bias"]),
         ("self_attention.linear_proj", hidden, heads, has_bias),
-        ("mlp.linear_fc1", ffn * (2 if fields["gated_linear_unit"] else 1), hidden, has_bias),
+        ("mlp.linear_fc1", ffn * per_width, hidden, has_bias),
         ("mlp.linear_fc2", hidden, ffn, has_bias),
     )
+    if has_experts:
+        linear = linear[:2]
+        yield from _expert_tensors(config, per_width)
     for name, num_outputs, num_inputs, is_biased in linear:
         yield f"{name}.weight", (num_outputs, num_inputs)
         if is_biased:
             yield f"{name}.bias", (num_outputs,)
-    for name in ("self_attention.linear_qkv", "mlp.linear_fc1"):  # a norm has the name of the layer that it precedes
-        yield from ((f"{name}.layer_norm_{part}", (hidden,)) for part in norm)
+    # A norm has the name of the layer that it precedes, where that is one.
+    for name in ("self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm." if has_experts else _MLP_NORM):
+        yield from ((name + part, (hidden,)) for part in norm)
     if fields["qk_layernorm"]:
         for name in ("q_layernorm", "k_layernorm"):
             yield from ((f"self_attention.{name}.{part}", (head,)) for part in norm)
+
+
+def _expert_tensors(config: RunConfig, per_width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The matrices of a mixture; those of all experts are stacked along a first dimension."""
+    model, fields = config.model, model_fields(config)
+    hidden, num_experts = model.hidden_size, fields["num_moe_experts"]
+    ffn, shared = fields["moe_ffn_hidden_size"], model.shared_expert_ffn_hidden_size
+    yield "mlp.router.weight", (num_experts, hidden)
+    yield "mlp.experts.experts.linear_fc1.weight", (num_experts, ffn * per_width, hidden)
+    yield "mlp.experts.experts.linear_fc2.weight", (num_experts, hidden, ffn)
+    if shared is not None:
+        yield "mlp.shared_experts.linear_fc1.weight", (shared * per_width, hidden)
+        yield "mlp.shared_experts.linear_fc2.weight", (hidden, shared)
+        if fields.get("moe_shared_expert_gate"):
+            yield "mlp.shared_experts.gate_weight", (1, hidden)

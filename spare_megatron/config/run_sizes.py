@@ -10,7 +10,7 @@ from spare_megatron.config.terms import global_batch, sequences_before
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """Derived sizes of a run; `checkpoint_bytes` counts all state once.
+    """Derived sizes of a run; `checkpoint_bytes` counts all state once, active parameters are those of a token.
 
     Counts per step cover all groups, and are those after the ramp of the batch.
     """
@@ -18,6 +18,7 @@ class RunSizes:
     num_ranks: int
     ranks_per_group: int
     num_parameters: int
+    num_active_parameters: int
     microbatches_per_step: int
     sequences_per_step: int
     tokens_per_step: int
@@ -31,16 +32,17 @@ def run_sizes(config: RunConfig) -> RunSizes:
     """Derives the sizes of a configuration without problems."""
     sequences = global_batch(config)
     tokens = sequences * config.model.seq_length
-    num_parameters = model_shape(config).num_parameters
+    shape = model_shape(config)
     return RunSizes(
         num_ranks=config.parallel.num_ranks,
         ranks_per_group=config.parallel.ranks_per_group,
-        num_parameters=num_parameters,
+        num_parameters=shape.num_parameters,
+        num_active_parameters=shape.num_active_parameters,
         microbatches_per_step=config.layout.num_groups * config.spare.microbatches_per_shard,
         sequences_per_step=sequences,
         tokens_per_step=tokens,
         tokens=sequences_before(config, config.train.steps) * config.model.seq_length,
         bucket_mib=config.bucket_mib,
         memory=rank_memory(config),
-        checkpoint_bytes=num_parameters * sum(state_bytes_per_parameter(config)),
+        checkpoint_bytes=shape.num_parameters * sum(state_bytes_per_parameter(config)),
     )

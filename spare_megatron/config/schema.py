@@ -31,6 +31,16 @@ class ModelConfig:
     """Key-value heads, each shared by equally many attention heads; as many as attention heads if absent."""
     ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layers; 4 x hidden_size if absent."""
+    num_experts: PositiveInt | None = None
+    """Experts in each mixture layer, which takes the place of a feed-forward layer; no mixtures if absent."""
+    experts_per_token: PositiveInt = 2
+    """Experts that the router of a mixture layer chooses for each token."""
+    expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of an expert; ffn_hidden_size if absent."""
+    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of the expert that computes every token, or of several together; none if absent."""
+    num_dense_layers: NonNegativeInt = 0
+    """First layers that have no experts."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"] = "gelu"
     """Activation function of the feed-forward layers; swiglu and geglu are gated, which takes a third matrix."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -598,7 +608,7 @@ class RunConfig:
     @property
     def row_size(self) -> int:
         """Microbatches in a unit of work, which are computed together, one per lane; 1 for a dense model."""
-        return 1
+        return 1 if self.model.num_experts is None else self.layout.data_parallel
 
     @property
     def unit_ramp(self) -> BatchRamp:

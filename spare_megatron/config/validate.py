@@ -364,6 +364,8 @@ def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
         return
     for field in fields_set(config, ON_GPUS_ALONE):
         yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"
+    if config.megatron.get("moe_token_dispatcher_type") == "alltoall":
+        yield "megatron.moe_token_dispatcher_type=alltoall needs cluster.device=gpu; remove it"
     if config.model.transformer_impl == "transformer_engine":
         yield "model.transformer_impl=transformer_engine needs cluster.device=gpu; set it to auto or local"
     if config.layout.context_parallel > 1:

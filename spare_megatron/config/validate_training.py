@@ -13,6 +13,7 @@ from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
+from spare_megatron.config.validate_experts import expert_problems
 
 INDEX_BYTES_PER_SAMPLE = 12
 """Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
@@ -160,6 +161,11 @@ OURS_IN_MEGATRON_WORDS = {
     "num_layers": "model.num_layers",
     "hidden_size": "model.hidden_size",
     "ffn_hidden_size": "model.ffn_hidden_size",
+    "num_moe_experts": "model.num_experts",
+    "moe_router_topk": "model.experts_per_token",
+    "moe_ffn_hidden_size": "model.expert_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "model.shared_expert_ffn_hidden_size",
+    "moe_layer_freq": "model.num_dense_layers",
     "num_attention_heads": "model.num_attention_heads",
     "hidden_dropout": "model.hidden_dropout",
     "attention_dropout": "model.attention_dropout",
@@ -198,6 +204,9 @@ OF_TRANSFORMER_ENGINE = (
     "cpu_offloading",
     "fp4",
     "fp8",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
     "softmax_type",
     "window_attn_skip_freq",
 )
@@ -241,6 +250,7 @@ COUNTED_WITH: dict[str, type] = {
     "batch_p2p_comm": bool,
     "gated_linear_unit": bool,
     "kv_channels": int,
+    "moe_shared_expert_gate": bool,
     "normalization": str,
     "num_query_groups": int,
     "qk_layernorm": bool,
@@ -261,6 +271,7 @@ def megatron_problems(config: RunConfig) -> Iterator[str]:
         elif COUNTED_WITH.get(key) is int and isinstance(value, int) and value < 1:
             yield f"megatron.{key}={value} must be at least 1; raise it"
     yield from _fp8_problems(config)
+    yield from expert_problems(config)
 
 
 def _fp8_problems(config: RunConfig) -> Iterator[str]:
@@ -351,6 +362,11 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
                 f"spare.{name}={value} is below {lanes}, and some lanes would have nothing to compute; raise the "
                 f"former or lower the latter"
             )
+    if config.row_size > 1 and (config.model.num_experts or 0) % num_lanes:
+        yield (
+            f"model.num_experts={config.model.num_experts} is no multiple of {lanes}, and each lane holds as many "
+            f"experts; change one of them"
+        )
     if config.optimizer.sharding == "stacked":
         yield (
             f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "

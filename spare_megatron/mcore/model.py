@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
@@ -26,6 +27,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_training import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
+from spare_megatron.mcore.experts import prepare_experts
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
 
@@ -162,7 +164,7 @@ def gpt_model(context: ModelContext) -> GPTModel:
     config, groups = context.config, context.groups
     model = GPTModel(
         config=context.transformer,
-        transformer_layer_spec=layer_spec(config, context.transformer, context.device),
+        transformer_layer_spec=_layers(context),
         vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
         max_sequence_length=config.model.seq_length,
         pre_process=context.pre_process,
@@ -179,6 +181,21 @@ def gpt_model(context: ModelContext) -> GPTModel:
     if context.post_process:
         _mask_padding(model, config.model.vocab_size, groups.tp.rank())
     return model
+
+
+def _layers(context: ModelContext) -> ModuleSpec | TransformerBlockSubmodules:
+    """What the layers of a chunk are built of: one specification if all layers of the model are alike."""
+    config, transformer, device = context.config, context.transformer, context.device
+    num_dense, num_layers = config.model.num_dense_layers, config.model.num_layers
+    if not num_dense:
+        return layer_spec(config, transformer, device)
+    dense, mixture = (layer_spec(config, transformer, device, has_experts=has_experts) for has_experts in (False, True))
+    num_here = num_layers // context.num_stages
+    numbers = range(context.stage * num_here, (context.stage + 1) * num_here)
+    norm = TENorm if uses_transformer_engine(config, device) else LayerNormImpl
+    return TransformerBlockSubmodules(
+        layer_specs=[dense if number < num_dense else mixture for number in numbers], layer_norm=norm
+    )
 
 
 _OF_STAGES = ("set_input_tensor", "pre_process", "share_embeddings_and_output_weights")
@@ -221,11 +238,15 @@ def _mask_padding(model: GPTModel, vocab_size: int, tensor_rank: int) -> None:
         model.output_layer.register_forward_hook(mask)
 
 
-def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
-    """The layer implementation. Raises ImportError for an unsupported version of transformer-engine.
+def layer_spec(
+    config: RunConfig, transformer: TransformerConfig, device: torch.device, *, has_experts: bool = True
+) -> ModuleSpec:
+    """The layer implementation, of a layer with experts if the model has some.
 
-    Raises ValueError if it is required and not available, or used features need it, or norms other than torch's.
+    Raises ImportError for an unsupported version of transformer-engine. Raises ValueError if it is required and not
+    available, or used features need it, or norms other than torch's.
     """
+    num_experts = transformer.num_moe_experts if has_experts else None
     if uses_transformer_engine(config, device):
         if config.data.reset_attention_mask:
             raise ValueError(
@@ -233,9 +254,15 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
                 "auto chooses on GPUs where it is installed, is not given these masks"
             )
         check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
-        return get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=transformer.qk_layernorm, multi_latent_attention=transformer.multi_latent_attention
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=config.megatron.get("moe_grouped_gemm", True),
+            qk_layernorm=transformer.qk_layernorm,
+            multi_latent_attention=transformer.multi_latent_attention,
         )
+        if num_experts is not None:
+            prepare_experts(spec)
+        return spec
     if config.layout.context_parallel > 1:
         raise ValueError(
             f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine on "
@@ -243,7 +270,9 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
         )
     if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
         raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
-    spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization
+    )
     refused = ", ".join(fields_set(config, NOT_OF_TORCH_NORMS))
     if refused and spec.submodules.input_layernorm is WrappedTorchNorm:
         raise ValueError(
@@ -252,6 +281,8 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
             f"model.transformer_impl=auto, which is {config.model.transformer_impl}"
         )
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    if num_experts is not None:
+        prepare_experts(spec)
     return spec
 
 

@@ -8,7 +8,7 @@ from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrid
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
-from spare_megatron.config.model_tensors import WORDS, with_local_norms
+from spare_megatron.config.model_tensors import WORDS, of_all_experts, with_local_norms
 from spare_megatron.config.parameter_rules import rule_of
 from spare_megatron.config.schema import ParameterRule
 from spare_megatron.mcore.model import Chunk
@@ -54,5 +54,5 @@ def names_for_rules(chunks: Sequence[Chunk]) -> Iterator[tuple[str, torch.nn.Par
     for chunk in chunks:
         tied = tied_embedding(chunk)
         for named in named_parameters([chunk]):
-            name = WORDS if named.parameter is tied else named.name
+            name = WORDS if named.parameter is tied else of_all_experts(named.name)
             yield with_local_norms(name), named.parameter

@@ -12,6 +12,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.mcore.experts import scale_auxiliary_losses
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.mcore.process_groups import GroupCollection
@@ -102,7 +103,7 @@ class Pipeline:
                 output, loss_function = forward_step(self._chunks[id(module)], item)
             if not is_forward_only:
                 # The schedule runs the backward pass, which starts with the gradient of this output.
-                output.register_hook(lambda _: self._probe.backward(item.microbatch.unit))
+                output.register_hook(lambda _: self._begin_backward(item))
             return output, loss_function
 
         self._schedule(
@@ -112,6 +113,11 @@ class Pipeline:
             forward_only=is_forward_only,
             **self._fixed_arguments,
         )
+
+    def _begin_backward(self, item: Item) -> None:
+        if self._multiple > 1:
+            scale_auxiliary_losses(0.0 if item.is_padding else 1.0)
+        self._probe.backward(item.microbatch.unit)
 
 
 def share_in_lane(

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from spare_megatron.config.building import nearest
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate_experts import expert_problems
 from spare_megatron.config.validate_training import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
@@ -70,8 +71,6 @@ def in_words(kind: Any) -> str:
 
 
 _UNSAFE = {
-    "num_moe_experts": "balancing terms of experts are reduced inside one group only",
-    "moe_router_enable_expert_bias": "expert biases are updated from the tokens of one group only",
     "expert_model_parallel_size": "experts are not spread over ranks here",
     "mtp_num_layers": "the gradient of the embedding copies is not reduced over groups",
     "overlap_moe_expert_parallel_comm": "it runs a schedule that was not checked here",
@@ -98,6 +97,8 @@ _IRREPRODUCIBLE = {
     "gradient_accumulation_fusion": "the kernel adds to the sum, and hides the gradient of a single microbatch",
     "cross_entropy_loss_fusion": "Megatron does not count it among its deterministic kernels",
     "tp_comm_overlap": "Megatron does not count it among its deterministic kernels",
+    "moe_permute_fusion": "Megatron does not count it among its deterministic kernels",
+    "moe_router_fusion": "Megatron does not count it among its deterministic kernels",
     "fp4": "gradients are rounded at random",
 }
 """Megatron fields whose results depend on more than the microbatch, with the reason."""
@@ -148,6 +149,8 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         # The default synchronizes the GPU at every transfer, to work around an old torch bug.
         "batch_p2p_sync": False,
     }
+    if model.num_experts is not None:
+        fields["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
     if layout.virtual_pipeline > 1:
         fields["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
         fields["batch_p2p_comm"] = False
@@ -176,6 +179,8 @@ def _refuse(config: RunConfig) -> None:
         if key in _UNSAFE and value not in _OFF and (key, value) != ("expert_model_parallel_size", 1):
             raise ValueError(f"megatron.{key}={value} cannot be had: {_UNSAFE[key]}; remove it")
     _refuse_combinations(config)
+    for problem in expert_problems(config):
+        raise ValueError(problem)
 
 
 def _refuse_combinations(config: RunConfig) -> None:

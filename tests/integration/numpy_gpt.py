@@ -20,7 +20,8 @@ def token_losses(model: ModelConfig, parameters: Arrays, tokens: np.ndarray, lab
         prefix = f"decoder.layers.{index}."
         layer = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         hidden = hidden + _attention(model, layer, _norm(model, layer, "input_layernorm", hidden))
-        hidden = hidden + _feed_forward(model, layer, _norm(model, layer, "pre_mlp_layernorm", hidden))
+        compute = _mixture if "mlp.router.weight" in layer else _feed_forward
+        hidden = hidden + compute(model, layer, _norm(model, layer, "pre_mlp_layernorm", hidden))
     output = table if model.tie_embeddings else weights["output_layer.weight"][: model.vocab_size]
     logits = _norm(model, weights, "decoder.final_layernorm", hidden) @ output.T
     log_sums = np.log(np.exp(logits).sum(-1))
@@ -83,6 +84,26 @@ def _rotated(values: np.ndarray, angles: np.ndarray) -> np.ndarray:
     first, second = np.split(values, 2, axis=-1)
     sines, cosines = np.sin(angles), np.cos(angles)
     return np.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+
+
+def _mixture(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndarray:
+    """Shazeer et al., arXiv 1701.06538, token by token: the softmax is over the experts chosen."""
+    tokens = values.reshape(-1, values.shape[-1])
+    results = np.zeros_like(tokens)
+    for token, result in zip(tokens, results, strict=True):
+        logits = layer["mlp.router.weight"] @ token
+        chosen = np.argsort(-logits)[: model.experts_per_token]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        for number, weight in zip(chosen, weights, strict=True):
+            result += weight * _feed_forward(model, _part(layer, f"mlp.experts.local_experts.{number}."), token)
+        if model.shared_expert_ffn_hidden_size is not None:
+            result += _feed_forward(model, _part(layer, "mlp.shared_experts."), token)
+    return results.reshape(values.shape)
+
+
+def _part(layer: Arrays, prefix: str) -> Arrays:
+    """The parameters of one expert under the names of a feed-forward layer."""
+    return {f"mlp.{name.removeprefix(prefix)}": value for name, value in layer.items() if name.startswith(prefix)}
 
 
 def _feed_forward(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndarray:

@@ -36,6 +36,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"num_query_groups": 2, "sliding_window": 1, "qk_norm": True},
     "squared": {"activation": "squared_relu", "linear_bias": False},
     "geglu": {"activation": "geglu", "normalization": "rmsnorm"},
+    "mixture": {**LLAMA, "num_experts": 5, "experts_per_token": 3, "expert_ffn_hidden_size": 20},
+    "shared": {
+        "linear_bias": False,
+        "num_experts": 3,
+        "shared_expert_ffn_hidden_size": 28,
+        "num_dense_layers": 1,
+        "num_layers": 3,
+    },
 }
 
 

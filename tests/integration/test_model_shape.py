@@ -99,6 +99,7 @@ def test_presets_have_the_published_sizes(preset: str, published: float) -> None
         ("llama3_70b", 70_553_706_496),
         ("llama3p2_1b", 1_235_814_400),
         ("qwen3_8b", 8_190_735_360),
+        ("mixtral_8x7b", 46_702_792_704),
         ("llama_10m", 10_490_112),
     ],
 )

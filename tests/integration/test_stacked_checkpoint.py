@@ -38,6 +38,11 @@ CASES = {
         LayoutConfig(num_groups=3, pipeline_parallel=2),
         {"precision": "bf16"},
     ),
+    "mixture_pipeline_1_to_2": (
+        LayoutConfig(num_groups=2),
+        LayoutConfig(num_groups=2, pipeline_parallel=2),
+        {"num_experts": 3, "linear_bias": False, "activation": "swiglu", "num_dense_layers": 1},
+    ),
 }
 
 

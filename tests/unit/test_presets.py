@@ -81,6 +81,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "vocab_size": 151936, "tie_word_embeddings": False,
     },
+    "mixtral_8x7b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "vocab_size": 32000, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 """Values of the published config.json of each model."""
 
@@ -100,6 +104,7 @@ def test_models_have_the_shape_of_their_published_configuration(name: str) -> No
     }
     assert (model.num_query_groups, model.activation, model.normalization) == (8, "swiglu", "rmsnorm")
     assert (model.position_embedding, model.linear_bias, model.qkv_bias) == ("rope", False, False)
+    assert (model.num_experts, model.experts_per_token) == (8 if name == "mixtral_8x7b" else None, 2)
     assert model.qk_norm == name.startswith("qwen3")
     assert model.rope_scaling_factor == (32.0 if name == "llama3p2_1b" else 1.0)
 

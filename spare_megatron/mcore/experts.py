@@ -1,0 +1,66 @@
+"""Layers with experts: their specification, and what is changed in Megatron's router."""
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # Megatron asks for it in each router, and defines it with that package alone
+
+
+class Router(TopKRouter):
+    """Megatron's router, with losses that weigh the same in every layout and size of microbatches.
+
+    The gradient of a loss is that of its mean over the tokens of a microbatch, times their number, as gradients are
+    sums over tokens. Megatron multiplies by the tokens of one tensor- and context-parallel rank, or of one sequence.
+    """
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,  # noqa: ARG002  (Megatron passes it)
+        aux_loss: Tensor,
+        aux_loss_name: str,  # noqa: ARG002  (Megatron passes it)
+        reduce_group: ProcessGroup,
+        **_others: object,
+    ) -> Tensor:
+        """Adds a loss, of which each rank of `reduce_group` has the part of its tokens; no log."""
+        num_tokens = activation.shape[0] * reduce_group.size()
+        return _with_loss(activation, aux_loss * num_tokens)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        assert padding_mask is None, "every token counts for the losses of routers"
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        return _with_loss(logits, coefficient * logits.logsumexp(-1).square().sum())
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Counts nothing, as there are no expert biases; Megatron's compiles itself at its first call."""
+
+
+def _with_loss(activation: Tensor, loss: Tensor) -> Tensor:
+    joined: Tensor = moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
+    return joined
+
+
+def prepare_experts(spec: ModuleSpec) -> None:
+    """Changes the specification of a layer with experts to ours; checkpoints name norms alike in all of them."""
+    spec.submodules.mlp.submodules.router = Router
+    names = spec.submodules.sharded_state_dict_keys_map
+    spec.submodules.sharded_state_dict_keys_map = {
+        local: stored for local, stored in names.items() if local != "pre_mlp_layernorm."
+    }
+
+
+def scale_auxiliary_losses(factor: float) -> None:
+    """Factor of the gradients of routers' losses in the backward pass that begins; Megatron sets 1 in a forward pass.
+
+    Megatron adds these gradients on their own, so a factor of the loss does not reach them.
+    """
+    scale = moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
+    if scale is not None:
+        scale.fill_(factor)

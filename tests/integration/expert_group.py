@@ -1,0 +1,124 @@
+"""The full mixture of experts on one rank by plain autograd, with the losses of its routers as the papers have them."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore import cpu
+from spare_megatron.mcore.checkpoint import model_state
+from spare_megatron.mcore.data import Corpus, on_device
+from spare_megatron.mcore.model import ModelContext, gpt_model
+from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.stacking.plans import Microbatch
+from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, all_work, reduce_alone
+
+
+def reference_sums(
+    config: RunConfig, balancing: str, parameters: Arrays, work: Sequence[Microbatch], coefficients: tuple[float, float]
+) -> tuple[float, Arrays]:
+    """Loss and gradients summed over the work of step 0, for a model whose configuration has no losses of routers.
+
+    `coefficients` are those of the balancing loss (aux_loss or seq_aux_loss) and of the z-loss.
+    """
+    model, corpus = _full_model(config, parameters), Corpus(config)
+    logits: list[Tensor] = []
+    for layer in model.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            _record(layer.mlp.router, logits)
+    loss_sum = 0.0
+    for microbatch in work:
+        batch = on_device(corpus.microbatch(0, microbatch), config, CPU, model.pg_collection.cp)
+        logits.clear()
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
+        total = loss
+        for of_layer in logits:
+            total = total + _router_loss(of_layer, balancing, config.model.experts_per_token, coefficients)
+        total.backward()
+        loss_sum += loss.item()
+    gradients = {name: np.zeros_like(value) for name, value in parameters.items()}
+    for name, parameter in model.named_parameters():
+        gradients[name][: len(parameter)] = parameter.grad.numpy()
+    return loss_sum, gradients
+
+
+def _record(router: Any, logits: list[Tensor]) -> None:
+    gating = router.gating
+
+    def recorded(given: Tensor) -> Tensor:
+        logits.append(gating(given))  # [sequence, batch, experts]
+        return logits[-1]
+
+    router.gating = recorded
+
+
+def _router_loss(logits: Tensor, balancing: str, num_chosen: int, coefficients: tuple[float, float]) -> Tensor:
+    """The losses of a microbatch times its tokens: Fedus et al., arXiv 2101.03961 (4), and Zoph et al., 2202.08906."""
+    num_tokens, num_experts = logits.shape[0] * logits.shape[1], logits.shape[2]
+    parts = [logits.flatten(0, 1)] if balancing == "aux_loss" else [*logits.unbind(1)]
+    balance = torch.zeros(())
+    for part in parts:
+        chosen = F.one_hot(part.topk(num_chosen).indices, num_experts).sum(1).float()
+        shares = chosen.mean(0) / num_chosen
+        balance = balance + num_experts * (shares * part.softmax(-1).mean(0)).sum() / len(parts)
+    z_loss = logits.logsumexp(-1).square().mean()
+    return num_tokens * (coefficients[0] * balance + coefficients[1] * z_loss)
+
+
+def stored_shapes(_first: RunConfig, configs: Sequence[RunConfig]) -> list[dict[str, tuple[int, ...]]]:
+    """Of each model, the tensors of the whole model as Megatron stores them."""
+    answers = []
+    for config in configs:
+        trainer = GroupTrainer(config, CPU)
+        state = list(nested_values(model_state(trainer.chunks, trainer.process_groups)))
+        parts = [part for part in state if isinstance(part, ShardedTensor)]
+        for factory in (part for part in state if isinstance(part, ShardedTensorFactory)):
+            parts += nested_values(factory.build())
+        answers.append({part.key: part.global_shape for part in parts})
+    return answers
+
+
+def curve(config: RunConfig) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a group that computes the whole batch."""
+    trainer = GroupTrainer(config, CPU)
+    answers = []
+    for step in range(config.train.steps):
+        trainer.begin_step(step)
+        trainer.compute(all_work(config, step))
+        reduce_alone(trainer)
+        result = trainer.update(agreed_loss(trainer))
+        answers.append((result.loss, result.grad_norm))
+    return answers
+
+
+def _full_model(config: RunConfig, parameters: Arrays) -> GPTModel:
+    cpu.install()
+    transformer = transformer_config(config, CPU)
+    groups = build_process_groups(config.parallel, CPU, timedelta(seconds=TIMEOUT_S / 2))
+    model = gpt_model(
+        ModelContext(
+            config=config,
+            transformer=transformer,
+            groups=groups,
+            device=CPU,
+            stage=0,
+            num_stages=1,
+            virtual_stage=None,
+        )
+    )
+    named = dict(model.named_parameters())
+    assert named.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(torch.from_numpy(parameters[name]))
+    return model

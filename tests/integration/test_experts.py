@@ -1,0 +1,101 @@
+"""Mixtures of experts: local sums of one group against one process that holds the full model."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.model_shape import flops_per_token, model_shape
+from spare_megatron.config.model_tensors import model_tensors
+from spare_megatron.config.parameter_rules import parameter_names
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.mcore.data import prepare_index
+from tests.integration import expert_group
+from tests.integration import mcore_group as group
+from tests.integration.mcore_group import run_group, work_of
+from tests.integration.test_mcore_gradients import only_rank, relative_distance, whole_model
+from tests.integration.test_model_shape import count_flops, parameters_of
+from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
+
+WORK = work_of((0, 0), (1, 2), (1, 0), (0, 2), (1, 1))
+COEFFICIENTS = 0.1, 0.03
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one rank": ({}, {}),
+    "two stages": ({"pipeline_parallel": 2}, {"tie_embeddings": False, "num_dense_layers": 1}),
+    # An odd number of microbatches is padded.
+    "interleaved": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, {"shared_expert_ffn_hidden_size": 24}),
+}
+
+
+def config_of(corpus: Path, layout: dict[str, int], **model: Any) -> RunConfig:
+    shape = {"num_layers": 4, "hidden_size": 32, "seq_length": 16, "ffn_hidden_size": 48, "activation": "swiglu"}
+    mixture = {"linear_bias": False, "num_experts": 4, "expert_ffn_hidden_size": 40}
+    config = RunConfig(
+        model=ModelConfig(**{**shape, **mixture, **model}),
+        layout=LayoutConfig(num_groups=2, **layout),
+        spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+        data=DataConfig(corpus=str(corpus)),
+        train=TrainConfig(micro_batch_size=2),
+    )
+    prepare_index(config)
+    return config
+
+
+@pytest.mark.parametrize(("layout", "model"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
+def test_local_sums_are_those_of_the_full_mixture(
+    text_corpus: Path, layout: dict[str, int], model: dict[str, Any], balancing: str
+) -> None:
+    """In two calls, as with a patch. Padding counted in the losses of the routers."""
+    plain = config_of(text_corpus, layout, **model)
+    fields = {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": COEFFICIENTS[0]}
+    config = replace(plain, megatron={**fields, "moe_z_loss_coeff": COEFFICIENTS[1]})
+    ranks = run_group(group.compute_sums, config, WORK[:2], WORK[2:])
+    values, gradients = whole_model(ranks, config)
+    reference = only_rank(plain)
+    [(loss_sum, expected)] = run_group(expert_group.reference_sums, reference, balancing, values, WORK, COEFFICIENTS)
+    assert relative_distance(gradients, expected) < 1e-6
+    losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
+    assert losses == pytest.approx([loss_sum], rel=1e-6)
+
+
+def test_a_mixture_has_the_parameters_names_and_cost_that_its_settings_say(text_corpus: Path) -> None:
+    config = config_of(text_corpus, {}, num_dense_layers=1, shared_expert_ffn_hidden_size=24, qk_norm=True)
+    config = replace(config, layout=LayoutConfig(num_groups=1), megatron={"moe_shared_expert_gate": True})
+    ((number, names),) = run_group(parameters_of, config)
+    shape = model_shape(config)
+    assert number == shape.num_parameters
+    assert set(names) == set(parameter_names(config))
+    assert shape.num_active_parameters == shape.num_parameters - 3 * 2 * 3 * 32 * 40  # layers, experts, matrices
+    tokens = config.train.micro_batch_size * config.model.seq_length
+    (counted,) = run_group(count_flops, config)
+    assert flops_per_token(config) * tokens == pytest.approx(counted, rel=0.01)
+
+
+def test_checkpoints_name_the_tensors_of_a_mixture_as_exports_do(text_corpus: Path) -> None:
+    alike = config_of(text_corpus, {}, vocab_size=256)
+    apart = config_of(text_corpus, {}, vocab_size=256, num_dense_layers=1, shared_expert_ffn_hidden_size=24)
+    apart = replace(apart, megatron={"moe_shared_expert_gate": True})
+    (found,) = run_group(expert_group.stored_shapes, alike, [alike, apart])
+    for config, stored in zip((alike, apart), found, strict=True):
+        num_layers = config.model.num_layers
+        tensors = list(model_tensors(config))
+        assert stored == {
+            tensor.key: tensor.shape if tensor.layer is None else (num_layers, *tensor.shape) for tensor in tensors
+        }
+        assert sum(math.prod(tensor.shape) for tensor in tensors) == model_shape(config).num_parameters
+
+
+def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text_corpus: Path, tmp_path: Path) -> None:
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    faults = [kill("backward", 1, 1), kill("in_reduce", 2, 2, 1)]
+    mixture = {"linear_bias": False, "num_experts": 4, "shared_expert_ffn_hidden_size": 24, "hidden_dropout": 0.1}
+    config = tiny_config(text_corpus, layout, mode="reproducible", faults=faults, **mixture)
+    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"})
+    run = complete_run(config, tmp_path)
+    assert_masked(run)
+    (curve, _) = run_group(expert_group.curve, config)
+    assert losses_of(run.journal) == {step: {values} for step, values in enumerate(curve)}

@@ -23,12 +23,14 @@ from spare_megatron.cli.plan_question import (
     Question,
     Reforming,
     Returning,
+    Widths,
     check_redundancy_asked,
     facts_of,
     limits_of,
     partition_copy_s_of,
     policies_of,
     policy_of,
+    widths_of,
 )
 from spare_megatron.journal.quantities import format_duration
 
@@ -106,6 +108,20 @@ _ShardSize = Annotated[str | None, typer.Option(help="Size of one shard in memor
 _Memory = Annotated[str | None, typer.Option(help="Memory limit of a group for its shards, as in 2GB.")]
 _ReadRate = Annotated[str | None, typer.Option(help="Rate at which a group reads shards, as in 1GB/s.")]
 
+_Lanes = Annotated[
+    str | None,
+    typer.Option(
+        "--widths", help="Compare groups of so many lanes, as in 1,2,4; all other options are for groups of one lane."
+    ),
+]
+_OverGroups = Annotated[
+    str | None,
+    typer.Option(
+        help="Of --reduce, the time in which gradients travel between groups, which falls with --widths. "
+        "[default: all of an assumed --reduce, else 0s]",
+    ),
+]
+
 _HOPELESS = 1e6
 """Time to train over that without losses from which on a plan is refused."""
 
@@ -138,6 +154,8 @@ def plan(
     shard_size: _ShardSize = None,
     memory: _Memory = None,
     read_rate: _ReadRate = None,
+    widths: _Lanes = None,
+    over_groups: _OverGroups = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw time to train, endured losses and lost time into this PNG file."),
@@ -170,6 +188,7 @@ def plan(
         domains=Domains(groups_per_domain, domain_mtbf),
         last_resort=LastResort(last_resort, fetch),
         slice_copy=slice_copy,
+        widths=Widths(widths, over_groups),
     )
     _answer(question, plot, as_json=as_json)
 
@@ -206,6 +225,7 @@ def answer_to(question: Question) -> Answer:
     """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
     from spare_megatron.planner.partition_redundancy import plan_partitions
     from spare_megatron.planner.plan import FRUGAL_TOLERANCE, optimize, predict
+    from spare_megatron.planner.width import plans_by_width
 
     facts = facts_of(question)
     limits = limits_of(question.holding)
@@ -230,6 +250,7 @@ def answer_to(question: Question) -> Answer:
         names["join"] = question.returning.join
     if question.reforming.reform is not None:
         names["steps"] = question.reforming.steps
+    lanes, over_groups_s = widths_of(question, facts.times.reduce_s)
     return Answer(
         facts=facts,
         plan=best,
@@ -238,4 +259,5 @@ def answer_to(question: Question) -> Answer:
         alternatives=tuple(optimize(facts, policy, limits) for policy in policies_of(question)),
         limits=limits,
         assumed=frozenset(name for name, value in names.items() if value is None),
+        widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
     )

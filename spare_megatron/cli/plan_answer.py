@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from spare_megatron.planner.facts import ClusterFacts, HoldingLimits
     from spare_megatron.planner.partition_redundancy import PartitionPlan
     from spare_megatron.planner.plan import Plan
+    from spare_megatron.planner.width import WidthPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class Answer:
         slices: How many groups should host each state partition.
         alternatives: The best plan of each policy that the options allow.
         assumed: Names of the facts that were not given.
+        widths: The plan of the policy for groups of each number of lanes asked for.
     """
 
     facts: "ClusterFacts"
@@ -28,6 +30,7 @@ class Answer:
     alternatives: tuple["Plan", ...]
     limits: "HoldingLimits | None"
     assumed: frozenset[str]
+    widths: tuple["WidthPlan", ...] = ()
 
 
 def as_figures(answer: Answer) -> dict[str, Any]:
@@ -53,6 +56,8 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "facts": _as_facts(answer.facts),
         "assumed": sorted(answer.assumed),
     }
+    if answer.widths:
+        figures["widths"] = [asdict(one) for one in answer.widths]
     return figures
 
 

@@ -1,6 +1,7 @@
 """The options of `spare plan`, and the cluster that they describe."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,6 +68,13 @@ class LastResort(NamedTuple):
     fetch: str | None
 
 
+class Widths(NamedTuple):
+    """Numbers of lanes to compare, and the time of transfers between groups of one lane."""
+
+    lanes: str | None
+    over_groups: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """The options as the user wrote them; None where absent."""
@@ -86,6 +94,7 @@ class Question:
     domains: Domains
     last_resort: LastResort
     slice_copy: str | None
+    widths: Widths
 
 
 def facts_of(question: Question) -> "ClusterFacts":
@@ -231,6 +240,26 @@ def _gpus(option: str, count: int | None) -> int:
         said = "is missing" if count is None else f"{count} is below 1"
         raise ValueError(f"{option} {said}; --failures-per-node-day needs it to count the nodes of a group")
     return count
+
+
+def widths_of(question: Question, reduce_s: float) -> tuple[list[int], float]:
+    """The numbers of lanes to compare, and the seconds of `reduce_s` in which gradients travel between groups.
+
+    An assumed reduction is all of that kind. Raises ValueError for what are no numbers of lanes.
+    """
+    lanes, over_groups = question.widths
+    if lanes is None:
+        if over_groups is not None:
+            raise ValueError(
+                f"--over-groups {over_groups} needs --widths, the numbers of lanes to compare, as in 1,2,4"
+            )
+        return [], 0.0
+    if not re.fullmatch(r"\d{1,8}(,\d{1,8})*", lanes):
+        raise ValueError(f"--widths {lanes} has to be numbers of lanes in a group, as in 1,2,4")
+    over_groups_s = _duration_or_0("--over-groups", over_groups) if question.reduce or over_groups else reduce_s
+    if over_groups_s > reduce_s:
+        raise ValueError(f"--over-groups {over_groups} exceeds the rest of a step, --reduce, of {reduce_s:g} s")
+    return [int(number) for number in lanes.split(",")], over_groups_s
 
 
 def policy_of(question: Question) -> "Policy":

@@ -26,6 +26,8 @@ def print_answer(answer: Answer) -> None:
     console.print(_two_columns("partitioned optimizer state", _partition_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))
     console.print(_alternatives(answer))
+    if answer.widths:
+        console.print(_widths(answer))
     if answer.plan.redundancy == 1 and not answer.facts.last_resort:
         console.print("Restarting at every loss costs less here than going on without the lost groups.")
     if answer.plan.cadence_s > _LONG_CADENCE_S:
@@ -117,6 +119,31 @@ def _alternatives(answer: Answer) -> Table:
         )
     closed = closed_form_redundancy(answer.facts.num_groups)
     table.caption = f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}"
+    table.caption_justify = "left"
+    return table
+
+
+def _widths(answer: Answer) -> Table:
+    table = Table(title="wide groups", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    columns = ("lanes", "groups", "hosts", "time to train", "a loss takes", "save every", "over groups", "state")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in answer.widths:
+        table.add_row(
+            str(one.num_lanes),
+            str(one.num_groups),
+            str(one.plan.redundancy),
+            f"{one.plan.time_to_train_ratio:.2f} x",
+            f"{one.lost_share:.2%}",
+            format_duration(one.plan.cadence_s),
+            f"1/{one.num_lanes}",
+            f"1/{one.num_lanes}",
+        )
+    until = "until it is re-formed" if answer.plan.policy == "reform" else "until a group is back"
+    table.caption = (
+        f"time to train: over that of one lane without losses and saves; a loss takes: of all ranks, {until}; over "
+        f"groups, state: of each rank's gradients and optimizer state"
+    )
     table.caption_justify = "left"
     return table
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spare_megatron.mcore.flat_gradients import flat_parameters, segments
+from spare_megatron.mcore.flat_gradients import buffers, flat_parameters, segments
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.partitions import Span
 from spare_megatron.mcore.strips import ScatterRange
@@ -89,11 +89,10 @@ class _StripGather:
 
 def _moved_parameters(chunks: Sequence[Chunk]) -> Iterator[Tensor]:
     """Moves the parameters into one flat tensor per gradient buffer, in the order of the flat space."""
-    for chunk in reversed(chunks):
-        for buffer in chunk.module.buffers:
-            values = torch.zeros(buffer.numel, dtype=buffer.param_dtype, device=buffer.grad_data.device)
-            for parameter, (start, stop, _) in buffer.param_index_map.items():
-                place = values[start:stop].view(parameter.shape)
-                place.copy_(parameter.detach())
-                parameter.data = place
-            yield values
+    for buffer in buffers(chunks):
+        values = torch.zeros(buffer.numel, dtype=buffer.param_dtype, device=buffer.grad_data.device)
+        for parameter, (start, stop, _) in buffer.param_index_map.items():
+            place = values[start:stop].view(parameter.shape)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        yield values

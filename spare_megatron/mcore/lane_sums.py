@@ -29,6 +29,7 @@ class LaneSums:
         self._is_summed = False  # in this step
         self._kept: dict[int, list[Tensor]] = {}
         self._next = len(space.ranges)
+        self._pending: tuple[int, _StripSum | None] | None = None
 
     def reset(self) -> None:
         """All local sums are zero."""
@@ -60,22 +61,31 @@ class LaneSums:
         return number > 0
 
     def sum_next(self, num_ready: int) -> Iterator[int]:
-        """Sums the first `num_ready` ranges over lanes, those that are not yet summed, and yields each after its sum.
+        """Sums the first `num_ready` ranges over lanes, those that are not summed yet, and yields each after its sum.
 
+        The last of them goes on, while a backward pass does, until another one has begun or there is none left.
         Collective over: the lanes that share the range.
         """
         while self._next < num_ready:
-            index, self._next = self._next, self._next + 1
-            self._sum(index)
-            yield index
+            before, self._pending = self._pending, self._begin(self._next)
+            self._next += 1
+            if before is not None:
+                yield self._end(*before)
+        if self._pending is not None and self._next == len(self._space.ranges):
+            last, self._pending = self._pending, None
+            yield self._end(*last)
 
-    def _sum(self, index: int) -> None:
+    def _begin(self, index: int) -> tuple[int, "_StripSum | None"]:
         of, lanes = self._space.ranges[index], self._space.lanes[index]
-        if lanes.size() > 1:
-            reduce_scatter(whole_range(self._local, of), of, lanes)
+        return index, _StripSum(whole_range(self._local, of), of, lanes) if lanes.size() > 1 else None
+
+    def _end(self, index: int, pending: "_StripSum | None") -> int:
+        if pending is not None:
+            pending.wait()
         if index in self._kept:
             for part, kept in zip(self._own(index), self._kept.pop(index), strict=True):
                 part.copy_(kept)
+        return index
 
     def _clear_others(self, first: int) -> None:
         """Leaves each sum on one lane: of ranges from `first` on those in own strips, and what is counted on lane 0."""
@@ -97,22 +107,21 @@ def whole_range(local: Sequence[Segment], of: ScatterRange) -> Tensor:
     return part.gradients
 
 
-def reduce_scatter(whole: Tensor, of: ScatterRange, lanes: dist.ProcessGroup) -> None:
-    """Sums a range over its lanes into the own strip of each, in place; the rest is left as it is or not."""
-    padded = _padded(whole, of)
-    _scatter(_own(padded, of), padded, group=lanes)
-    if padded is not whole:
-        whole[of.own.start - of.start : of.own.stop - of.start].copy_(_own(padded, of)[: len(of.own)])
+class _StripSum:
+    """The sum of a range over its lanes, into the own strip of each: in place, or beside it if strips are unequal."""
 
+    def __init__(self, whole: Tensor, of: ScatterRange, lanes: dist.ProcessGroup) -> None:
+        self._own = self._sum = whole[of.own.start - of.start : of.own.stop - of.start]
+        num_missing = of.strip_length * of.num_lanes - len(of)
+        if num_missing:
+            whole = torch.cat([whole, whole.new_zeros(num_missing)])
+            self._sum = whole[of.lane * of.strip_length :][: of.strip_length]
+        self._work = _scatter(self._sum, whole, group=lanes, async_op=True)
 
-def _padded(whole: Tensor, of: ScatterRange) -> Tensor:
-    """The range with strips of equal length, copied if they are not."""
-    num_missing = of.strip_length * of.num_lanes - len(of)
-    return torch.cat([whole, whole.new_zeros(num_missing)]) if num_missing else whole
-
-
-def _own(padded: Tensor, of: ScatterRange) -> Tensor:
-    return padded[of.lane * of.strip_length : (of.lane + 1) * of.strip_length]
+    def wait(self) -> None:
+        self._work.wait()
+        if self._sum is not self._own:
+            self._own.copy_(self._sum[: len(self._own)])
 
 
 _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed by torch 2.13

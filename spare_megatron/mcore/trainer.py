@@ -178,15 +178,14 @@ class GroupTrainer:
             if not is_counted:
                 self._count(share, in_backward=in_backward)  # no bucket may be sent before
                 is_counted = True
-            if self._has_lanes:
-                for bucket in self._summed_over_lanes(num_ready, in_backward=in_backward):
-                    if on_ready is not None:
-                        on_ready(bucket + 1)  # before the next sum over lanes: the same order on all lanes
+            for bucket in self._summed_over_lanes(num_ready, in_backward=in_backward) if self._has_lanes else ():
+                if on_ready is not None:
+                    on_ready(bucket + 1)  # one by one: the same order on all lanes
 
         def report(num_ready: int) -> None:
             sum_ready(num_ready, in_backward=True)
-            assert on_ready is not None
-            on_ready(num_ready)
+            if on_ready is not None and not self._has_lanes:
+                on_ready(num_ready)
 
         reported = None if on_ready is None else report
         with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(items), reported):

@@ -91,6 +91,7 @@ class Communicator:
 
     evidence = ""
     ready_at_s = 0.0
+    num_posted_bytes = 0
 
     def __init__(self, num_sums: int) -> None:
         self.num_left = num_sums

@@ -52,10 +52,6 @@ CASES = {
         LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2),
         LayoutConfig(num_groups=4, pipeline_parallel=2),
     ),
-    "none_to_lanes": (
-        LayoutConfig(num_groups=4, pipeline_parallel=2),
-        LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2),
-    ),
     "lanes_2_to_3_and_pipeline_2_to_1": (
         LayoutConfig(num_groups=4, data_parallel=2, pipeline_parallel=2),
         LayoutConfig(num_groups=2, data_parallel=3),

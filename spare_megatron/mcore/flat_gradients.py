@@ -3,8 +3,10 @@
 It roughly follows the order in which a backward pass finishes gradients. Buckets are ranges of this space.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,17 +43,21 @@ class FlatParameter:
         return self.stop - self.start
 
 
+def buffers(chunks: Sequence[Chunk]) -> list[Any]:
+    """Megatron's gradient buffers in the order of the flat space; of a chunk those of experts come last."""
+    wrappers = [chunk.module for chunk in reversed(chunks)]
+    return [buffer for wrapper in wrappers for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
+
+
 def segments(chunks: Sequence[Chunk]) -> Iterator[Segment]:
     stop = 0
-    for chunk in reversed(chunks):
-        for buffer in chunk.module.buffers:
-            start, stop = stop, stop + buffer.grad_data.numel()
-            yield Segment(gradients=buffer.grad_data, start=start, stop=stop)
+    for buffer in buffers(chunks):
+        start, stop = stop, stop + buffer.grad_data.numel()
+        yield Segment(gradients=buffer.grad_data, start=start, stop=stop)
 
 
 def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
-    buffers = [buffer for chunk in reversed(chunks) for buffer in chunk.module.buffers]
-    for buffer, segment in zip(buffers, segments(chunks), strict=True):
+    for buffer, segment in zip(buffers(chunks), segments(chunks), strict=True):
         for parameter, (start, stop, _) in buffer.param_index_map.items():
             yield FlatParameter(
                 parameter=parameter,
@@ -80,13 +86,20 @@ class FlatSpace:
 def flat_space(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements: int) -> FlatSpace:
     """The space in strips of at most `strip_elements`."""
     whole = tuple(segments(chunks))
+    lanes = [groups.expert_lanes if _is_of_experts(one) else groups.lanes for one in buffers(chunks)]
     spans = [
-        LaneSpan(start=one.start, stop=one.stop, lane=groups.lanes.rank(), num_lanes=groups.lanes.size())
-        for one in whole
+        LaneSpan(start=one.start, stop=one.stop, lane=sharing.rank(), num_lanes=sharing.size())
+        for one, sharing in zip(whole, lanes, strict=True)
     ]
     ranges = scatter_ranges(spans, strip_elements)
+    of_ranges = [lanes[bisect_right(whole, one.start, key=lambda segment: segment.start) - 1] for one in ranges]
     own = whole if groups.lanes.size() == 1 else tuple(part for one in ranges for part in parts_of(whole, one.own))
-    return FlatSpace(segments=whole, ranges=ranges, lanes=(groups.lanes,) * len(ranges), own_segments=own)
+    return FlatSpace(segments=whole, ranges=ranges, lanes=tuple(of_ranges), own_segments=own)
+
+
+def _is_of_experts(buffer: Any) -> bool:
+    """Megatron wraps parameters that ranks do not all hold with `allreduce` false."""
+    return not getattr(buffer.params[0], "allreduce", True)
 
 
 def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:

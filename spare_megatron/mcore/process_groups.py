@@ -21,11 +21,13 @@ class GroupCollection(ProcessGroupCollection):
 
     Attributes:
         lanes: The ranks at its position in all lanes of the group.
+        expert_lanes: Those of them that hold the same experts.
         lanes_and_cp: The same of all context-parallel ranks.
         lanes_and_mp: The same of all tensor- and pipeline-parallel ranks.
     """
 
     lanes: dist.ProcessGroup = field(init=False)
+    expert_lanes: dist.ProcessGroup = field(init=False)
     lanes_and_cp: dist.ProcessGroup = field(init=False)
     lanes_and_mp: dist.ProcessGroup = field(init=False)
 
@@ -44,6 +46,7 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
         )
     maker = _GroupMaker(layout, "nccl" if device.type == "cuda" else "gloo", timeout)
     groups = GroupCollection()
+    groups.expert_lanes = maker.along("d")
     groups.lanes, groups.lanes_and_cp, groups.lanes_and_mp = maker.along("d"), maker.along("dc"), maker.along("pdt")
     groups.tp, groups.cp, groups.pp = maker.along("t"), maker.along("c"), maker.along("p")
     groups.mp = groups.tp_ep_pp = maker.along("pt")

@@ -4,7 +4,7 @@ The space is cut into scatter ranges, each shared by lanes that hold the same pa
 strip per lane, which that lane sums over groups and updates: the rank's own strips. With one lane a range is its strip.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.bucket_window import cut
@@ -55,26 +55,14 @@ class ScatterRange:
 def scatter_ranges(spans: Sequence[LaneSpan], strip_elements: int) -> tuple[ScatterRange, ...]:
     """The scatter ranges of a flat space, ascending and without gaps, with strips of at most `strip_elements`.
 
-    None crosses from one span to the next, unless one lane has both. `spans` are adjacent and ascending.
+    None crosses from one span to the next, unless no other lane shares any. `spans` are adjacent and ascending.
     """
+    if all(span.num_lanes == 1 for span in spans):
+        spans = [LaneSpan(start=spans[0].start, stop=spans[-1].stop)]
     return tuple(
         ScatterRange(
             start=span.start + part.start, stop=span.start + part.stop, lane=span.lane, num_lanes=span.num_lanes
         )
-        for span in _joined(spans)
+        for span in spans
         for part in cut(span.stop - span.start, span.num_lanes * strip_elements)
     )
-
-
-def _joined(spans: Sequence[LaneSpan]) -> Iterator[LaneSpan]:
-    """The spans, neighbours of one lane each joined."""
-    last: LaneSpan | None = None
-    for span in spans:
-        if last is not None and last.num_lanes == span.num_lanes == 1:
-            last = LaneSpan(start=last.start, stop=span.stop)
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last

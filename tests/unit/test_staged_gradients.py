@@ -24,8 +24,9 @@ def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_
     """Sums of a model with a single parameter, in three buckets; all gradients are zero."""
     parameter = torch.nn.Parameter(torch.zeros(NUM_ELEMENTS, device=device))
     parameter.main_grad = torch.zeros(NUM_ELEMENTS, device=device)
-    buffer = SimpleNamespace(grad_data=parameter.main_grad, param_index_map={parameter: (0, NUM_ELEMENTS, 0)})
-    module = SimpleNamespace(buffers=[buffer], zero_grad_buffer=parameter.main_grad.zero_)
+    places = {parameter: (0, NUM_ELEMENTS, 0)}
+    buffer = SimpleNamespace(grad_data=parameter.main_grad, param_index_map=places, params=[parameter])
+    module = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], zero_grad_buffer=parameter.main_grad.zero_)
     chunks: Any = [SimpleNamespace(module=module)]
     groups: Any = SimpleNamespace(lanes=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
     place = (chunks, groups, torch.device(device))

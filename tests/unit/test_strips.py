@@ -20,6 +20,7 @@ def test_every_element_is_in_one_range_and_in_the_strip_of_one_lane() -> None:
     for _ in range(300):
         num_lanes = generator.choice([1, 2, 3, 4, 8])
         sizes = [(generator.randint(1, 60), generator.choice([1, num_lanes])) for _ in range(generator.randint(1, 4))]
+        ends = {sum(size for size, _ in sizes[: number + 1]) for number in range(len(sizes))}
         strip_elements = generator.randint(1, 20)
         lanes = [lanes_of(sizes, strip_elements, lane) for lane in range(num_lanes)]
         num_lanes_of = [count for size, count in sizes for _ in range(size)]
@@ -29,6 +30,7 @@ def test_every_element_is_in_one_range_and_in_the_strip_of_one_lane() -> None:
             covered += elements
             shared_by = {num_lanes_of[element] for element in elements}
             assert shared_by == {of_lanes[0].num_lanes}, "a range has the parameters of the same lanes"
+            assert num_lanes == 1 or ends.isdisjoint(elements[1:]) or {count for _, count in sizes} == {1}
             own = [list(one.own) for one in of_lanes[: of_lanes[0].num_lanes]]
             assert [element for strip in own for element in strip] == elements
             assert max(map(len, own)) == of_lanes[0].strip_length <= strip_elements

@@ -1,5 +1,6 @@
 """Memory of the fullest rank: weights, gradients, reduction buckets, optimizer state and activations."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spare_megatron.config.model_fields import model_fields
@@ -33,22 +34,33 @@ class RankMemory:
 def rank_memory(config: RunConfig) -> RankMemory:
     """The memory of the fullest rank of a configuration without problems."""
     layout = config.layout
-    parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
+    parameters, own = max(_parameters_of_stages(config))
     weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
     # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
     number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     optimizer = config.optimizer
-    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1 / layout.data_parallel
+    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
     return RankMemory(
         weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,
-        reduction_bytes=min(
-            -(-parameters // layout.data_parallel) * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)
-        ),
-        optimizer_bytes=round(parameters * optimizer_bytes * held),
+        reduction_bytes=min(own * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
+        optimizer_bytes=round(own * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
     )
+
+
+def _parameters_of_stages(config: RunConfig) -> Iterator[tuple[int, int]]:
+    """Per stage the parameters of a rank, and those that it sums over groups and updates: its part among the lanes.
+
+    The lanes of a row hold different experts.
+    """
+    layout, shape, stages = config.layout, model_shape(config), config.layout.pipeline_parallel
+    for all_of_stage, experts in zip(shape.of_stages(stages), shape.experts_of_stages(stages), strict=True):
+        held = -(-(all_of_stage - experts) // layout.tensor_parallel)
+        own_experts = -(-experts // (layout.tensor_parallel * config.row_size))
+        own = -(-held // layout.data_parallel) + -(-own_experts * config.row_size // layout.data_parallel)
+        yield held + own_experts, own
 
 
 def state_bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
@@ -62,12 +74,16 @@ def _activations_bytes(config: RunConfig) -> int:
     Korthikanti et al., arXiv 2205.05198, without attention scores: a layer keeps s b h (10 + 24/t) bytes in 16 bits (s
     tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
     recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first of p stages keeps p
-    microbatches.
+    microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h values in 16
+    bits, and is taken to route equally many tokens to each rank.
     """
     model, layout, megatron = config.model, config.layout, model_fields(config)
     tensor = layout.tensor_parallel
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
-    parted = 8 + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
+    ffn, copies = model.ffn_hidden_size or 4 * model.hidden_size, 0
+    if model.num_experts is not None:
+        each, copies = model.expert_ffn_hidden_size or ffn, model.experts_per_token
+        ffn = copies * each + (model.shared_expert_ffn_hidden_size or 0)
+    parted = 8 + 4 * copies + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
     whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)
     per_token = model.hidden_size * (whole + parted / tensor)
     if megatron.get("recompute_granularity") == "full":

@@ -365,6 +365,11 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
                 f"spare.{name}={value} is below {lanes}, and some lanes would have nothing to compute; raise the "
                 f"former or lower the latter"
             )
+    if config.row_size > 1 and (config.model.num_experts or 0) % num_lanes:
+        yield (
+            f"model.num_experts={config.model.num_experts} is no multiple of {lanes}, and each lane holds as many "
+            f"experts; change one of them"
+        )
     if config.optimizer.sharding == "stacked":
         yield (
             f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "

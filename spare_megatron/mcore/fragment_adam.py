@@ -214,10 +214,10 @@ def _build_adam(
     settings = config.optimizer
     as_fp32 = replace(config, model=replace(config.model, precision="fp32"))
     whole = build_adam(adam_config(as_fp32), chunks, groups, settings.rules)
-    own = [
-        {key: value for key, value in group.items() if key not in whole.optimizer.defaults} | {"params": []}
-        for group in whole.param_groups
-    ]
+    of_experts_too = getattr(whole, "chained_optimizers", [whole])
+    all_groups = [group for one in of_experts_too for group in one.param_groups]
+    defaults = of_experts_too[0].optimizer.defaults
+    own = [{key: value for key, value in group.items() if key not in defaults} | {"params": []} for group in all_groups]
     adam = torch.optim.AdamW(
         own,
         lr=settings.learning_rate,
@@ -227,6 +227,6 @@ def _build_adam(
         # torch's: transformer-engine and apex count updates by parameter group, but pieces are installed one by one.
         fused=chunks[0].module.buffers[0].grad_data.is_cuda or None,
     )
-    parameters = [parameter for group in whole.param_groups for parameter in group["params"]]
-    group_of = {parameter: number for number, group in enumerate(whole.param_groups) for parameter in group["params"]}
+    parameters = [parameter for group in all_groups for parameter in group["params"]]
+    group_of = {parameter: number for number, group in enumerate(all_groups) for parameter in group["params"]}
     return parameters, group_of, adam

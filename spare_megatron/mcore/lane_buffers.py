@@ -1,6 +1,7 @@
 """Parameters and gradients that the lanes of a group exchange around an update: each lane updates its own strips."""
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,29 +16,27 @@ from spare_megatron.mcore.strips import ScatterRange
 class LaneBuffers:
     """Flat parameters of a rank, laid out as Megatron's gradient buffers, and the scatter ranges of both.
 
-    `lanes` are the process groups of the ranges, over which lane i of a range is rank i; no range crosses buffers. The
-    parameters are moved when this is made; they stay the same objects.
+    `lanes` are the process groups of the ranges, over which lane i of a range is rank i; no range that lanes share
+    crosses buffers. The parameters are moved when this is made; they stay the same objects.
     """
 
     def __init__(
         self, chunks: Sequence[Chunk], ranges: Sequence[ScatterRange], lanes: Sequence[dist.ProcessGroup]
     ) -> None:
-        self._flat = list(flat_parameters(chunks))
-        self._shared = list(zip(ranges, lanes, strict=True))
-        parts = [one for one in segments(chunks) if one.start < one.stop]
-        values = dict(zip((one.start for one in parts), _moved_parameters(chunks), strict=True))
-        # For every range its parameters and its gradients.
-        self._tensors: list[tuple[Tensor, Tensor]] = []
-        for scatter in ranges:
-            [home] = [one for one in parts if one.start <= scatter.start and scatter.stop <= one.stop]
-            place = slice(scatter.start - home.start, scatter.stop - home.start)
-            self._tensors.append((values[home.start][place], home.gradients[place]))
+        self._flat = sorted(flat_parameters(chunks), key=lambda flat: flat.start)
+        self._ranges = ranges
+        homes = list(zip(segments(chunks), _moved_parameters(chunks), strict=True))
+        self._shared: list[_Shared] = []
+        for scatter, group in zip(ranges, lanes, strict=True):
+            if scatter.num_lanes > 1:
+                [(home, values)] = [one for one in homes if one[0].start <= scatter.start < one[0].stop]
+                place = slice(scatter.start - home.start, scatter.stop - home.start)
+                self._shared.append(_Shared(scatter, group, values[place], home.gradients[place]))
 
     def own_spans(self) -> list[Span]:
         """What the own strips have of parameters, in the order of the flat space."""
         spans = []
-        for scatter, _ in self._shared:
-            own = scatter.own
+        for own in (scatter.own for scatter in self._ranges):
             for flat in self._flat:
                 start, stop = max(own.start, flat.start), min(own.stop, flat.stop)
                 if start < stop:
@@ -46,26 +45,27 @@ class LaneBuffers:
 
     def gather_parameters(self) -> None:
         """Brings all parameters here from the lanes that updated them. Collective over: all lanes of each range."""
-        self._gather(range(len(self._shared)), [values for values, _ in self._tensors])
+        _await([_StripGather(one.values, one.scatter, one.group) for one in self._shared])
 
     def gather_gradients(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """The same of the gradients in all ranges that have any of these parameters."""
         wanted = [flat for flat in self._flat if flat.parameter in parameters]
-        indices = [
-            index
-            for index, (scatter, _) in enumerate(self._shared)
-            if any(flat.start < scatter.stop and scatter.start < flat.stop for flat in wanted)
-        ]
-        self._gather(indices, [gradients for _, gradients in self._tensors])
+        _await(
+            [
+                _StripGather(one.gradients, one.scatter, one.group)
+                for one in self._shared
+                if any(flat.start < one.scatter.stop and one.scatter.start < flat.stop for flat in wanted)
+            ]
+        )
 
-    def _gather(self, indices: Collection[int], tensors: Sequence[Tensor]) -> None:
-        works = []
-        for index in indices:
-            scatter, group = self._shared[index]
-            if scatter.num_lanes > 1:
-                works.append(_StripGather(tensors[index], scatter, group))
-        for work in works:
-            work.wait()
+
+class _Shared(NamedTuple):
+    """A range that several lanes share: their process group, and its parameters and gradients on this rank."""
+
+    scatter: ScatterRange
+    group: dist.ProcessGroup
+    values: Tensor
+    gradients: Tensor
 
 
 class _StripGather:
@@ -79,12 +79,21 @@ class _StripGather:
             padded = self._out[scatter.lane * scatter.strip_length :][: scatter.strip_length]
             padded[: own.numel()].copy_(own)
             own = padded
-        self._work = dist.all_gather_into_tensor(self._out, own, group=group, async_op=True)
+        self._work = _all_gather(self._out, own, group=group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
         if self._out is not self._values:
             self._values.copy_(self._out[: self._values.numel()])
+
+
+def _await(gathers: Sequence[_StripGather]) -> None:
+    for gather in gathers:
+        gather.wait()
+
+
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def _moved_parameters(chunks: Sequence[Chunk]) -> Iterator[Tensor]:

@@ -95,12 +95,9 @@ def update_both_ways(config: RunConfig, num_steps: int) -> list[tuple[tuple[floa
     found = []
     for step in range(num_steps):
         said = update(ours, step), update(theirs, step)
-        found.append((*said, max(map(_apart, _parameters(ours), _parameters(theirs)))))
+        one, other = (torch.cat([values.flatten().float() for values in _parameters(side)]) for side in (ours, theirs))
+        found.append((*said, float((one - other).abs().max())))
     return found
-
-
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.float() - other.float()).abs().max())
 
 
 def _parameters(side: Side) -> list[torch.Tensor]:

@@ -1,9 +1,18 @@
 """Groups on several machines, some of which are lost for good: healthy machines of broken groups make whole ones."""
 
-from collections.abc import Mapping
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from spare_megatron.config.schema import (
@@ -15,12 +24,19 @@ from spare_megatron.config.schema import (
     RunConfig,
 )
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.records import PlacesRecord, UpdateRecord
+from spare_megatron.driver.run import start_run
+from spare_megatron.journal.records import EndRecord, PlacesRecord, UpdateRecord
+from spare_megatron.process.processes import fork_server
 from spare_megatron.process.reports import GroupRejoined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
-from tests.integration.forked_supervisors import Forked, Forks
-from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run
+from spare_megatron.supervisor.group_reforming import AssignmentList
+from spare_megatron.supervisor.node_process import look_after_node
+from spare_megatron.supervisor.remote_supervisor import ByHand
+from spare_megatron.supervisor.supervisor import Supervisor
+from tests.integration.etcd_cluster import EtcdCluster
+from tests.integration.forked_supervisors import START_S, Forked, Forks
+from tests.integration.watched_rank import Watch, watched_rank
+from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, read_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -107,4 +123,130 @@ def test_machines_that_come_back_to_taken_places_take_those_that_were_left(
     # Machine 8 replaces machine 0, whose place machine 2 has; machine 11 replaces machine 3 in its own.
     assert sorted(came) == [[8, 2, 1], [11, 3, 1]]
     assert groups_at_the_end(run) == {0, 1, 2, 3}
+    assert run.summary.params_sha256 == plain.summary.params_sha256
+
+
+# ------------------------------------------------------------------------------------- by hand, and without a driver
+
+END_S = 100.0
+
+
+@dataclass(frozen=True)
+class Struck:
+    """What is killed when a supervisor is about to assign places (`assign`), has done so (`assigned`), leaves a place
+    (`leave`) or has started ranks again (`start`): the driver, and a supervisor itself. Each strikes once.
+    """
+
+    driver_at: str
+    supervisor_at: str
+    folder: Path
+
+    def __call__(self, moment: str) -> None:
+        if moment == self.driver_at and self._is_first("driver"):
+            driver = psutil.Process(int((self.folder / "driver.pid").read_text()))
+            driver.kill()
+            psutil.wait_procs([driver], timeout=END_S)
+        if moment == self.supervisor_at and self._is_first("supervisor"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_first(self, what: str) -> bool:
+        try:
+            os.close(os.open(self.folder / f"{what}-struck", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def supervise(strike: Struck, run_dir: Path, machine: int) -> None:
+    """A supervisor's process, as `spare supervise` has it."""
+    _around(AssignmentList, "append", lambda: strike("assign"), lambda: strike("assigned"))
+    _around(Supervisor, "leave", lambda: strike("leave"), lambda: None)
+    _around(Supervisor, "_start_again", lambda: None, lambda: strike("start"))
+    look_after_node(run_dir, machine, START_S)
+    os._exit(0)  # a thread may be waiting for the store
+
+
+def _around(owner: type, name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    method = getattr(owner, name)
+
+    def wrapped(self: Any, *words: Any, **settings: Any) -> Any:
+        before()
+        result = method(self, *words, **settings)
+        after()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def drive(config: RunConfig, run_dir: Path, watch: Watch, address: str) -> None:
+    """The driver's process. It starts others from the fork server of the tests, which has imported Megatron."""
+    (run_dir.parent / "driver.pid").write_text(str(os.getpid()))
+    server: Any = getattr(forkserver, "_forkserver")  # noqa: B009
+    server._forkserver_address, server._forkserver_pid = address, os.getppid()
+    server.ensure_running = forkserver.ensure_running = lambda: None
+    start_run(config, run_dir, lambda event: None, partial(watched_rank, watch), ByHand())
+
+
+@contextmanager
+def started(config: RunConfig, run_dir: Path, watch: Watch, strike: Struck) -> Iterator[list[BaseProcess]]:
+    """Supervisors and a driver, none of which outlives the block."""
+    context = fork_server()
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    processes: list[BaseProcess] = [context.Process(target=drive, args=(config, run_dir, watch, address))]
+    processes += [
+        context.Process(target=supervise, args=(strike, run_dir, node)) for node in range(config.cluster.num_nodes)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def by_hand(config: RunConfig, etcd_cluster: EtcdCluster) -> RunConfig:
+    """Three groups lose a machine in one step, so that the others of theirs make one whole."""
+    return replace(
+        config,
+        spare=replace(config.spare, redundancy=4, rejoins=3),
+        optimizer=replace(config.optimizer, redundancy=4),
+        control=replace(config.control, store="etcd", endpoints=etcd_cluster.endpoints),
+        faults=FaultsConfig(trace=tuple(kill_machine(2, group, rank) for group, rank in ((0, 0), (1, 1), (2, 1)))),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("driver_at", "supervisor_at", "re_formed"),
+    [
+        ("assign", "leave", Member(GroupId(0), 1)),
+        ("assigned", "assign", Member(GroupId(1), 1)),
+        ("start", "", Member(GroupId(0), 1)),
+    ],
+    ids=["the driver before, who moves", "the driver after, the lowest machine", "the driver while a group joins"],
+)
+def test_machines_are_re_formed_alone_whatever_is_lost_meanwhile(
+    by_hand: RunConfig, plain: Run, tmp_path: Path, driver_at: str, supervisor_at: str, re_formed: Member
+) -> None:
+    watch = Watch(awaited=frozenset({(RE_FORMED[0], re_formed)}))
+    run_dir = tmp_path / "run"
+    with started(by_hand, run_dir, watch, Struck(driver_at, supervisor_at, tmp_path)) as processes:
+        end_s = time.monotonic() + END_S
+        for process in processes:
+            process.join(max(0.0, end_s - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    struck = ["driver", "supervisor"] if supervisor_at else ["driver"]
+    assert sorted(file.name for file in tmp_path.glob("*-struck")) == [f"{what}-struck" for what in struck]
+    assert codes[0] == -signal.SIGKILL
+    assert codes.count(-signal.SIGKILL) == len(struck) + len(by_hand.faults.trace)
+    assert codes.count(0) == len(codes) - codes.count(-signal.SIGKILL), "the others have ended by themselves"
+    run = read_run(by_hand, run_dir, ())
+    assert_masked(run)
+    assert {end.outcome for end in run.journal.of(EndRecord)} == {"finished"}
+    assert run.summary.groups_rejoined == 1
+    assert len(groups_at_the_end(run)) == 2
+    assert re_formed.group in {place // 2 for found in holdings(run).values() for _, place, _ in found}
     assert run.summary.params_sha256 == plain.summary.params_sha256

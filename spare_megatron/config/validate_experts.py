@@ -48,6 +48,7 @@ def expert_problems(config: RunConfig) -> Iterator[str]:
             f"{as_written(config, 'add_bias_linear')} with model.num_experts={model.num_experts}: experts have no "
             f"biases here; set model.linear_bias=false"
         )
+    yield from _division(config)
     tensor = config.layout.tensor_parallel
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
     for key, value in (
@@ -67,6 +68,8 @@ def _without_experts(config: RunConfig) -> Iterator[str]:
     neutral = ModelConfig()
     names = ("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "num_dense_layers")
     given = [f"model.{name}={getattr(config.model, name)}" for name in names if _differs(config.model, neutral, name)]
+    if (size := config.layout.expert_parallel) is not None:
+        given.append(f"layout.expert_parallel={size}")
     given += [f"megatron.{key}={value}" for key, value in config.megatron.items() if key.startswith(_PREFIX)]
     for text in given:
         yield f"{text} has no effect without experts; remove it, or set model.num_experts"
@@ -88,6 +91,16 @@ def _shape(model: ModelConfig) -> Iterator[str]:
             f"model.num_dense_layers={model.num_dense_layers} leaves none of model.num_layers={model.num_layers} for "
             f"model.num_experts={model.num_experts}; lower the first, or remove the last"
         )
+
+
+def _division(config: RunConfig) -> Iterator[str]:
+    """Whether the lanes of a group can divide the experts."""
+    size, num_lanes, num_experts = config.row_size, config.layout.data_parallel, config.model.num_experts
+    text = f"layout.expert_parallel={size}{'' if config.layout.expert_parallel else ', all lanes,'}"
+    if num_lanes % size:
+        yield f"{text} does not divide layout.data_parallel={num_lanes}; change one of them"
+    if num_experts is not None and num_experts % size:
+        yield f"{text} does not divide model.num_experts={num_experts}; change one of them"
 
 
 def _fields(config: RunConfig) -> Iterator[str]:

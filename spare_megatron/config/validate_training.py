@@ -178,6 +178,8 @@ OURS_IN_MEGATRON_WORDS = {
     "transformer_impl": "model.transformer_impl",
     "tensor_model_parallel_size": "layout.tensor_parallel",
     "context_parallel_size": "layout.context_parallel",
+    "expert_model_parallel_size": "layout.expert_parallel",
+    "expert_tensor_parallel_size": "layout.tensor_parallel",
     "pipeline_model_parallel_size": "layout.pipeline_parallel",
     "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
     "micro_batch_size": "train.micro_batch_size",
@@ -352,10 +354,11 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
     if spare.ramp_start is not None:
         settings += [("ramp_start", spare.ramp_start), ("ramp_increment", spare.ramp_increment)]
     for name, value in settings:
-        if config.row_size > 1 and value % num_lanes:
+        if value % config.row_size:
             yield (
-                f"spare.{name}={value} is no multiple of {lanes}: the lanes of a group share its experts, and compute "
-                f"as many microbatches of a shard together; set it to {-(-value // num_lanes) * num_lanes}"
+                f"spare.{name}={value} is no multiple of the {config.row_size} lanes that divide the experts, which "
+                f"compute as many microbatches of a shard together (layout.expert_parallel, or {lanes}); set it to "
+                f"{-(-value // config.row_size) * config.row_size}"
             )
         elif value < num_lanes and name != "ramp_increment":
             yield (

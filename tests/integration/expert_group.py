@@ -21,13 +21,13 @@ from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.plans import Microbatch
-from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, all_work, reduce_alone
+from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, reduce_alone, work_of
 
 
 def reference_sums(
-    config: RunConfig, balancing: str, parameters: Arrays, work: Sequence[Microbatch], coefficients: tuple[float, float]
+    config: RunConfig, balancing: str, parameters: Arrays, numbers: Sequence[int], coefficients: tuple[float, float]
 ) -> tuple[float, Arrays]:
-    """Loss and gradients summed over the work of step 0, for a model whose configuration has no losses of routers.
+    """Loss and gradients summed over some of step 0's microbatches; the configuration has no losses of routers.
 
     `coefficients` are those of the balancing loss (aux_loss or seq_aux_loss) and of the z-loss.
     """
@@ -37,8 +37,8 @@ def reference_sums(
         if hasattr(layer.mlp, "router"):
             _record(layer.mlp.router, logits)
     loss_sum = 0.0
-    for microbatch in work:
-        batch = on_device(corpus.microbatch(0, microbatch), config, CPU, model.pg_collection.cp)
+    for number in numbers:
+        batch = on_device(corpus.microbatch(0, number), config, CPU, model.pg_collection.cp)
         logits.clear()
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
         total = loss
@@ -88,13 +88,18 @@ def stored_shapes(_first: RunConfig, configs: Sequence[RunConfig]) -> list[dict[
     return answers
 
 
+def all_units(config: RunConfig, step: int) -> list[Microbatch]:
+    indices = range(config.unit_ramp.at(step))
+    return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
+
+
 def curve(config: RunConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a group that computes the whole batch."""
     trainer = GroupTrainer(config, CPU)
     answers = []
     for step in range(config.train.steps):
         trainer.begin_step(step)
-        trainer.compute(all_work(config, step))
+        trainer.compute(all_units(config, step))
         reduce_alone(trainer)
         result = trainer.update(agreed_loss(trainer))
         answers.append((result.loss, result.grad_norm))

@@ -11,6 +11,7 @@ from benchmarks.peers.peer_group import PeerGroup
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore import optimizer
+from spare_megatron.mcore.checkpoint import AnyOptimizer
 from spare_megatron.mcore.corruption import corrupt
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState
@@ -70,9 +71,16 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
     found = [(one.rest_of_state().hexdigest(), one.params_sha256()) for one in (donor, other, newcomer)]
     corrupt(newcomer, "moment_flip", 0)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
-    next(iter(newcomer._optimizer.megatron.optimizer.state.values()))["step"] += 1.0
+    _count_one_more(newcomer._optimizer)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     return [rest for rest, _ in found], [params for _, params in found]
+
+
+def _count_one_more(own: AnyOptimizer) -> None:
+    if isinstance(own, optimizer.Optimizer):
+        next(iter(own.megatron.optimizer.state.values()))["step"] += 1.0
+    else:
+        own.schedule.num_steps += 1
 
 
 def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:

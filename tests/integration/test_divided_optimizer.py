@@ -39,8 +39,10 @@ def test_parameters_are_those_of_whole_state_bit_for_bit(
         assert all(apart == 0.0 for _, _, apart in rank)
 
 
-def test_sums_of_floats_give_the_same_norm_but_for_its_rounding(text_corpus: Path) -> None:
-    layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
+@pytest.mark.parametrize("parts", [{"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=["stages", "tensor"])
+def test_sums_of_floats_give_the_same_norm_but_for_its_rounding(text_corpus: Path, parts: dict[str, int]) -> None:
+    """Of tied embeddings in two places, or of parameters that both tensor-parallel ranks have."""
+    layout = LayoutConfig(num_groups=2, data_parallel=2, **parts)
     config = config_of(text_corpus, layout, "fast", "fp32")
     ranks = run_group(lane_group.update_both_ways, config, STEPS)
     for rank in ranks:

@@ -1,6 +1,8 @@
 """Mixtures of experts: local sums of one group against one process that holds the full model."""
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,20 @@ from tests.integration.test_mcore_gradients import only_rank, relative_distance,
 from tests.integration.test_model_shape import count_flops, parameters_of
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
 
-WORK = work_of((0, 0), (1, 2), (1, 0), (0, 2), (1, 1))
 COEFFICIENTS = 0.1, 0.03
 
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "one rank": ({}, {}),
-    "two stages": ({"pipeline_parallel": 2}, {"tie_embeddings": False, "num_dense_layers": 1}),
-    # An odd number of microbatches is padded.
-    "interleaved": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, {"shared_expert_ffn_hidden_size": 24}),
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "one rank": ("seq_aux_loss", {}, {}),
+    "two stages": ("aux_loss", {"pipeline_parallel": 2}, {"tie_embeddings": False, "num_dense_layers": 1}),
+    # An odd number of units is padded.
+    "interleaved": (
+        "aux_loss",
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        {"shared_expert_ffn_hidden_size": 24},
+    ),
+    "divided": ("aux_loss", {"data_parallel": 2}, {"num_dense_layers": 1}),
+    "divided, two stages": ("seq_aux_loss", {"data_parallel": 2, "pipeline_parallel": 2}, {"tie_embeddings": False}),
+    "twice, divided": ("aux_loss", {"data_parallel": 4, "expert_parallel": 2}, {}),
 }
 
 
@@ -36,7 +44,7 @@ def config_of(corpus: Path, layout: dict[str, int], **model: Any) -> RunConfig:
     config = RunConfig(
         model=ModelConfig(**{**shape, **mixture, **model}),
         layout=LayoutConfig(num_groups=2, **layout),
-        spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+        spare=SpareConfig(redundancy=2, microbatches_per_shard=4),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(micro_batch_size=2),
     )
@@ -44,22 +52,40 @@ def config_of(corpus: Path, layout: dict[str, int], **model: Any) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize(("layout", "model"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize(("balancing", "layout", "model"), CASES.values(), ids=CASES)
 def test_local_sums_are_those_of_the_full_mixture(
-    text_corpus: Path, layout: dict[str, int], model: dict[str, Any], balancing: str
+    text_corpus: Path, balancing: str, layout: dict[str, int], model: dict[str, Any]
 ) -> None:
-    """In two calls, as with a patch. Padding counted in the losses of the routers."""
+    """In two calls, as with a patch."""
     plain = config_of(text_corpus, layout, **model)
     fields = {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": COEFFICIENTS[0]}
     config = replace(plain, megatron={**fields, "moe_z_loss_coeff": COEFFICIENTS[1]})
-    ranks = run_group(group.compute_sums, config, WORK[:2], WORK[2:])
-    values, gradients = whole_model(ranks, config)
+    size = config.row_size
+    units = [(0, 1), (1, 0), (1, 1)]
+    ranks = run_group(group.compute_sums, config, work_of(*units[:1]), work_of(*units[1:]))
+    values, gradients = whole_model(with_whole_numbers(ranks, config), config)
+    rows = [shard * 4 + index * size for shard, index in units]
+    numbers = [row + lane for row in rows for lane in range(size)]
     reference = only_rank(plain)
-    [(loss_sum, expected)] = run_group(expert_group.reference_sums, reference, balancing, values, WORK, COEFFICIENTS)
+    [(loss_sum, expected)] = run_group(expert_group.reference_sums, reference, balancing, values, numbers, COEFFICIENTS)
     assert relative_distance(gradients, expected) < 1e-6
     losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
-    assert losses == pytest.approx([loss_sum], rel=1e-6)
+    assert losses == pytest.approx([loss_sum] * config.layout.data_parallel, rel=1e-6)
+
+
+def with_whole_numbers(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) -> list[Any]:
+    """Each rank's answer with experts numbered over all lanes that divide them."""
+    assert config.model.num_experts is not None
+    num_local = config.model.num_experts // config.row_size
+
+    def renamed(name: str, rank: int) -> str:
+        first = config.parallel.lane_of(rank) % config.row_size * num_local
+        return re.sub(r"(local_experts\.)(\d+)", lambda found: f"{found[1]}{first + int(found[2])}", name)
+
+    return [
+        (totals, {renamed(name, rank): value for name, value in parameters.items()})
+        for rank, (totals, parameters) in enumerate(ranks)
+    ]
 
 
 def test_a_mixture_has_the_parameters_names_and_cost_that_its_settings_say(text_corpus: Path) -> None:

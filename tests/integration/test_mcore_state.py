@@ -18,10 +18,13 @@ from tests.integration.whole_run import tiny_config
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str) -> None:
+STAGES, LANES = LayoutConfig(num_groups=2, pipeline_parallel=2), LayoutConfig(num_groups=2, data_parallel=2)
+STATES = pytest.mark.parametrize(("precision", "layout"), [("fp32", STAGES), ("bf16", STAGES), ("bf16", LANES)])
+
+
+@STATES
+def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str, layout: LayoutConfig) -> None:
     """Bit for bit, with moments and schedule: two steps later both are still alike."""
-    layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
     config = tiny_config(text_corpus, layout, steps=8, hidden_dropout=0.1, precision=precision)
     prepare_index(config)
     for rank in run_group(group.take_over, config, 2):
@@ -32,10 +35,12 @@ def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str) 
         assert rank.states[0] == rank.states[1]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_digest_covers_what_the_state_has_beside_parameters(text_corpus: Path, precision: str) -> None:
+@STATES
+def test_a_digest_covers_what_the_state_has_beside_parameters(
+    text_corpus: Path, precision: str, layout: LayoutConfig
+) -> None:
     """A trainer that has taken the state over, and one that has computed the same, has the same digest."""
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=2, pipeline_parallel=2), steps=8, precision=precision)
+    config = tiny_config(text_corpus, layout, steps=8, precision=precision)
     prepare_index(config)
     for rests, params in run_group(group.rests, config, 2):
         assert len(set(params)) == 1

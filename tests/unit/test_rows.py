@@ -81,6 +81,11 @@ def test_lanes_fill_their_pipelines_with_rows_together() -> None:
         (["spare.ramp_start=3", "spare.ramp_increment=3", "spare.ramp_steps=4"], "ramp_start=3 is no multiple of"),
         (["spare.ramp_start=2", "spare.ramp_steps=4"], "spare.ramp_increment=1 is no multiple of layout.data"),
         (["model.num_experts=5"], "model.num_experts=5 is no multiple of layout.data_parallel=2, and each lane"),
+        (["layout.expert_parallel=4"], "spare.microbatches_per_shard=6 is no multiple of layout.expert_parallel=4"),
+        (
+            ["layout.expert_parallel=3", "model.num_experts=6"],
+            "layout.data_parallel=2 is no multiple of layout.expert_p",
+        ),
     ],
 )
 def test_lanes_that_share_experts_need_whole_rows(overrides: list[str], expected: str) -> None:

@@ -9,7 +9,7 @@ from tests.protocol.scene import Scene
 
 
 class Lanes:
-    """The lanes of every group; with rows each computes one microbatch of every unit of work."""
+    """The lanes of every group; those of a row compute one microbatch of it each."""
 
     def __init__(self, scene: Scene) -> None:
         self._num_lanes, self._row_size = scene.num_lanes, scene.row_size
@@ -46,5 +46,5 @@ class PatchesOnOneLane(Lanes):
 def draw_lanes(random: Random) -> Scene:
     """A scene whose groups have several lanes, with rows or without."""
     scene = Scene.draw(random)
-    num_lanes = random.randint(2, 3)
-    return scene.with_lanes(num_lanes, random.choice((1, num_lanes)))
+    num_lanes = random.choice((2, 3, 4))
+    return scene.with_lanes(num_lanes, random.choice([size for size in (1, 2, 3, 4) if num_lanes % size == 0]))

@@ -15,7 +15,6 @@ from spare_megatron.config.model_tensors import model_tensors
 from spare_megatron.config.parameter_rules import parameter_names
 from spare_megatron.config.schema import (
     DataConfig,
-    FaultConfig,
     LayoutConfig,
     ModelConfig,
     RunConfig,
@@ -126,19 +125,11 @@ def test_checkpoints_name_the_tensors_of_a_mixture_as_exports_do(text_corpus: Pa
         assert sum(math.prod(tensor.shape) for tensor in tensors) == model_shape(config).num_parameters
 
 
-@pytest.mark.parametrize(
-    ("layout", "faults"),
-    [
-        (LayoutConfig(num_groups=3, pipeline_parallel=2), [kill("backward", 1, 1), kill("in_reduce", 2, 2, 1)]),
-        (LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2), [kill("backward", 1, 1, 3)]),
-    ],
-    ids=["stages", "divided experts"],
-)
-def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(
-    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, faults: list[FaultConfig]
-) -> None:
+def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text_corpus: Path, tmp_path: Path) -> None:
+    """Two lanes of two stages divide the experts, and one of the two groups is lost."""
+    layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
     mixture = {"linear_bias": False, "num_experts": 4, "shared_expert_ffn_hidden_size": 24, "hidden_dropout": 0.1}
-    config = tiny_config(text_corpus, layout, mode="reproducible", faults=faults, **mixture)
+    config = tiny_config(text_corpus, layout, mode="reproducible", faults=[kill("backward", 1, 1, 3)], **mixture)
     config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"})
     run = complete_run(config, tmp_path)
     assert_masked(run)

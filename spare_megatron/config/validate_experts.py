@@ -48,7 +48,6 @@ def expert_problems(config: RunConfig) -> Iterator[str]:
             f"{as_written(config, 'add_bias_linear')} with model.num_experts={model.num_experts}: experts have no "
             f"biases here; set model.linear_bias=false"
         )
-    yield from _division(config)
     tensor = config.layout.tensor_parallel
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
     for key, value in (
@@ -60,7 +59,8 @@ def expert_problems(config: RunConfig) -> Iterator[str]:
     if tensor > 1 and not config.megatron.get("sequence_parallel"):
         yield (
             f"layout.tensor_parallel={tensor} with model.num_experts={model.num_experts} needs "
-            f"megatron.sequence_parallel=true: without it every tensor-parallel rank would route all tokens; set it"
+            f"megatron.sequence_parallel=true, which works on GPUs alone: without it every tensor-parallel rank would "
+            f"route all tokens; set it, or layout.tensor_parallel=1"
         )
 
 
@@ -91,16 +91,6 @@ def _shape(model: ModelConfig) -> Iterator[str]:
             f"model.num_dense_layers={model.num_dense_layers} leaves none of model.num_layers={model.num_layers} for "
             f"model.num_experts={model.num_experts}; lower the first, or remove the last"
         )
-
-
-def _division(config: RunConfig) -> Iterator[str]:
-    """Whether the lanes of a group can divide the experts."""
-    size, num_lanes, num_experts = config.row_size, config.layout.data_parallel, config.model.num_experts
-    text = f"layout.expert_parallel={size}{'' if config.layout.expert_parallel else ', all lanes,'}"
-    if num_lanes % size:
-        yield f"{text} does not divide layout.data_parallel={num_lanes}; change one of them"
-    if num_experts is not None and num_experts % size:
-        yield f"{text} does not divide model.num_experts={num_experts}; change one of them"
 
 
 def _fields(config: RunConfig) -> Iterator[str]:

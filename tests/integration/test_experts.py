@@ -7,12 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spare_megatron.config.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model_tensors import model_tensors
 from spare_megatron.config.parameter_rules import parameter_names
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import expert_group
 from tests.integration import mcore_group as group
@@ -63,7 +71,7 @@ def test_local_sums_are_those_of_the_full_mixture(
     size = config.row_size
     units = [(0, 1), (1, 0), (1, 1)]
     ranks = run_group(group.compute_sums, config, work_of(*units[:1]), work_of(*units[1:]))
-    values, gradients = whole_model(with_whole_numbers(ranks, config), config)
+    values, gradients = whole_model(with_all_experts(ranks, config), config)
     rows = [shard * 4 + index * size for shard, index in units]
     numbers = [row + lane for row in rows for lane in range(size)]
     reference = only_rank(plain)
@@ -73,19 +81,21 @@ def test_local_sums_are_those_of_the_full_mixture(
     assert losses == pytest.approx([loss_sum] * config.layout.data_parallel, rel=1e-6)
 
 
-def with_whole_numbers(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) -> list[Any]:
-    """Each rank's answer with experts numbered over all lanes that divide them."""
+def with_all_experts(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) -> list[Any]:
+    """Each rank's answer with the experts of all lanes that divide them, numbered over these lanes."""
     assert config.model.num_experts is not None
-    num_local = config.model.num_experts // config.row_size
-
-    def renamed(name: str, rank: int) -> str:
-        first = config.parallel.lane_of(rank) % config.row_size * num_local
-        return re.sub(r"(local_experts\.)(\d+)", lambda found: f"{found[1]}{first + int(found[2])}", name)
-
-    return [
-        (totals, {renamed(name, rank): value for name, value in parameters.items()})
-        for rank, (totals, parameters) in enumerate(ranks)
-    ]
+    size, per_lane = config.row_size, config.parallel.tensor_parallel
+    num_local = config.model.num_experts // size
+    answers = []
+    for rank, (totals, parameters) in enumerate(ranks):
+        own = config.parallel.lane_of(rank) % size
+        whole = dict(parameters)
+        for lane in range(size):
+            for name, value in ranks[rank + (lane - own) * per_lane][1].items():
+                if found := re.fullmatch(r"(.*local_experts\.)(\d+)(\..*)", name):
+                    whole[f"{found[1]}{lane * num_local + int(found[2])}{found[3]}"] = value
+        answers.append((totals, whole))
+    return answers
 
 
 def test_a_mixture_has_the_parameters_names_and_cost_that_its_settings_say(text_corpus: Path) -> None:
@@ -116,12 +126,33 @@ def test_checkpoints_name_the_tensors_of_a_mixture_as_exports_do(text_corpus: Pa
 
 
 def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text_corpus: Path, tmp_path: Path) -> None:
-    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
-    faults = [kill("backward", 1, 1), kill("in_reduce", 2, 2, 1)]
+    """Two lanes of two stages divide the experts, and one of the two groups is lost."""
+    layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
     mixture = {"linear_bias": False, "num_experts": 4, "shared_expert_ffn_hidden_size": 24, "hidden_dropout": 0.1}
-    config = tiny_config(text_corpus, layout, mode="reproducible", faults=faults, **mixture)
+    config = tiny_config(text_corpus, layout, mode="reproducible", faults=[kill("backward", 1, 1, 3)], **mixture)
     config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"})
     run = complete_run(config, tmp_path)
     assert_masked(run)
-    (curve, _) = run_group(expert_group.curve, config)
+    curve = run_group(expert_group.curve, config)[0]
     assert losses_of(run.journal) == {step: {values} for step, values in enumerate(curve)}
+
+
+def test_a_checkpoint_of_divided_experts_loads_in_stages_and_the_other_way_round(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """And experts begin alike in both."""
+    layouts = [
+        LayoutConfig(num_groups=2, data_parallel=4, expert_parallel=2),
+        LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2),
+    ]
+    config = config_of(text_corpus, {"data_parallel": 4})
+    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1})
+    of_ranks = run_group(expert_group.moved, config, layouts, tmp_path)
+    began = []
+    for ways in zip(*of_ranks, strict=True):
+        (going_on, loaded, _), *_ = ways
+        np.testing.assert_allclose(loaded, going_on, rtol=1e-6)
+        began.append({key: value for _, _, experts in ways for key, value in experts.items()})
+    assert len(began[0]) == 4 * 4 * 2  # layers, experts, matrices
+    assert len(set(began[0].values())) == len(began[0])
+    assert began[0] == began[1]

@@ -60,7 +60,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
         {"ratio", "sinks", "told_processor_s", "memory_growth_bytes"},
         TWO_GROUPS,
     ),
-    "wide_groups": ("--pairs 1 --steps 8", {"ratio", "bytes_over_groups", "ours_host_bytes"}, TWO_GROUPS),
+    "wide_groups": ("--pairs 1 --steps 7 --lanes 2", {"ratio", "bytes_over_groups", "ours_host_bytes"}, TWO_GROUPS),
 }
 """Arguments, keys that the result has beside where it comes from, and settings beside those of all."""
 

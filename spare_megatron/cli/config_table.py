@@ -43,7 +43,8 @@ def print_sizes(facts: RunSizes, endured_losses: float) -> None:
 
 def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:
     memory = facts.memory
-    yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group"
+    lanes = f", {facts.lanes_per_group} lanes" if facts.lanes_per_group > 1 else ""
+    yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group{lanes}"
     yield "parameters", format_large(facts.num_parameters)
     if facts.num_active_parameters != facts.num_parameters:
         yield "  active for a token", format_large(facts.num_active_parameters)

@@ -112,7 +112,8 @@ def plan_of(config: "RunConfig") -> str:
     named = [fault_named(fault) for fault in faults[:_MOST_FAULTS]]
     if len(faults) > _MOST_FAULTS:
         named.append(f"and {len(faults) - _MOST_FAULTS} more")
-    ranks = f"{layout.ranks_per_group} rank{'s' if layout.ranks_per_group > 1 else ''}"
+    lanes = f" in {layout.data_parallel} lanes" if layout.data_parallel > 1 else ""
+    ranks = f"{layout.ranks_per_group} rank{'s' if layout.ranks_per_group > 1 else ''}{lanes}"
     return f"{config.name}, {config.train.steps} steps in {layout.num_groups} groups of {ranks}" + (
         f"; faults to inject: {'; '.join(named)}" if named else ""
     )

@@ -40,7 +40,8 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
             f"eval.every_steps={settings.every_steps} evaluates on the validation sets of [data], and "
             f"program.file={config.program.file} defines datasets_provider, which has none; set it to 0"
         )
-    per_index, rows = _sequences_per_unit(config), "" if config.row_size == 1 else "layout.data_parallel x "
+    lanes = "layout.data_parallel" if config.layout.expert_parallel is None else "layout.expert_parallel"
+    per_index, rows = _sequences_per_unit(config), "" if config.row_size == 1 else f"{lanes} x "
     if settings.sequences is not None and settings.sequences % per_index:
         yield (
             f"eval.sequences={settings.sequences} is no multiple of layout.num_groups x {rows}train.micro_batch_size="

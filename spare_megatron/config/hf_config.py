@@ -1,4 +1,4 @@
-"""Llama, Qwen and GPT-2 models: a run's settings to and from Hugging Face's config.json. Loads without torch.
+"""Llama, Qwen, Mixtral and GPT-2 models: a run's settings to and from Hugging Face's config.json. Loads without torch.
 
 Both directions go through `Architecture` or, for GPT-2, `Gpt2`, and raise ValueError for what the other side does not
 have.
@@ -13,12 +13,13 @@ from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fie
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
 
 FAMILIES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 
 _DEFAULT_ROPE_BASE = 10_000.0
@@ -35,7 +36,10 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A model of one of the families; `has_bias` is of all linear layers, `has_qkv_bias` of q, k and v."""
+    """A model of one of the families; `has_bias` is of all linear layers, `has_qkv_bias` of q, k and v.
+
+    `ffn_hidden_size` is that of an expert where there are experts.
+    """
 
     num_layers: int
     hidden_size: int
@@ -53,9 +57,13 @@ class Architecture:
     rope_base: float
     rope_scaling_factor: float
     sliding_window: int | None
+    num_experts: int | None = None
+    experts_per_token: int = 2
 
     @property
     def family(self) -> Family:
+        if self.num_experts is not None:
+            return "mixtral"
         if self.has_qk_norm:
             return "qwen3"
         return "qwen2" if self.has_qkv_bias and not self.has_bias else "llama"
@@ -76,7 +84,7 @@ def architecture_of(config: RunConfig) -> Model:
     found = Architecture(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        ffn_hidden_size=fields.get("moe_ffn_hidden_size") or model.ffn_hidden_size or 4 * model.hidden_size,
         num_heads=model.num_attention_heads,
         num_query_groups=fields["num_query_groups"] or model.num_attention_heads,
         head_dim=fields.get("kv_channels") or model.hidden_size // model.num_attention_heads,
@@ -90,15 +98,21 @@ def architecture_of(config: RunConfig) -> Model:
         rope_base=model.rope_base,
         rope_scaling_factor=model.rope_scaling_factor,
         sliding_window=None if window is None or window[0] < 0 else window[0] + 1,
+        num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token,
     )
     if reasons := [*_not_of_any_family(config, fields), *_not_of(found, config)]:
-        raise ValueError("\n  - ".join(["Hugging Face's Llama and Qwen have no model like this one:", *reasons]))
+        raise ValueError(
+            "\n  - ".join(["Hugging Face's Llama, Qwen and Mixtral have no model like this one:", *reasons])
+        )
     return found
 
 
 _IN_EVERY_FAMILY = {"activation_func": "silu", "gated_linear_unit": True, "normalization": "RMSNorm"}
 
-_EXPORTED = ("kv_channels", *(field for field in SETTING_OF if field not in _IN_EVERY_FAMILY))
+_OF_MIXTRAL = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
+
+_EXPORTED = ("kv_channels", *_OF_MIXTRAL, *(field for field in SETTING_OF if field not in _IN_EVERY_FAMILY))
 """Megatron fields that `Architecture` has."""
 
 
@@ -116,8 +130,12 @@ def _not_of(found: Architecture, config: RunConfig) -> Iterator[str]:
     if found.has_qk_norm and found.has_qkv_bias:
         biases = as_written(config, "add_bias_linear" if found.has_bias else "add_qkv_bias")
         yield f"{biases} with {as_written(config, 'qk_layernorm')}: Qwen3, which has that norm, lacks these biases"
-    if found.sliding_window is not None and found.family == "llama":
-        yield f"{as_written(config, 'window_size')}: of them only Qwen has windows, and this is a Llama"
+    if found.sliding_window is not None and found.family in ("llama", "mixtral"):
+        name = found.family.title()
+        yield f"{as_written(config, 'window_size')}: of them only Qwen has windows, and this is a {name}"
+    for field in ("add_qkv_bias", "qk_layernorm") if found.family == "mixtral" else ():
+        if model_fields(config)[field]:
+            yield f"{as_written(config, field)}: of them only Qwen has that, and this is a Mixtral"
 
 
 def settings_of(found: Model, precision: str) -> dict[str, dict[str, Any]]:
@@ -146,6 +164,8 @@ def settings_of(found: Model, precision: str) -> dict[str, dict[str, Any]]:
     }
     if found.sliding_window is not None:
         model["sliding_window"] = found.sliding_window
+    if found.num_experts is not None:
+        model |= {"num_experts": found.num_experts, "experts_per_token": found.experts_per_token}
     is_usual = found.head_dim * found.num_heads == found.hidden_size
     return {"model": model} if is_usual else {"model": model, "megatron": {"kv_channels": found.head_dim}}
 
@@ -181,6 +201,9 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
     }
     if found.family == "llama":
         return {**content, "attention_bias": found.has_bias, "mlp_bias": found.has_bias}
+    if found.num_experts is not None:
+        experts = {"num_local_experts": found.num_experts, "num_experts_per_tok": found.experts_per_token}
+        return {**content, **experts, "sliding_window": None}
     windows = {
         "use_sliding_window": found.sliding_window is not None,
         "sliding_window": found.sliding_window,
@@ -202,6 +225,8 @@ def architecture_in(content: Mapping[str, Any]) -> Model:
     _require({"mlp_bias": False, **content}, "mlp_bias", has_bias)
     if family == "qwen3":
         _require(content, "attention_bias", False)
+    if family == "mixtral":
+        _require(content, "sliding_window", None)
     num_heads, hidden_size = whole_number(content, "num_attention_heads"), whole_number(content, "hidden_size")
     rope_base, rope_scaling_factor = _rope(content)
     return Architecture(
@@ -221,6 +246,8 @@ def architecture_in(content: Mapping[str, Any]) -> Model:
         rope_base=rope_base,
         rope_scaling_factor=rope_scaling_factor,
         sliding_window=_window(content) if content.get("use_sliding_window") else None,
+        num_experts=whole_number(content, "num_local_experts") if family == "mixtral" else None,
+        experts_per_token=whole_number(content, "num_experts_per_tok") if family == "mixtral" else 2,
     )
 
 

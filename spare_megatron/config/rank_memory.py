@@ -34,13 +34,17 @@ class RankMemory:
 def rank_memory(config: RunConfig) -> RankMemory:
     """The memory of the fullest rank of a configuration without problems."""
     layout = config.layout
-    parameters, own = max(_parameters_of_stages(config))
     weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
     # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
     number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     optimizer = config.optimizer
     held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
+    # With experts another stage may hold most optimizer state than most parameters.
+    parameters, own = max(
+        _parameters_of_stages(config),
+        key=lambda stage: stage[0] * (weights_bytes + sums) + stage[1] * optimizer_bytes * held,
+    )
     return RankMemory(
         weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,

@@ -17,6 +17,7 @@ class RunSizes:
 
     num_ranks: int
     ranks_per_group: int
+    lanes_per_group: int
     num_parameters: int
     num_active_parameters: int
     microbatches_per_step: int
@@ -36,6 +37,7 @@ def run_sizes(config: RunConfig) -> RunSizes:
     return RunSizes(
         num_ranks=config.parallel.num_ranks,
         ranks_per_group=config.parallel.ranks_per_group,
+        lanes_per_group=config.layout.data_parallel,
         num_parameters=shape.num_parameters,
         num_active_parameters=shape.num_active_parameters,
         microbatches_per_step=config.layout.num_groups * config.spare.microbatches_per_shard,

@@ -21,6 +21,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "max_groups": layout.max_groups or 0,
         "ranks_per_group": config.parallel.ranks_per_group,
         "ranks_per_stage": config.parallel.ranks_per_stage,
+        "lanes": layout.data_parallel,
         "row_size": config.row_size,
         # While the pipeline fills, each lane could have computed as much as later.
         "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline * config.units_at_once,

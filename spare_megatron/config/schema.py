@@ -90,6 +90,8 @@ class LayoutConfig:
     """Ranks that split each layer."""
     data_parallel: PositiveInt = 1
     """Lanes: model replicas inside a group, which share its microbatches, optimizer state and experts."""
+    expert_parallel: PositiveInt | None = None
+    """Lanes that divide the experts of mixture layers, and compute a unit of work together; all lanes if absent."""
     context_parallel: PositiveInt = 1
     """Ranks that split each sequence."""
     pipeline_parallel: PositiveInt = 1
@@ -598,6 +600,7 @@ class RunConfig:
         return Layout(
             num_groups=self.layout.most_groups,
             data_parallel=self.layout.data_parallel,
+            expert_parallel=self.row_size,
             tensor_parallel=self.layout.tensor_parallel,
             context_parallel=self.layout.context_parallel,
             pipeline_parallel=self.layout.pipeline_parallel,
@@ -607,8 +610,10 @@ class RunConfig:
 
     @property
     def row_size(self) -> int:
-        """Microbatches in a unit of work, which are computed together, one per lane; 1 for a dense model."""
-        return 1 if self.model.num_experts is None else self.layout.data_parallel
+        """Microbatches in a unit of work, which lanes that divide experts compute together; 1 for a dense model."""
+        if self.model.num_experts is None:
+            return 1
+        return self.layout.expert_parallel or self.layout.data_parallel
 
     @property
     def unit_ramp(self) -> BatchRamp:

@@ -59,7 +59,8 @@ def expert_problems(config: RunConfig) -> Iterator[str]:
     if tensor > 1 and not config.megatron.get("sequence_parallel"):
         yield (
             f"layout.tensor_parallel={tensor} with model.num_experts={model.num_experts} needs "
-            f"megatron.sequence_parallel=true: without it every tensor-parallel rank would route all tokens; set it"
+            f"megatron.sequence_parallel=true, which works on GPUs alone: without it every tensor-parallel rank would "
+            f"route all tokens; set it, or layout.tensor_parallel=1"
         )
 
 
@@ -67,6 +68,8 @@ def _without_experts(config: RunConfig) -> Iterator[str]:
     neutral = ModelConfig()
     names = ("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "num_dense_layers")
     given = [f"model.{name}={getattr(config.model, name)}" for name in names if _differs(config.model, neutral, name)]
+    if (size := config.layout.expert_parallel) is not None:
+        given.append(f"layout.expert_parallel={size}")
     given += [f"megatron.{key}={value}" for key, value in config.megatron.items() if key.startswith(_PREFIX)]
     for text in given:
         yield f"{text} has no effect without experts; remove it, or set model.num_experts"

@@ -178,6 +178,8 @@ OURS_IN_MEGATRON_WORDS = {
     "transformer_impl": "model.transformer_impl",
     "tensor_model_parallel_size": "layout.tensor_parallel",
     "context_parallel_size": "layout.context_parallel",
+    "expert_model_parallel_size": "layout.expert_parallel",
+    "expert_tensor_parallel_size": "layout.tensor_parallel",
     "pipeline_model_parallel_size": "layout.pipeline_parallel",
     "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
     "micro_batch_size": "train.micro_batch_size",
@@ -345,28 +347,31 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
 def lane_problems(config: RunConfig) -> Iterator[str]:
     """Why the lanes of a group cannot share its work."""
     spare, num_lanes = config.spare, config.layout.data_parallel
-    if num_lanes == 1:
+    if num_lanes == config.row_size == 1:
         return
     lanes = f"layout.data_parallel={num_lanes}"
+    sharing = lanes if config.layout.expert_parallel is None else f"layout.expert_parallel={config.row_size}"
     settings = [("microbatches_per_shard", spare.microbatches_per_shard)]
     if spare.ramp_start is not None:
         settings += [("ramp_start", spare.ramp_start), ("ramp_increment", spare.ramp_increment)]
     for name, value in settings:
-        if config.row_size > 1 and value % num_lanes:
+        if value % config.row_size:
             yield (
-                f"spare.{name}={value} is no multiple of {lanes}: the lanes of a group share its experts, and compute "
-                f"as many microbatches of a shard together; set it to {-(-value // num_lanes) * num_lanes}"
+                f"spare.{name}={value} is no multiple of {sharing}: so many lanes share the experts, and compute as "
+                f"many microbatches of a shard together; set it to {-(-value // config.row_size) * config.row_size}"
             )
         elif value < num_lanes and name != "ramp_increment":
             yield (
                 f"spare.{name}={value} is below {lanes}, and some lanes would have nothing to compute; raise the "
                 f"former or lower the latter"
             )
-    if config.row_size > 1 and (config.model.num_experts or 0) % num_lanes:
+    if config.row_size > 1 and (config.model.num_experts or 0) % config.row_size:
         yield (
-            f"model.num_experts={config.model.num_experts} is no multiple of {lanes}, and each lane holds as many "
+            f"model.num_experts={config.model.num_experts} is no multiple of {sharing}, and each lane holds as many "
             f"experts; change one of them"
         )
+    if num_lanes % config.row_size:
+        yield f"{lanes} is no multiple of {sharing}; change one of them"
     if config.optimizer.sharding == "stacked":
         yield (
             f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "

@@ -32,10 +32,13 @@ class Slowest:
 class RankPaces:
     """Seconds per microbatch of each rank, for one in `every` attempts, at most `MOST_SAMPLES` of them."""
 
-    def __init__(self, num_groups: int, ranks_per_group: int) -> None:
+    def __init__(self, num_groups: int, turns: Sequence[int]) -> None:
+        """`turns`: as in `RunRecord`."""
         self.every = 1
-        self._shape = (MOST_SAMPLES, num_groups, ranks_per_group)
-        self._pace_s: Array = np.empty((0, num_groups, ranks_per_group), np.float32)
+        self._turns = np.array(turns)
+        self._num_turns = max(turns, default=0) + 1
+        self._shape = (MOST_SAMPLES, num_groups, len(turns))
+        self._pace_s: Array = np.empty((0, num_groups, len(turns)), np.float32)
 
     def add(self, attempt: int, group: int, compute_s: Sequence[float], load: float) -> None:
         if len(compute_s) != self._shape[2] or not load > 0:
@@ -47,7 +50,9 @@ class RankPaces:
             self._pace_s[MOST_SAMPLES // 2 :] = np.nan
             self.every *= 2
         if attempt % self.every == 0:
-            self._pace_s[attempt // self.every, group] = np.asarray(compute_s) / load
+            passes = np.ceil((load - self._turns) / self._num_turns)  # of a patch possibly one more
+            pace_s = np.where(passes > 0, np.asarray(compute_s) / np.maximum(passes, 1), np.nan)
+            self._pace_s[attempt // self.every, group] = pace_s
 
     def of(self, attempts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], Array]:
         """Indices of the attempts that are kept, and their paces: shape (kept, groups, ranks), NaN if unknown."""

@@ -63,6 +63,8 @@ class RunRecord:
     of a group compute at a time."""
     ranks_per_stage: int = 1
     """Consecutive ranks of a group that form a pipeline stage, those of all lanes."""
+    lanes: int = 1
+    """Replicas of the model in a group, which share its microbatches."""
     row_size: int = 1
     """Microbatches in a row. Above 1, with experts, the microbatches of all records are rows, which a group's lanes
     compute together."""
@@ -110,6 +112,12 @@ class RunRecord:
     def most_groups(self) -> int:
         """Groups that may take part; ids are below it."""
         return max(self.num_groups, self.max_groups)
+
+    @property
+    def turns(self) -> list[int]:
+        """For each rank of a group, the turn of its lane: lanes of the same turn compute the same microbatches."""
+        places = (rank % self.ranks_per_stage for rank in range(self.ranks_per_group))
+        return [place * self.lanes // self.ranks_per_stage // self.row_size for place in places]
 
     def microbatches_of_a_shard(self, step: int) -> int:
         return self._ramp.at(step)
@@ -513,6 +521,7 @@ _LATER_TERMS = {
     "eval_microbatches_per_shard": 0,
     "ramp": [],
     "max_groups": 0,
+    "lanes": 1,
     "row_size": 1,
 }
 """Terms that earlier versions did not have, with what they meant then."""

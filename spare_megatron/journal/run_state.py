@@ -89,13 +89,13 @@ class StepTable:
         step_s: Seconds from the start of the step to its update; shape (attempts, groups), as `load`.
     """
 
-    def __init__(self, num_groups: int, ranks_per_group: int) -> None:
+    def __init__(self, num_groups: int, turns: Sequence[int]) -> None:
         self.loss = np.full(_FIRST_ROWS, np.nan)
         self.grad_norm = np.full(_FIRST_ROWS, np.nan)
         self.learning_rate = np.full(_FIRST_ROWS, np.nan)
         self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
-        self.paces = RankPaces(num_groups, ranks_per_group)
+        self.paces = RankPaces(num_groups, turns)
 
     def add_update(self, record: UpdateRecord) -> None:
         self._reserve(record.attempt)
@@ -175,7 +175,7 @@ class RunState:
         self.began_s = self.newest_at_s = 0.0
         self.end: EndRecord | None = None
         self.storage: StorageRecord | None = None
-        self.steps = StepTable(0, 0)
+        self.steps = StepTable(0, ())
         self._losses = Losses()
         self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
         self.num_places_taken = 0
@@ -221,7 +221,7 @@ class RunState:
                 self.damage.append("the journal has several run records")
                 return
             self.run, self.began_s, self.folding = record, at_s, Folding(record)
-            self.steps, self._saved_at_s = StepTable(record.most_groups, record.ranks_per_group), at_s
+            self.steps, self._saved_at_s = StepTable(record.most_groups, record.turns), at_s
         if self.run is None:
             return
         if not 0 <= getattr(record, "group", 0) < self.run.most_groups:

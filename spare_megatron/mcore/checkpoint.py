@@ -51,6 +51,7 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.mcore.tied_parameters import is_divided_expert
 from spare_megatron.stacking.layout import PartitionId
 
 AnyOptimizer = Optimizer | StackedOptimizer | DividedOptimizer
@@ -88,14 +89,19 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class ShardedPartitions:
-    """Maps a rank's state partitions to boxes of the whole model's tensors, given the sharded state of its chunks."""
+    """Maps a rank's state partitions, which no other lane has, to boxes of the whole model's tensors."""
 
-    def __init__(self, model: dict[str, Any], optimizer: FragmentAdam) -> None:
+    def __init__(self, chunks: Sequence[Chunk], optimizer: FragmentAdam, groups: GroupCollection) -> None:
+        model = model_state(chunks, groups.dp_cp)
         self._optimizer = optimizer
         self._kinds = (MAIN, *_MOMENTS) if optimizer.has_main else _MOMENTS
         parameters = optimizer.parameters
         by_index = get_param_id_to_sharded_param_map(model, parameters)
         self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
+        for parameter in filter(is_divided_expert, parameters):  # they alone say which lanes have the same parameters
+            for _, home in self._homes[parameter]:
+                *others, replica = home.replica_id
+                home.replica_id = (*others, replica % groups.cp.size())
 
     def parts(self, number: PartitionId, state: Tensor) -> Iterator[ShardedTensor]:
         """The checkpoint entries of a partition's state (as in `FragmentAdam.whole_partitions`), as views of it."""
@@ -175,8 +181,7 @@ class GroupState:
         model = model_state(chunks, groups.lanes_and_cp)
         self._partitions: dict[PartitionId, _Parts] = {}
         if isinstance(optimizer, FragmentAdam):
-            # No other lane has the same state.
-            sharded = ShardedPartitions(model_state(chunks, groups.dp_cp), optimizer)
+            sharded = ShardedPartitions(chunks, optimizer, groups)
             states = optimizer.whole_partitions()
             for number in (OWN,) if isinstance(optimizer, DividedOptimizer) else partitions:
                 has_any = optimizer.partitions.length(number) > 0
@@ -293,7 +298,7 @@ def load_checkpoint(
     """
     model = model_state(chunks, groups.lanes_and_cp)
     if isinstance(optimizer, FragmentAdam):
-        sharded = ShardedPartitions(model_state(chunks, groups.dp_cp), optimizer)
+        sharded = ShardedPartitions(chunks, optimizer, groups)
         numbers = (OWN,) if isinstance(optimizer, DividedOptimizer) else partitions
         states = {number: optimizer.empty_state(number) for number in numbers}
         parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}

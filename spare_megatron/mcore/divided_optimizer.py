@@ -3,9 +3,11 @@
 Rajbhandari et al., arXiv 1910.02054. Every group has all of the state, unlike stacked state, which has the same parts.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
@@ -18,7 +20,7 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.mcore.strips import ScatterRange
-from spare_megatron.mcore.tied_parameters import counts_for_norm, shared_by_stages
+from spare_megatron.mcore.tied_parameters import counts_for_norm, is_divided_expert, shared_by_stages
 from spare_megatron.stacking.layout import PartitionId
 
 OWN = PartitionId(0)
@@ -69,10 +71,22 @@ class DividedOptimizer(FragmentAdam):
 
     def _norm(self) -> float:
         if self._has_all_gradients:
-            whole = [one.main_grad for one in self.parameters if counts_for_norm(one, self._groups)]
-            return float(get_grad_norm_fp32(whole, grad_stats_parallel_group=self._groups.mp))
+            counted = [one for one in self.parameters if counts_for_norm(one, self._groups)]
+            norms = [
+                get_grad_norm_fp32([one.main_grad for one in part], grad_stats_parallel_group=group)
+                for part, group in self._by_replicas(counted)
+            ]
+            return math.hypot(*norms)
         own = [one.gradient for one in self.fragments() if counts_for_norm(one.parameter, self._groups)]
         return float(get_grad_norm_fp32(own, grad_stats_parallel_group=self._lanes_and_mp))
+
+    def _by_replicas(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> Iterator[tuple[list[torch.nn.Parameter], dist.ProcessGroup]]:
+        """Parameters that every lane has, and experts if lanes divide them, with the ranks that have all of each."""
+        yield [one for one in parameters if not is_divided_expert(one)], self._groups.mp
+        if self._groups.ep.size() > 1:
+            yield [one for one in parameters if is_divided_expert(one)], self._groups.tp_ep_pp
 
     def main_parameters(self) -> list[tuple[str, Tensor]]:
         """The fp32 parameters of the own strips of a bf16 model, by name; empty otherwise."""

@@ -1,9 +1,14 @@
 """Layers with experts: their specification, and what is changed in Megatron's router."""
 
+import re
+from collections.abc import Callable
+
 import torch
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -54,6 +59,23 @@ def prepare_experts(spec: ModuleSpec) -> None:
     spec.submodules.sharded_state_dict_keys_map = {
         local: stored for local, stored in names.items() if local != "pre_mlp_layernorm."
     }
+
+
+def initialize_experts(model: torch.nn.Module, transformer: TransformerConfig, draw: Callable[..., None]) -> None:
+    """Initializes experts anew, so that their values depend neither on the lanes that divide them nor on the stages.
+
+    `draw` seeds the generators by the numbers that it is given: layer, expert, and matrix.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    for layer in layers if transformer.perform_initialization else ():
+        for name, parameter in layer.experts.named_parameters():
+            is_first = "linear_fc1" in name
+            [local] = _LOCAL_EXPERT.findall(name)
+            draw(layer.layer_number, layer.local_expert_indices[int(local)], int(is_first))
+            (transformer.init_method if is_first else transformer.output_layer_init_method)(parameter)
+
+
+_LOCAL_EXPERT = re.compile(r"(?:^local_experts\.|weight)(\d+)")
 
 
 def scale_auxiliary_losses(factor: float) -> None:

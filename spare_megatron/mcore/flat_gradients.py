@@ -17,7 +17,7 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.mcore.strips import LaneSpan, ScatterRange, scatter_ranges
-from spare_megatron.mcore.tied_parameters import counts_for_norm, needed_everywhere
+from spare_megatron.mcore.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
 from spare_megatron.stacking.layout import PartitionId
 
 
@@ -44,9 +44,12 @@ class FlatParameter:
 
 
 def buffers(chunks: Sequence[Chunk]) -> list[Any]:
-    """Megatron's gradient buffers in the order of the flat space; of a chunk those of experts come last."""
+    """Megatron's gradient buffers in the order of the flat space.
+
+    Of a chunk those of divided experts come first: the others have the embeddings, whose gradients are ready last.
+    """
     wrappers = [chunk.module for chunk in reversed(chunks)]
-    return [buffer for wrapper in wrappers for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
+    return [buffer for wrapper in wrappers for buffer in (*wrapper.expert_parallel_buffers, *wrapper.buffers)]
 
 
 def segments(chunks: Sequence[Chunk]) -> Iterator[Segment]:
@@ -86,7 +89,7 @@ class FlatSpace:
 def flat_space(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements: int) -> FlatSpace:
     """The space in strips of at most `strip_elements`."""
     whole = tuple(segments(chunks))
-    lanes = [groups.expert_lanes if _is_of_experts(one) else groups.lanes for one in buffers(chunks)]
+    lanes = [groups.expert_lanes if is_divided_expert(one.params[0]) else groups.lanes for one in buffers(chunks)]
     spans = [
         LaneSpan(start=one.start, stop=one.stop, lane=sharing.rank(), num_lanes=sharing.size())
         for one, sharing in zip(whole, lanes, strict=True)
@@ -95,11 +98,6 @@ def flat_space(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements:
     of_ranges = [lanes[bisect_right(whole, one.start, key=lambda segment: segment.start) - 1] for one in ranges]
     own = whole if groups.lanes.size() == 1 else tuple(part for one in ranges for part in parts_of(whole, one.own))
     return FlatSpace(segments=whole, ranges=ranges, lanes=tuple(of_ranges), own_segments=own)
-
-
-def _is_of_experts(buffer: Any) -> bool:
-    """Megatron wraps parameters that ranks do not all hold with `allreduce` false."""
-    return not getattr(buffer.params[0], "allreduce", True)
 
 
 def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:

@@ -1,5 +1,6 @@
 """Which tensors of Hugging Face's models make up which tensor of Megatron's."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,18 @@ _MODULES: Mapping[str, Sequence[str]] = {
 }
 """Megatron's modules, and those that have their rows in Llama and Qwen; of layers without the layer's prefix."""
 
+_MODULES_OF_MIXTRAL: Mapping[str, Sequence[str]] = {
+    **_MODULES,
+    "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.router": ["block_sparse_moe.gate"],
+    "decoder.layers.mlp.experts.experts.linear_fc1": [
+        "block_sparse_moe.experts.{expert}.w1",
+        "block_sparse_moe.experts.{expert}.w3",
+    ],
+    "decoder.layers.mlp.experts.experts.linear_fc2": ["block_sparse_moe.experts.{expert}.w2"],
+}
+"""The same of Mixtral, whose experts have tensors of their own."""
+
 _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
     "embedding.word_embeddings": ["transformer.wte"],
     "embedding.position_embeddings": ["transformer.wpe"],
@@ -45,14 +58,17 @@ _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
 class TensorPair:
     """A tensor of Megatron's, and the names and shapes of those that Hugging Face divides its rows into.
 
-    Megatron orders rows of queries, keys and values (3 `num_blocks`) by query group, and joins the gate and the other
-    input of the feed-forward layers (2). Hugging Face's may have all blocks in one part.
+    Megatron orders rows of queries, keys and values by query group, and joins the gate and the other input of the
+    feed-forward layers, and all experts. Hugging Face's may have all blocks in one part.
     """
 
     tensor: ModelTensor
     parts: Mapping[str, tuple[int, ...]]
-    num_blocks: int
     is_transposed: bool
+
+    @property
+    def _is_qkv(self) -> bool:
+        return _is_qkv(self.tensor)
 
     def split(self, values: Tensor, model: Model) -> dict[str, Tensor]:
         blocks = self._blocks_of(values, model)
@@ -64,18 +80,22 @@ class TensorPair:
 
     def join(self, parts: Sequence[Tensor], model: Model) -> Tensor:
         blocks = [part.T for part in parts] if self.is_transposed else list(parts)
-        if self.num_blocks < 3:
-            return torch.cat(blocks)
+        if not self._is_qkv:
+            return torch.cat(blocks).view(self.tensor.shape)
         if len(blocks) == 1:
             blocks = list(blocks[0].split(_rows(self.tensor.shape[0], model)))
         rows = [block.reshape(model.num_query_groups, -1, model.head_dim, *block.shape[1:]) for block in blocks]
         return torch.cat(rows, dim=1).view(self.tensor.shape)
 
     def _blocks_of(self, values: Tensor, model: Model) -> list[Tensor]:
-        if self.num_blocks < 3:
-            return list(values.chunk(self.num_blocks))
+        if not self._is_qkv:
+            return list((values.flatten(0, 1) if values.dim() == 3 else values).chunk(len(self.parts)))
         rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
         return [part.reshape(-1, *values.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]
+
+
+def _is_qkv(tensor: ModelTensor) -> bool:
+    return ".linear_qkv." in tensor.key and ".layer_norm_" not in tensor.key
 
 
 def _rows(num_rows: int, model: Model) -> list[int]:
@@ -87,14 +107,18 @@ def _rows(num_rows: int, model: Model) -> list[int]:
 def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
     """All tensors of the model, which is that of the settings, in the order of its layers."""
     is_gpt2 = isinstance(model, Gpt2)
-    modules, layers = (_MODULES_OF_GPT2, "transformer.h") if is_gpt2 else (_MODULES, "model.layers")
+    layers = "transformer.h" if is_gpt2 else "model.layers"
+    modules = _MODULES_OF_GPT2 if is_gpt2 else _MODULES if config.model.num_experts is None else _MODULES_OF_MIXTRAL
     for tensor in model_tensors(config):
         kind = "bias" if tensor.key.endswith("bias") else "weight"
         module = tensor.key.removesuffix(kind)[:-1]
         names = [name if tensor.layer is None else f"{layers}.{tensor.layer}.{name}" for name in modules[module]]
-        num_rows, *others = tensor.shape
-        num_blocks = 3 if module.endswith("linear_qkv") else len(names)
-        rows = _rows(num_rows, model) if len(names) == 3 else [num_rows // len(names)] * len(names)
+        if len(tensor.shape) == 3:
+            names = [name.format(expert=expert) for expert in range(tensor.shape[0]) for name in names]
+        others = tensor.shape[-1:] if len(tensor.shape) > 1 else ()
+        num_rows = math.prod(tensor.shape) // math.prod(others)
+        is_split_qkv = _is_qkv(tensor) and len(names) > 1
+        rows = _rows(num_rows, model) if is_split_qkv else [num_rows // len(names)] * len(names)
         is_transposed = is_gpt2 and tensor.layer is not None and bool(others)
         yield TensorPair(
             tensor=tensor,
@@ -102,6 +126,5 @@ def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
                 f"{name}.{kind}": (*others, part) if is_transposed else (part, *others)
                 for name, part in zip(names, rows, strict=True)
             },
-            num_blocks=num_blocks,
             is_transposed=is_transposed,
         )

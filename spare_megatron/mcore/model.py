@@ -1,8 +1,10 @@
 """Builds a rank's chunks of the GPT model, with the layer kernels that the run and device select."""
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -27,7 +29,8 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_training import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.experts import prepare_experts
+from spare_megatron.mcore.experts import initialize_experts, prepare_experts
+from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
 
@@ -60,7 +63,7 @@ def choose_deterministic_kernels(config: RunConfig) -> None:
     # cuBLAS reads this when it is first used; transformer-engine reads the other when it builds its attention.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    if config.layout.tensor_parallel * config.layout.context_parallel > 1:
+    if config.layout.tensor_parallel * config.layout.context_parallel * config.row_size > 1:
         # Sums inside a group are floats, which switches of NVLink add in any order.
         os.environ.setdefault("NCCL_ALGO", "Ring")
     # Not `warn_only`: with it, attention keeps its nondeterministic backward pass.
@@ -149,6 +152,7 @@ def build_chunks(
         rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
         # Megatron leaves position embeddings and the norms of torch on the CPU.
         model = checked((provider or gpt_model)(context), context).to(device)
+        initialize_experts(model, transformer, partial(rng.seed_expert, config.train.seed, groups.tp.rank(), device))
         module = DistributedDataParallel(
             transformer,
             reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -175,12 +179,24 @@ def gpt_model(context: ModelContext) -> GPTModel:
         rotary_base=config.model.rope_base,
         rope_scaling=config.model.rope_scaling_factor != 1.0,
         rope_scaling_factor=config.model.rope_scaling_factor,
-        pg_collection=groups,
+        pg_collection=_with_replicas(groups),
         vp_stage=context.virtual_stage,
     )
     if context.post_process:
         _mask_padding(model, config.model.vocab_size, groups.tp.rank())
     return model
+
+
+def _with_replicas(groups: ProcessGroupCollection) -> ProcessGroupCollection:
+    """The groups for the layers, of whom experts alone ask in checkpoints which ranks have the same.
+
+    Megatron's wrapper must not know these ranks: it would sum gradients over them.
+    """
+    if not isinstance(groups, GroupCollection):
+        return groups
+    of_layers = copy.copy(groups)
+    of_layers.expt_dp = groups.expert_lanes_and_cp
+    return of_layers
 
 
 def _layers(context: ModelContext) -> ModuleSpec | TransformerBlockSubmodules:

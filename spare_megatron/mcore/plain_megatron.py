@@ -48,6 +48,7 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.layout.tensor_parallel,
         pipeline_model_parallel_size=config.layout.pipeline_parallel,
+        expert_model_parallel_size=config.row_size,
     )
 
 

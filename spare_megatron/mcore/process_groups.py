@@ -11,8 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.stacking.layout import Layout
 
-_AXES = "pdct"
-"""Axes of the rank grid, slowest first: pipeline, lane, context, tensor."""
+_AXES = "pdect"
+"""Axes of the rank grid, slowest first: pipeline, lane (d: equal experts, e: other ones), context, tensor."""
 
 
 @dataclass
@@ -22,12 +22,14 @@ class GroupCollection(ProcessGroupCollection):
     Attributes:
         lanes: The ranks at its position in all lanes of the group.
         expert_lanes: Those of them that hold the same experts.
+        expert_lanes_and_cp: The same of all context-parallel ranks.
         lanes_and_cp: The same of all context-parallel ranks.
         lanes_and_mp: The same of all tensor- and pipeline-parallel ranks.
     """
 
     lanes: dist.ProcessGroup = field(init=False)
     expert_lanes: dist.ProcessGroup = field(init=False)
+    expert_lanes_and_cp: dist.ProcessGroup = field(init=False)
     lanes_and_cp: dist.ProcessGroup = field(init=False)
     lanes_and_mp: dist.ProcessGroup = field(init=False)
 
@@ -46,30 +48,33 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
         )
     maker = _GroupMaker(layout, "nccl" if device.type == "cuda" else "gloo", timeout)
     groups = GroupCollection()
-    groups.expert_lanes = maker.along("d")
-    groups.lanes, groups.lanes_and_cp, groups.lanes_and_mp = maker.along("d"), maker.along("dc"), maker.along("pdt")
+    groups.expert_lanes, groups.lanes = maker.along("d"), maker.along("de")
+    groups.expert_lanes_and_cp = maker.along("dc")
+    groups.lanes_and_cp, groups.lanes_and_mp = maker.along("dec"), maker.along("pdet")
     groups.tp, groups.cp, groups.pp = maker.along("t"), maker.along("c"), maker.along("p")
-    groups.mp = groups.tp_ep_pp = maker.along("pt")
+    groups.mp, groups.tp_ep_pp = maker.along("pt"), maker.along("pet")
     groups.tp_cp = groups.tp_dp_cp = maker.along("ct")
     groups.embd = maker.first_and_last_stage()
     groups.pos_embd = None
-    groups.dp = groups.ep = maker.along("")
+    groups.dp, groups.ep = maker.along(""), maker.along("e")
     groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.cp
-    groups.expt_tp = groups.tp_ep = groups.tp
+    groups.expt_tp, groups.tp_ep = groups.tp, maker.along("et")
     groups.intra_dist_opt = groups.tp_dp_cp
     _publish_groups(groups)
     return groups
 
 
 def _publish_groups(groups: ProcessGroupCollection) -> None:
-    """Sets two Megatron globals that it reads even if the model was given its process groups.
+    """Sets Megatron globals that it reads even if the model was given its process groups.
 
-    tensor_parallel/cross_entropy.py reads the tensor-parallel group, and
+    tensor_parallel/cross_entropy.py reads the tensor-parallel group,
     models/common/language_module/language_module.py the data-parallel rank when it describes the last stage's tied
-    embeddings for a checkpoint.
+    embeddings for a checkpoint, and transformer/moe/token_dispatcher.py the memory for gathered tokens.
     """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
     parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
 
 
 class _GroupMaker:
@@ -78,7 +83,8 @@ class _GroupMaker:
     def __init__(self, layout: Layout, backend: str, timeout: timedelta) -> None:
         sizes = (
             layout.pipeline_parallel,
-            layout.data_parallel,
+            layout.data_parallel // layout.expert_parallel,
+            layout.expert_parallel,
             layout.context_parallel,
             layout.tensor_parallel,
         )

@@ -19,6 +19,11 @@ def seed_parameters(seed: int, stage: int, tensor_rank: int, device: torch.devic
     _seed_generators(seed_of("parameters", seed, stage), tensor_rank, device)
 
 
+def seed_expert(seed: int, tensor_rank: int, device: torch.device, *place: int) -> None:
+    """The same for a matrix of an expert, by its place in the whole model."""
+    _seed_generators(seed_of("expert", seed, tensor_rank, *place), tensor_rank, device)
+
+
 def seed_microbatch(seed: int, step: int, number: int, stage: int, tensor_rank: int, device: torch.device) -> None:
     """Seeds the generators for one microbatch's forward pass through one stage, by its number in the batch.
 

@@ -51,6 +51,11 @@ def needed_everywhere(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -
     return shared_by_stages(chunks, groups).union(found)
 
 
+def is_divided_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether it belongs to an expert that not every lane has; Megatron marks such parameters."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def counts_for_norm(parameter: torch.nn.Parameter, groups: ProcessGroupCollection) -> bool:
     """Whether Megatron counts the gradient on this rank for the norm; it skips duplicates within the group."""
     return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, groups.tp))

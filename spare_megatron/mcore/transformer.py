@@ -71,7 +71,6 @@ def in_words(kind: Any) -> str:
 
 
 _UNSAFE = {
-    "expert_model_parallel_size": "experts are not spread over ranks here",
     "mtp_num_layers": "the gradient of the embedding copies is not reduced over groups",
     "overlap_moe_expert_parallel_comm": "it runs a schedule that was not checked here",
     "hybrid_context_parallel": "it runs a schedule that was not checked here",
@@ -150,6 +149,7 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "batch_p2p_sync": False,
     }
     if model.num_experts is not None:
+        fields["expert_model_parallel_size"] = config.row_size
         fields["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
     if layout.virtual_pipeline > 1:
         fields["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
@@ -176,7 +176,7 @@ def _refuse(config: RunConfig) -> None:
             raise ValueError(f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead")
         if key in FIXED_IN_MEGATRON:
             raise ValueError(f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it")
-        if key in _UNSAFE and value not in _OFF and (key, value) != ("expert_model_parallel_size", 1):
+        if key in _UNSAFE and value not in _OFF:
             raise ValueError(f"megatron.{key}={value} cannot be had: {_UNSAFE[key]}; remove it")
     _refuse_combinations(config)
     for problem in expert_problems(config):

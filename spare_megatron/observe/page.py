@@ -151,7 +151,8 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "steps committed", f"{figures['steps_committed']} of {history.run.num_steps}"
     yield "steps done again after a restart", str(figures["steps_lost"])
     num_ranks = history.run.ranks_per_group
-    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    lanes = f" in {run.lanes} lanes" if run.lanes > 1 else ""
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}{lanes}"
     yield "groups", f"{history.run.num_groups} of {ranks}, r = {history.run.redundancy}"
     yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     if history.num_places_taken:

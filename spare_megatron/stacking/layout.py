@@ -29,6 +29,8 @@ class Layout:
 
     num_groups: int
     data_parallel: int = 1
+    expert_parallel: int = 1
+    """Consecutive lanes that divide the experts among them."""
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1

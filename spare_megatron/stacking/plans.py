@@ -40,8 +40,8 @@ def share_of(
 ) -> list[Numbered]:
     """The microbatches of a group's work that one of its lanes computes, in order.
 
-    A unit of work is a microbatch (`row_size` 1), and the lanes take turns; or a row of `num_lanes` microbatches, of
-    which each lane computes one. Those of a shard have consecutive numbers, so that equal batches of other numbers of
+    A unit of work is a row of `row_size` microbatches, of which as many consecutive lanes compute one each; several
+    such sets of lanes take turns. Those of a shard have consecutive numbers, so that equal batches of other numbers of
     groups and lanes have equal microbatches.
 
     >>> work = [Microbatch(ShardId(0), 2), Microbatch(ShardId(1), 0), Microbatch(ShardId(1), 1)]
@@ -49,8 +49,10 @@ def share_of(
     [2, 5]
     >>> [one.number for one in share_of(work, lane=1, num_lanes=2, row_size=2, units_per_shard=4)]
     [5, 9, 11]
+    >>> [one.number for one in share_of(work, lane=2, num_lanes=4, row_size=2, units_per_shard=4)]
+    [8]
     """
-    own = work[lane::num_lanes] if row_size == 1 else work
+    own = work[lane // row_size :: num_lanes // row_size]
     first = lane % row_size
     return [Numbered(unit, (unit.shard * units_per_shard + unit.index) * row_size + first) for unit in own]
 

@@ -1,18 +1,22 @@
 """The full mixture of experts on one rank by plain autograd, with the losses of its routers as the papers have them."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.checkpoint import model_state
 from spare_megatron.mcore.data import Corpus, on_device
@@ -21,13 +25,13 @@ from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.mcore.transformer import transformer_config
 from spare_megatron.stacking.plans import Microbatch
-from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, all_work, reduce_alone
+from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, reduce_alone, work_of
 
 
 def reference_sums(
-    config: RunConfig, balancing: str, parameters: Arrays, work: Sequence[Microbatch], coefficients: tuple[float, float]
+    config: RunConfig, balancing: str, parameters: Arrays, numbers: Sequence[int], coefficients: tuple[float, float]
 ) -> tuple[float, Arrays]:
-    """Loss and gradients summed over the work of step 0, for a model whose configuration has no losses of routers.
+    """Loss and gradients summed over some of step 0's microbatches; the configuration has no losses of routers.
 
     `coefficients` are those of the balancing loss (aux_loss or seq_aux_loss) and of the z-loss.
     """
@@ -37,8 +41,8 @@ def reference_sums(
         if hasattr(layer.mlp, "router"):
             _record(layer.mlp.router, logits)
     loss_sum = 0.0
-    for microbatch in work:
-        batch = on_device(corpus.microbatch(0, microbatch), config, CPU, model.pg_collection.cp)
+    for number in numbers:
+        batch = on_device(corpus.microbatch(0, number), config, CPU, model.pg_collection.cp)
         logits.clear()
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
         total = loss
@@ -80,7 +84,7 @@ def stored_shapes(_first: RunConfig, configs: Sequence[RunConfig]) -> list[dict[
     answers = []
     for config in configs:
         trainer = GroupTrainer(config, CPU)
-        state = list(nested_values(model_state(trainer.chunks, trainer.process_groups)))
+        state = list(nested_values(model_state(trainer.chunks, trainer.process_groups.lanes_and_cp)))
         parts = [part for part in state if isinstance(part, ShardedTensor)]
         for factory in (part for part in state if isinstance(part, ShardedTensorFactory)):
             parts += nested_values(factory.build())
@@ -88,13 +92,55 @@ def stored_shapes(_first: RunConfig, configs: Sequence[RunConfig]) -> list[dict[
     return answers
 
 
+def all_units(config: RunConfig, step: int) -> list[Microbatch]:
+    indices = range(config.unit_ramp.at(step))
+    return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
+
+
 def curve(config: RunConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a group that computes the whole batch."""
-    trainer = GroupTrainer(config, CPU)
+    return _steps(GroupTrainer(config, CPU), config, range(config.train.steps))
+
+
+def moved(
+    config: RunConfig, layouts: Sequence[LayoutConfig], folder: Path
+) -> list[tuple[list[tuple[float, float]], list[tuple[float, float]], dict[str, float]]]:
+    """For each way between two layouts of as many ranks: the curve of a group that goes on, that of one that loads its
+    checkpoint, and the sums of this rank's first experts in the one that saved."""
+    configs = [replace(config, layout=layout) for layout in layouts]
     answers = []
-    for step in range(config.train.steps):
+    for number, (saving, loading) in enumerate(zip(configs, configs[::-1], strict=True)):
+        trainer = GroupTrainer(saving, CPU)
+        experts = _expert_sums(trainer)
+        _steps(trainer, saving, range(2))
+        (folder / str(number)).mkdir(exist_ok=True)
+        state = trainer.checkpoint_state()
+        state.copy()
+        state.write(folder / str(number), dist.group.WORLD, lambda: None)
+        dist.barrier()
+        other = GroupTrainer(loading, CPU)
+        other.load_checkpoint(folder / str(number))
+        steps = range(2, 4)
+        answers.append((_steps(trainer, saving, steps), _steps(other, loading, steps), experts))
+    return answers
+
+
+def _expert_sums(trainer: GroupTrainer) -> dict[str, float]:
+    """By layer, expert and matrix."""
+    num_local = len(next(iter(trainer.chunks[0].module.module.decoder.layers)).mlp.local_expert_indices)
+    first = trainer.process_groups.ep.rank() * num_local
+    sums = {}
+    for named in trainer.parameters_named():
+        if found := re.fullmatch(r"decoder\.layers\.(\d+)\..*local_experts\.(\d+)\.(linear_fc\d)\.weight", named.name):
+            sums[f"{found[1]} {first + int(found[2])} {found[3]}"] = float(named.parameter.double().sum())
+    return sums
+
+
+def _steps(trainer: GroupTrainer, config: RunConfig, steps: range) -> list[tuple[float, float]]:
+    answers = []
+    for step in steps:
         trainer.begin_step(step)
-        trainer.compute(all_work(config, step))
+        trainer.compute(all_units(config, step))
         reduce_alone(trainer)
         result = trainer.update(agreed_loss(trainer))
         answers.append((result.loss, result.grad_norm))

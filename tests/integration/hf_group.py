@@ -76,7 +76,7 @@ def outputs_of(config: RunConfig, checkpoint: Path, tokens: np.ndarray) -> tuple
     """Logits, and the loss of each token but the last, of the model on one rank, loaded with Megatron's own loader."""
     trainer = GroupTrainer(config, CPU)
     (chunk,) = trainer.chunks
-    state = {"model": model_state(trainer.chunks, trainer.process_groups)}
+    state = {"model": model_state(trainer.chunks, trainer.process_groups.lanes_and_cp)}
     chunk.module.module.load_state_dict(dist_checkpointing.load(state, str(checkpoint))["model"]["0"])
     model, ids = chunk.module.module.eval(), torch.from_numpy(tokens)
     positions = torch.arange(ids.shape[1]).expand_as(ids)

@@ -60,6 +60,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
         {"ratio", "sinks", "told_processor_s", "memory_growth_bytes"},
         TWO_GROUPS,
     ),
+    "wide_groups": ("--pairs 1 --steps 7 --lanes 2", {"ratio", "bytes_over_groups", "ours_host_bytes"}, TWO_GROUPS),
 }
 """Arguments, keys that the result has beside where it comes from, and settings beside those of all."""
 
@@ -112,3 +113,8 @@ def test_a_command_that_trains(
     result = checked(capsys.readouterr().out, keys)
     if name == "cadence":
         assert {outcome["kills"] for [outcome] in result["outcomes"].values()} == {1}
+    if name == "wide_groups":  # fp32 numbers, and what is counted beside them
+        tables = 256 * 32 + 32 * 32
+        gradients = tables + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+        for lanes, sent in result["bytes_over_groups"].items():
+            assert 0 < sent - 4 * gradients // int(lanes) < 200

@@ -1,16 +1,26 @@
 """Mixtures of experts: local sums of one group against one process that holds the full model."""
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spare_megatron.config.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model_tensors import model_tensors
 from spare_megatron.config.parameter_rules import parameter_names
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import expert_group
 from tests.integration import mcore_group as group
@@ -19,14 +29,20 @@ from tests.integration.test_mcore_gradients import only_rank, relative_distance,
 from tests.integration.test_model_shape import count_flops, parameters_of
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
 
-WORK = work_of((0, 0), (1, 2), (1, 0), (0, 2), (1, 1))
 COEFFICIENTS = 0.1, 0.03
 
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "one rank": ({}, {}),
-    "two stages": ({"pipeline_parallel": 2}, {"tie_embeddings": False, "num_dense_layers": 1}),
-    # An odd number of microbatches is padded.
-    "interleaved": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, {"shared_expert_ffn_hidden_size": 24}),
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "one rank": ("seq_aux_loss", {}, {}),
+    "two stages": ("aux_loss", {"pipeline_parallel": 2}, {"tie_embeddings": False, "num_dense_layers": 1}),
+    # An odd number of units is padded.
+    "interleaved": (
+        "aux_loss",
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        {"shared_expert_ffn_hidden_size": 24},
+    ),
+    "divided": ("aux_loss", {"data_parallel": 2}, {"num_dense_layers": 1}),
+    "divided, two stages": ("seq_aux_loss", {"data_parallel": 2, "pipeline_parallel": 2}, {"tie_embeddings": False}),
+    "twice, divided": ("aux_loss", {"data_parallel": 4, "expert_parallel": 2}, {}),
 }
 
 
@@ -36,7 +52,7 @@ def config_of(corpus: Path, layout: dict[str, int], **model: Any) -> RunConfig:
     config = RunConfig(
         model=ModelConfig(**{**shape, **mixture, **model}),
         layout=LayoutConfig(num_groups=2, **layout),
-        spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+        spare=SpareConfig(redundancy=2, microbatches_per_shard=4),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(micro_batch_size=2),
     )
@@ -44,22 +60,42 @@ def config_of(corpus: Path, layout: dict[str, int], **model: Any) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize(("layout", "model"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize(("balancing", "layout", "model"), CASES.values(), ids=CASES)
 def test_local_sums_are_those_of_the_full_mixture(
-    text_corpus: Path, layout: dict[str, int], model: dict[str, Any], balancing: str
+    text_corpus: Path, balancing: str, layout: dict[str, int], model: dict[str, Any]
 ) -> None:
-    """In two calls, as with a patch. Padding counted in the losses of the routers."""
+    """In two calls, as with a patch."""
     plain = config_of(text_corpus, layout, **model)
     fields = {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": COEFFICIENTS[0]}
     config = replace(plain, megatron={**fields, "moe_z_loss_coeff": COEFFICIENTS[1]})
-    ranks = run_group(group.compute_sums, config, WORK[:2], WORK[2:])
-    values, gradients = whole_model(ranks, config)
+    size = config.row_size
+    units = [(0, 1), (1, 0), (1, 1)]
+    ranks = run_group(group.compute_sums, config, work_of(*units[:1]), work_of(*units[1:]))
+    values, gradients = whole_model(with_all_experts(ranks, config), config)
+    rows = [shard * 4 + index * size for shard, index in units]
+    numbers = [row + lane for row in rows for lane in range(size)]
     reference = only_rank(plain)
-    [(loss_sum, expected)] = run_group(expert_group.reference_sums, reference, balancing, values, WORK, COEFFICIENTS)
+    [(loss_sum, expected)] = run_group(expert_group.reference_sums, reference, balancing, values, numbers, COEFFICIENTS)
     assert relative_distance(gradients, expected) < 1e-6
     losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
-    assert losses == pytest.approx([loss_sum], rel=1e-6)
+    assert losses == pytest.approx([loss_sum] * config.layout.data_parallel, rel=1e-6)
+
+
+def with_all_experts(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) -> list[Any]:
+    """Each rank's answer with the experts of all lanes that divide them, numbered over these lanes."""
+    assert config.model.num_experts is not None
+    size, per_lane = config.row_size, config.parallel.tensor_parallel
+    num_local = config.model.num_experts // size
+    answers = []
+    for rank, (totals, parameters) in enumerate(ranks):
+        own = config.parallel.lane_of(rank) % size
+        whole = dict(parameters)
+        for lane in range(size):
+            for name, value in ranks[rank + (lane - own) * per_lane][1].items():
+                if found := re.fullmatch(r"(.*local_experts\.)(\d+)(\..*)", name):
+                    whole[f"{found[1]}{lane * num_local + int(found[2])}{found[3]}"] = value
+        answers.append((totals, whole))
+    return answers
 
 
 def test_a_mixture_has_the_parameters_names_and_cost_that_its_settings_say(text_corpus: Path) -> None:
@@ -90,12 +126,33 @@ def test_checkpoints_name_the_tensors_of_a_mixture_as_exports_do(text_corpus: Pa
 
 
 def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text_corpus: Path, tmp_path: Path) -> None:
-    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
-    faults = [kill("backward", 1, 1), kill("in_reduce", 2, 2, 1)]
+    """Two lanes of two stages divide the experts, and one of the two groups is lost."""
+    layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
     mixture = {"linear_bias": False, "num_experts": 4, "shared_expert_ffn_hidden_size": 24, "hidden_dropout": 0.1}
-    config = tiny_config(text_corpus, layout, mode="reproducible", faults=faults, **mixture)
+    config = tiny_config(text_corpus, layout, mode="reproducible", faults=[kill("backward", 1, 1, 3)], **mixture)
     config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"})
     run = complete_run(config, tmp_path)
     assert_masked(run)
-    (curve, _) = run_group(expert_group.curve, config)
+    curve = run_group(expert_group.curve, config)[0]
     assert losses_of(run.journal) == {step: {values} for step, values in enumerate(curve)}
+
+
+def test_a_checkpoint_of_divided_experts_loads_in_stages_and_the_other_way_round(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """And experts begin alike in both."""
+    layouts = [
+        LayoutConfig(num_groups=2, data_parallel=4, expert_parallel=2),
+        LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2),
+    ]
+    config = config_of(text_corpus, {"data_parallel": 4})
+    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1})
+    of_ranks = run_group(expert_group.moved, config, layouts, tmp_path)
+    began = []
+    for ways in zip(*of_ranks, strict=True):
+        (going_on, loaded, _), *_ = ways
+        np.testing.assert_allclose(loaded, going_on, rtol=1e-6)
+        began.append({key: value for _, _, experts in ways for key, value in experts.items()})
+    assert len(began[0]) == 4 * 4 * 2  # layers, experts, matrices
+    assert len(set(began[0].values())) == len(began[0])
+    assert began[0] == began[1]

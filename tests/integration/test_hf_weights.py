@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied_with_biases": {"tie_embeddings": True, "linear_bias": True},
     "qwen2": {"qkv_bias": True, "num_query_groups": None},
     "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},
+    "mixtral": {"num_experts": 3, "experts_per_token": 2},
     "gpt2": {
         "num_query_groups": None,
         "position_embedding": "learned_absolute",
@@ -62,6 +63,7 @@ LAYOUTS = {
     "llama_tied_with_biases": LayoutConfig(num_groups=2, pipeline_parallel=2, virtual_pipeline=2),
     "qwen2": LayoutConfig(num_groups=2, tensor_parallel=2),
     "qwen3": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
+    "mixtral": LayoutConfig(num_groups=2, pipeline_parallel=2),
     "gpt2": LayoutConfig(num_groups=2, tensor_parallel=2),
 }
 

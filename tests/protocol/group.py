@@ -264,9 +264,9 @@ class Group:
                 self._evaluation.begin()
             self._evaluation.add(self._params, work)
         elif is_patch:
-            self._buckets.patch(work)
+            self._buckets.patch(self._world.lanes.compute(plan, work, is_patch=True))
         else:
-            self._buckets.compute(work)
+            self._buckets.compute(self._world.lanes.compute(plan, work, is_patch=False))
         self._computed.append(plan.digest)
 
     def _update(self, action: UpdateModel) -> None:

@@ -30,6 +30,7 @@ from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Sums
 from tests.protocol.evaluations import EvaluationSums
+from tests.protocol.lanes import CountsHalfARow, Lanes, PatchesOnOneLane
 from tests.protocol.partitions import PartitionStates
 
 
@@ -438,6 +439,7 @@ class Protocol:
     votes_type: type[BlockVotes] = BlockVotes
     reliance_type: type[Reliance] = Reliance
     voice_type: type[GroupAgreement] = GroupAgreement
+    lanes_type: type[Lanes] = Lanes
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str] = refusal_in_log
     superseded: Callable[..., frozenset[int]] = superseded
 
@@ -491,6 +493,10 @@ MUTATIONS_OF_EVALUATIONS = {
     "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),
     "keeps the value of a retried evaluation": Protocol(evaluation_type=KeepsFirstSums),
     "evaluates without what the lost have computed": Protocol(controller_type=EvaluatesWithoutTheLost),
+}
+MUTATIONS_OF_LANES = {
+    "counts half a row": Protocol(lanes_type=CountsHalfARow),
+    "votes without the patch of a lane": Protocol(lanes_type=PatchesOnOneLane),
 }
 MUTATIONS_OF_SHARED_DATA = {
     "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),

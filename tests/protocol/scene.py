@@ -53,6 +53,14 @@ class Scene:
     fetch: int | None = None
     """Thousandths of a microbatch's time until a group has data that it does not host; None if it cannot read them."""
 
+    num_lanes: int = 1
+    """Of every group."""
+    row_size: int = 1
+    """Microbatches of a unit of work, which lanes compute together."""
+
+    def with_lanes(self, num_lanes: int, row_size: int) -> "Scene":
+        return replace(self, num_lanes=num_lanes, row_size=row_size)
+
     @property
     def ramp(self) -> BatchRamp | None:
         if not self.ramp_steps:
@@ -61,7 +69,7 @@ class Scene:
 
     @property
     def sizes(self) -> list[int]:
-        """Microbatches of a shard in each step, without the code under test."""
+        """Units of work of a shard in each step, without the code under test."""
         most = self.microbatches_per_shard
         if not self.ramp_steps:
             return [most] * self.num_steps

@@ -14,6 +14,7 @@ from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Communicators
 from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.invariants import Invariants
+from tests.protocol.lanes import Lanes
 from tests.protocol.partitions import PartitionStates
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
@@ -49,6 +50,7 @@ class Surroundings(Protocol):
     evaluation_type: type[EvaluationSums]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]
+    lanes: Lanes
     states: dict[int, dict[Member, Content]]
     num_waiting: int
     num_announced: int

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spare_megatron.core.entries import Commit, Finish
+from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
@@ -21,6 +22,7 @@ NUM_EVALUATION_HISTORIES = 150
 NUM_DRAIN_HISTORIES = 60
 NUM_GROWTH_HISTORIES = 40
 NUM_SHARED_HISTORIES = 100
+NUM_LANE_HISTORIES = 60
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -72,6 +74,14 @@ def test_no_history_of_wipe_outs_violates_an_invariant() -> None:
     assert sample.violations == {}
     least = {"Restart": 100, "GiveUp": 3, "StopWipeOut": 50, "FinishRun": 200, "save": 100, "state wipe-out": 50}
     least["superseded checkpoint"] = 15
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_lanes_violates_an_invariant() -> None:
+    """Nor with rows: each microbatch of a step is counted once, whichever lanes compute it."""
+    sample = run_histories(range(NUM_LANE_HISTORIES), draw=draw_lanes)
+    assert sample.violations == {}
+    least = {"Commit": 60, "Retry": 30, "FinishRun": 50}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import find, settings
 from hypothesis import strategies as st
 
+from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import (
     CORRECT,
     MUTATIONS,
     MUTATIONS_OF_COMPARISONS,
     MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
+    MUTATIONS_OF_LANES,
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHARED_DATA,
     Protocol,
@@ -66,6 +68,8 @@ FOUND_AS = {
     "leaves votes to lost relays": "no progress|no end",
     "applies sums with unsound parts": "which counts",
     "keeps sums with unsound parts": "which counts",
+    "counts half a row": "which counts",
+    "votes without the patch of a lane": "which counts",
     "counts an evaluation into a gradient": "which counts|named twice",
     "keeps the value of a retried evaluation": "learns",
     "evaluates without what the lost have computed": "though the members voted",
@@ -201,6 +205,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_DRAINS, Scene.draw_drains),
         (MUTATIONS_OF_EVALUATIONS, Scene.draw_evaluations),
         (MUTATIONS_OF_GRADIENTS, Scene.draw_unsound),
+        (MUTATIONS_OF_LANES, draw_lanes),
         (MUTATIONS_OF_PAUSES, Scene.draw_pauses),
         (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
         (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),

@@ -88,8 +88,10 @@ class World:
         every, per_shard = scene.eval_every_steps, scene.eval_microbatches_per_shard
         evaluation = EvaluationPolicy(every_steps=every, microbatches_per_shard=per_shard) if every else None
         hosts = self._placement.hosts if scene.fetch is None else None
+        sizes = [size * scene.row_size for size in scene.sizes]
+        self.lanes = protocol.lanes_type(scene)
         self.invariants = Invariants(
-            hosts, scene.num_groups, scene.sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
+            hosts, scene.num_groups, sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
         )
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()

@@ -31,6 +31,7 @@ def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig
         ("llama", config_of({"kv_channels": 32}, tie_embeddings=True)),
         ("qwen2", config_of(qkv_bias=True, norm_eps=1e-6)),
         ("qwen3", config_of(qk_norm=True, sliding_window=7)),
+        ("mixtral", config_of(num_experts=8, experts_per_token=3, expert_ffn_hidden_size=40)),
         ("gpt2", RunConfig(model=ModelConfig(activation="gelu_tanh"))),
         ("gpt2", RunConfig(model=ModelConfig(tie_embeddings=False, norm_eps=1e-6, ffn_hidden_size=96))),
         ("gpt2", RunConfig(model=ModelConfig(), megatron={"bias_activation_fusion": True})),
@@ -65,6 +66,12 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
         (config_of(sliding_window=4), "model.sliding_window=4"),
         (config_of(qk_norm=True, qkv_bias=True), "model.qkv_bias=True with model.qk_norm=True"),
         (config_of(qk_norm=True, linear_bias=True), "model.linear_bias=True with model.qk_norm=True"),
+        (config_of(num_experts=4, qk_norm=True), "model.qk_norm=True"),
+        (
+            config_of({"moe_router_score_function": "sigmoid"}, num_experts=4),
+            "megatron.moe_router_score_function=sigmoid",
+        ),
+        (config_of(num_experts=4, shared_expert_ffn_hidden_size=8), "megatron.moe_shared_expert_intermediate_size=8"),
         (config_of({"rotary_interleaved": True}), "megatron.rotary_interleaved=True"),
         (config_of({"softmax_scale": 0.5}), "megatron.softmax_scale=0.5"),
         (config_of({"layernorm_zero_centered_gamma": True}), "megatron.layernorm_zero_centered_gamma=True"),
@@ -79,7 +86,7 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mistral"}, "model_type=mistral is none of llama, qwen2, qwen3, gpt2"),
+        ({"model_type": "mistral"}, "model_type=mistral is none of llama, qwen2, qwen3, mixtral, gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu has no equal"),
         ({"attention_bias": True}, "mlp_bias=False has no equal"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),

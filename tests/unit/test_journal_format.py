@@ -132,9 +132,12 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "eval_microbatches_per_shard": 0,
         "ramp": [],
         "max_groups": 0,
+        "lanes": 1,
+        "row_size": 1,
     }
     assert digest_of_terms({**terms, **later}) == earlier
     assert digest_of_terms({**terms, **later, "order": 2}) != earlier
     assert digest_of_terms({**terms, **later, "eval_every_steps": 5}) != earlier
     assert digest_of_terms({**terms, **later, "ramp": [1, 1, 2]}) != earlier
     assert digest_of_terms({**terms, **later, "max_groups": 6}) != earlier
+    assert digest_of_terms({**terms, **later, "lanes": 2}) != earlier

@@ -27,13 +27,13 @@ def shares(work: tuple[Microbatch, ...], num_lanes: int, row_size: int, units: i
 def test_lanes_of_all_groups_compute_each_microbatch_of_the_batch_once() -> None:
     chance = random.Random(1)
     for _ in range(200):
-        num_lanes, units, num_shards = chance.randint(1, 5), chance.randint(1, 6), chance.randint(1, 4)
-        row_size = chance.choice([1, num_lanes])
+        num_lanes, units, num_shards = chance.randint(1, 6), chance.randint(1, 6), chance.randint(1, 4)
+        row_size = chance.choice([size for size in range(1, num_lanes + 1) if num_lanes % size == 0])
         computed: list[int] = []
         for work in dealt(num_shards, units, chance.randint(1, 4), chance):
             by_lane = shares(work, num_lanes, row_size, units)
             lengths = [len(share) for share in by_lane]
-            assert max(lengths) - min(lengths) <= (row_size == 1)
+            assert max(lengths) - min(lengths) <= (row_size < num_lanes)
             for share in by_lane:
                 assert [one.unit for one in share] == sorted(one.unit for one in share)
             computed += [one.number for share in by_lane for one in share]
@@ -46,6 +46,12 @@ def test_lanes_compute_a_row_together() -> None:
     passes = list(zip(*shares(work, 3, 3, 2), strict=True))
     assert [[one.number for one in row] for row in passes] == [[3, 4, 5], [12, 13, 14]]
     assert [{one.unit for one in row} for row in passes] == [{work[0]}, {work[1]}]
+
+
+def test_sets_of_lanes_that_divide_the_experts_take_turns() -> None:
+    work = tuple(Microbatch(ShardId(0), index) for index in range(3))
+    found = [[one.number for one in share] for share in shares(work, 4, 2, 3)]
+    assert found == [[0, 4], [1, 5], [2], [3]]
 
 
 def test_the_same_microbatch_has_the_same_number_whatever_the_unit() -> None:

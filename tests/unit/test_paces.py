@@ -1,6 +1,7 @@
 """A rank that computes slower than its peers is named, with its slowdown, whichever rank waits for it."""
 
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,23 +17,24 @@ from spare_megatron.process.span_ring import PassTimes
 
 NUM_GROUPS, NUM_RANKS, LOAD = 6, 2, 4
 SLOW_GROUP, SLOW_RANK = 2, 1
+RUN: dict[str, Any] = {
+    "name": "slow",
+    "num_groups": NUM_GROUPS,
+    "ranks_per_group": NUM_RANKS,
+    "redundancy": 2,
+    "microbatches_per_shard": LOAD,
+    "num_steps": 1,
+    "placement": "golomb",
+    "granularity": "microbatch",
+    "reduce_mode": "fast",
+    "faults": [],
+}
 
 
 def history_with_a_slow_rank(num_steps: int, ratio: float, seed: int) -> History:
     """Stages of unlike cost, steps that are longer for all, noise of 5%, now and then a hiccup, and one slow rank."""
     rng = np.random.default_rng(seed)
-    run = RunRecord(
-        name="slow",
-        num_groups=NUM_GROUPS,
-        ranks_per_group=NUM_RANKS,
-        redundancy=2,
-        microbatches_per_shard=LOAD,
-        num_steps=num_steps,
-        placement="golomb",
-        granularity="microbatch",
-        reduce_mode="fast",
-        faults=[],
-    )
+    run = RunRecord(**{**RUN, "num_steps": num_steps})
     run_state = RunState()
     run_state.add_line(Line(source="driver", at_s=0.0, record=run))
     for step in range(num_steps):
@@ -139,7 +141,7 @@ def test_a_rank_that_was_there_for_a_moment_is_not_called_slow() -> None:
 
 
 def test_of_a_long_run_attempts_at_equal_distances_are_kept() -> None:
-    paces = RankPaces(2, 1)
+    paces = RankPaces(2, [0])
     num_attempts = 5 * MOST_SAMPLES
     for attempt in range(num_attempts):
         paces.add(attempt, 1, [2.0 * attempt], 2.0)
@@ -150,8 +152,25 @@ def test_of_a_long_run_attempts_at_equal_distances_are_kept() -> None:
     assert np.isnan(pace_s[:, 0]).all()
 
 
+def test_lanes_that_compute_fewer_microbatches_are_not_faster() -> None:
+    """Groups of 2 stages of 2 lanes: with 5 microbatches lane 0 computes 3, with 1 lane 1 computes none."""
+    run = RunRecord(**{**RUN, "ranks_per_group": 4, "ranks_per_stage": 2, "lanes": 2})
+    assert run.turns == [0, 1, 0, 1]
+    paces = RankPaces(3, run.turns)
+    paces.add(0, 0, [3.0, 2.0, 6.0, 4.0], 5.0)
+    paces.add(0, 1, [2.0, 2.0, 4.0, 4.0], 4.0)
+    paces.add(0, 2, [1.0, 0.0, 2.0, 0.0], 1.0)
+    assert paces.of(np.arange(1))[1][0, :2].tolist() == [[1.0, 1.0, 2.0, 2.0]] * 2
+    np.testing.assert_array_equal(paces.of(np.arange(1))[1][0, 2], [1.0, np.nan, 2.0, np.nan])
+
+
+def test_lanes_that_compute_rows_together_compute_as_many() -> None:
+    run = RunRecord(**{**RUN, "ranks_per_group": 4, "ranks_per_stage": 4, "lanes": 4, "row_size": 2})
+    assert run.turns == [0, 0, 1, 1]
+
+
 def test_a_group_that_computed_nothing_and_a_journal_without_times_say_nothing() -> None:
-    paces = RankPaces(2, 2)
+    paces = RankPaces(2, [0, 0])
     paces.add(0, 0, [], 3.0)
     paces.add(0, 1, [1.0, 1.0], 0.0)
     paces.add(0, 1, [1.0, 1.0], float("nan"))

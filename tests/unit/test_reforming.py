@@ -188,3 +188,25 @@ def test_a_group_of_whole_machines_can_be_re_formed() -> None:
 def test_groups_that_do_not_fill_whole_machines_are_refused(ranks: int, num_nodes: int) -> None:
     with pytest.raises(ValueError, match=r"do not fill whole machines.*cluster.num_nodes"):
         reform(Layout(num_groups=4, pipeline_parallel=ranks, num_nodes=num_nodes), {}, ())
+
+
+def test_lanes_and_stages_of_a_machine_move_together() -> None:
+    """Groups 0 and 1 have each lost the machine of another stage: that of group 1 takes the place of group 0's."""
+    layout = Layout(num_groups=3, tensor_parallel=2, data_parallel=2, pipeline_parallel=2, num_nodes=6)
+    machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in (1, 2, 4, 5)}
+    (move,) = reform(layout, machines, [GroupId(0), GroupId(1)])
+    assert move == Move(MachineId(2), PlaceId(0), PlaceId(2))
+    stands = {
+        place: [(layout.lane_of(rank), rank // layout.ranks_per_stage) for _, rank in layout.ranks_on(place)]
+        for place in (move.place, 1)
+    }
+    assert stands == {0: [(0, 0), (0, 0), (1, 0), (1, 0)], 1: [(0, 1), (0, 1), (1, 1), (1, 1)]}
+
+
+def test_machines_of_single_lanes_fill_places_of_other_lanes() -> None:
+    layout = Layout(num_groups=3, tensor_parallel=2, data_parallel=4, num_nodes=12)
+    assert places_per_group(layout) == 4
+    machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in range(12) if place not in (1, 4, 7)}
+    moves = reform(layout, machines, [GroupId(0), GroupId(1)])
+    assert moves == (Move(MachineId(5), PlaceId(1), PlaceId(5)),)
+    assert [layout.lane_of(rank) for _, rank in layout.ranks_on(1)] == [1, 1]

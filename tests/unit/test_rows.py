@@ -81,6 +81,11 @@ def test_lanes_fill_their_pipelines_with_rows_together() -> None:
         (["spare.ramp_start=3", "spare.ramp_increment=3", "spare.ramp_steps=4"], "ramp_start=3 is no multiple of"),
         (["spare.ramp_start=2", "spare.ramp_steps=4"], "spare.ramp_increment=1 is no multiple of layout.data"),
         (["model.num_experts=5"], "model.num_experts=5 is no multiple of layout.data_parallel=2, and each lane"),
+        (["layout.expert_parallel=4"], "spare.microbatches_per_shard=6 is no multiple of layout.expert_parallel=4"),
+        (
+            ["layout.expert_parallel=3", "model.num_experts=6"],
+            "layout.data_parallel=2 is no multiple of layout.expert_p",
+        ),
     ],
 )
 def test_lanes_that_share_experts_need_whole_rows(overrides: list[str], expected: str) -> None:
@@ -125,3 +130,13 @@ def test_lanes_of_a_dense_model_divide_its_optimizer_state_alone() -> None:
     one, two = (run_sizes(configured(f"layout.data_parallel={lanes}")).memory for lanes in (1, 2))
     assert two.optimizer_bytes == pytest.approx(one.optimizer_bytes / 2, rel=1e-4)
     assert (two.weights_bytes, two.gradients_bytes) == (one.weights_bytes, one.gradients_bytes)
+
+
+def test_the_fullest_rank_is_that_with_most_state() -> None:
+    """The first stage has more parameters, dense ones whose state the lanes divide, the others have experts."""
+    model = ("num_layers=4", "num_dense_layers=1", "hidden_size=256", "ffn_hidden_size=512", "num_experts=16")
+    shape = (*model, "expert_ffn_hidden_size=256", "linear_bias=false", "vocab_size=256", "precision=bf16")
+    layout = ("layout.data_parallel=16", "layout.pipeline_parallel=4", "spare.microbatches_per_shard=16")
+    memory = run_sizes(configured(*(f"model.{one}" for one in shape), *layout)).memory
+    expert = 2 * 256 * 256
+    assert memory.optimizer_bytes > 12 * expert

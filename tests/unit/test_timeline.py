@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import random
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,18 @@ def test_every_rank_is_a_thread_of_its_own_and_spans_lie_whole_inside_others() -
                 around.pop()
             assert not around or (around[-1][0] <= began and ended <= around[-1][1])
             around.append((began, ended))
+
+
+def test_a_row_goes_from_stage_to_stage_on_each_lane() -> None:
+    """The lanes compute microbatches of one row, and none of them sends the other anything."""
+    passes = [
+        replace(part(0, stage, span("forward", 10.0 + stage + lane / 2, 10.4 + stage + lane / 2)), rank=rank, lane=lane)
+        for rank, (stage, lane) in enumerate(itertools.product(range(2), range(2)))
+    ]
+    trace = trace_of(passes, Journal(lines=()))
+    starts = {event["id"]: event["tid"] for event in events(trace, "s")}
+    rank_of = {event["tid"]: int(event["args"]["name"][5]) for event in events(trace, "M") if "stage" in str(event)}
+    assert {(rank_of[starts[event["id"]]], rank_of[event["tid"]]) for event in events(trace, "f")} == {(0, 2), (1, 3)}
 
 
 def test_stages_of_a_recovery_have_a_thread_of_their_own() -> None:

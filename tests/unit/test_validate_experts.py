@@ -1,10 +1,7 @@
 """What is refused of mixtures of experts, with the reason, before any process starts."""
 
-from typing import Any
-
 import pytest
 
-from spare_megatron.config.hf_config import architecture_of
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_args import args_of
 from spare_megatron.config.schema import RunConfig
@@ -24,6 +21,11 @@ def test_settings_of_experts_need_experts(setting: str) -> None:
     (found,) = expert_problems(configured(f"model.{setting}"))
     assert found.startswith(f"model.{setting} has no effect without experts")
     assert not list(expert_problems(configured(*MIXTURE, f"model.{setting}")))
+
+
+def test_lanes_divide_nothing_without_experts() -> None:
+    (found,) = expert_problems(configured("layout.data_parallel=2", "layout.expert_parallel=2"))
+    assert found.startswith("layout.expert_parallel=2 has no effect without experts")
 
 
 @pytest.mark.parametrize(
@@ -72,9 +74,7 @@ def test_other_experts_are_another_model(setting: str) -> None:
     assert not differences(terms_of(one), configured(*MIXTURE, "megatron.moe_aux_loss_coeff=0.1"))
 
 
-@pytest.mark.parametrize("export", [architecture_of, args_of])
-def test_formats_that_have_no_mixtures_refuse_them(export: Any) -> None:
-    llama = ["model.position_embedding=rope", "model.normalization=rmsnorm", "model.activation=swiglu"]
-    export(configured("model.linear_bias=false", *llama))
+def test_exports_to_megatron_lm_refuse_mixtures() -> None:
+    args_of(configured("model.linear_bias=false", "model.activation=swiglu"))
     with pytest.raises(ValueError, match=r"num_moe_experts=8"):
-        export(configured(*MIXTURE, *llama))
+        args_of(configured(*MIXTURE, "model.activation=swiglu"))

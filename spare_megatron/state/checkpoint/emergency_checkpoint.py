@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.schema import CheckpointConfig, RunConfig
+from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.journal_index import JournalIndex
@@ -103,8 +103,9 @@ def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     ours = asdict(config.layout)
     # One partition per group of the start; further ones hold copies at most.
     needed = [name for name in ours if name != "max_groups" and (name != "num_groups" or sharding == "stacked")]
-    # Versions without lanes wrote no `data_parallel`.
-    pairs |= {f"layout.{name}": (manifest.layout.get(name, 1), ours[name]) for name in needed}
+    # Versions without lanes wrote neither `data_parallel` nor `expert_parallel`.
+    earlier = asdict(LayoutConfig())
+    pairs |= {f"layout.{name}": (manifest.layout.get(name, earlier[name]), ours[name]) for name in needed}
     if strips := manifest.optimizer.get("strips"):
         pairs |= {key: (theirs, folders.strips_of(config).get(key, theirs)) for key, theirs in strips.items()}
     return [f"{key} = {own}, and it was saved with {theirs}" for key, (theirs, own) in pairs.items() if theirs != own]

@@ -73,9 +73,10 @@ class Fleet:
             return ()
         return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
 
-    def ready_s(self, group: GroupId) -> float:
-        """When a lost group can be admitted; infinite if only a restart brings it back."""
-        return self._ready_s.get(group, inf)
+    def ready_by(self, until_s: float) -> dict[GroupId, float]:
+        """When each lost group can be admitted, of those that are whole by then if no further machine is lost."""
+        coming = [] if self._machines is None else self._machines.whole_by(until_s)
+        return self._ready_s | {group: self._formed_s(whole_at_s) for group, whole_at_s in coming}
 
     def ready_from(self, group: GroupId, at_s: float) -> None:
         """Makes a lost group ready to be admitted at `at_s`."""
@@ -119,9 +120,10 @@ class Fleet:
 
     def _note_whole(self, groups: Iterable[tuple[GroupId, float]]) -> None:
         """Groups that have all their machines since some time: their processes start, then they fetch the state."""
-        for group, whole_at_s in groups:
-            formed_at_s = whole_at_s + (self._scenario.reform_s or 0.0)
-            self._ready_s[group] = formed_at_s + self._scenario.costs.state_transfer_s
+        self._ready_s |= {group: self._formed_s(whole_at_s) for group, whole_at_s in groups}
+
+    def _formed_s(self, whole_at_s: float) -> float:
+        return whole_at_s + (self._scenario.reform_s or 0.0) + self._scenario.costs.state_transfer_s
 
     def _repair_time(self, loss: Loss) -> float:
         mean_s = self._scenario.repair_s if loss.repair_s is None else loss.repair_s

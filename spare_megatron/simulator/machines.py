@@ -1,6 +1,7 @@
 """Tracks the machines of broken groups and the idle ones, which `core.reforming` moves in virtual time."""
 
 import heapq
+from copy import deepcopy
 from math import inf
 
 from spare_megatron.core.reforming import Machine, MachineId, PlaceId, reform
@@ -50,6 +51,10 @@ class Machines:
             self._add(Machine("idle", domain=domain))
             found += [(group, at_s) for group in self._reform()]
         return found
+
+    def whole_by(self, until_s: float) -> list[tuple[GroupId, float]]:
+        """What `return_until` will return if no further machine is lost."""
+        return deepcopy(self).return_until(until_s)
 
     def _add(self, machine: Machine) -> None:
         self._machines[MachineId(self._num_seen)] = machine

@@ -186,12 +186,12 @@ class Scenario:
             times = self._reform_times(self.reform_s)
             if self.last_resort:
                 return reforming.time_without_machines_s(n, n * interval_s, times)
-            return reforming.survival(n, hosts, n * interval_s, times)[0]
+            return reforming.survival(n, hosts, n * interval_s, times, self.costs.restart_s).lived_s
         back_s = self.mean_absence_s()
         if self.failures.kind == "domain" and self.policy == "spare" and not self.last_resort:
             return self._time_to_wipe_out_by_domains_s(back_s)
         if back_s is not None:
-            repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
+            repair = self._repair_times(n * interval_s, back_s)
             if self.policy == "replication":
                 return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
             return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups are never down together
@@ -200,6 +200,11 @@ class Scenario:
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
         lost = np.arange(n)
         return float((covered[:n] * interval_s * n / (n - lost)).sum())
+
+    def _repair_times(self, group_interval_s: float, back_s: float) -> RepairTimes:
+        """A shard without a host is waited for as long as a restart takes."""
+        wait_s = self.costs.restart_s if self.policy == "spare" and not self.last_resort else None
+        return RepairTimes(group_interval_s=group_interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S), wait_s=wait_s)
 
     def _reform_times(self, reform_s: float) -> ReformTimes:
         costs = self.costs
@@ -219,7 +224,7 @@ class Scenario:
         num_domains = counts.shape[1]
         if back_s is not None:
             patterns = np.unique(counts > 0, axis=0).sum(axis=1)
-            repair = RepairTimes(group_interval_s=self.failures.mean_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
+            repair = self._repair_times(self.failures.mean_s, back_s)
             return survival(int((patterns == patterns.min()).sum()), int(patterns.min()), repair).mean_s
         covered = domain_coverage_probabilities(counts)[:num_domains]
         return float((covered * self.failures.mean_s / (num_domains - np.arange(num_domains))).sum())

@@ -93,7 +93,7 @@ class SpareRun:
             last_resort=scenario.last_resort,
             fetch=scenario.fetch,
             partitions=self._partition_setup(),
-            pause_s=inf if scenario.policy == "spare" else None,
+            pause_s=scenario.costs.restart_s if scenario.policy == "spare" else None,
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)

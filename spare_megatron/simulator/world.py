@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -217,8 +218,10 @@ class World:
 
     def hosts_back_s(self, hosts_of: Iterable[Collection[GroupId]]) -> float | None:
         """When each of these shards has one of its hosts back; None if a restart would be over earlier."""
-        back_s = max(min(map(self.fleet.ready_s, hosts)) for hosts in hosts_of)
-        return back_s if back_s <= self.now_s + self.scenario.costs.restart_s else None
+        restarted_s = self.now_s + self.scenario.costs.restart_s
+        ready_s = self.fleet.ready_by(restarted_s)
+        back_s = max(min(ready_s.get(host, inf) for host in hosts) for hosts in hosts_of)
+        return back_s if back_s <= restarted_s else None
 
     def save(self, step: int) -> None:
         """Saves the state after `step` steps; losses meanwhile are found in the next step."""

@@ -18,8 +18,8 @@ class Machines:
 
     def __init__(self, scenario: Scenario) -> None:
         self._size, self._per_domain = scenario.machines_per_group, scenario.placed_groups_per_domain
-        num_machines = scenario.num_groups * self._size
-        self._layout = Layout(num_groups=scenario.num_groups, pipeline_parallel=self._size, num_nodes=num_machines)
+        n = scenario.max_groups
+        self._layout = Layout(num_groups=n, pipeline_parallel=self._size, num_nodes=n * self._size)
         self._num_spares = scenario.num_spares
         self.restart()
 

@@ -101,6 +101,8 @@ class Result:
     losses: int
     """Groups lost, counting each loss."""
     losses_by_cause: dict[str, int]
+    drains: int
+    """Groups that left before they were lost."""
     saves: int
     save_cadence_s: float
     """Planned seconds between saves."""
@@ -229,6 +231,11 @@ class World:
         self.ledger.mark_saved()
         self.saved_step, self.num_saves = step, self.num_saves + 1
 
+    def drain(self, groups: tuple[GroupId, ...]) -> None:
+        """These groups leave, and the others build a communicator without them."""
+        self.fleet.drain(self.now_s, groups)
+        self.ledger.spend("rebuild", self.scenario.costs.rebuild_s)
+
     def take_in(self, groups: tuple[GroupId, ...]) -> None:
         """All groups wait while these are admitted."""
         self._unnoticed += self._just_lost()  # losses up to now do not hit the groups admitted now
@@ -260,6 +267,7 @@ class World:
             pauses=self.num_pauses,
             losses=self.fleet.num_lost,
             losses_by_cause=dict(self.fleet.losses_by_cause),
+            drains=self.fleet.num_drained,
             saves=self.num_saves,
             save_cadence_s=self.scenario.save_cadence_s(),
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),

@@ -129,7 +129,7 @@ def test_planned_pauses_are_those_of_simulated_runs(redundancy: int, repair_s: f
     facts, scenario = planned_and_simulated(redundancy, {"repair_s": repair_s}, {}, num_steps=400)
     plan, run = predict(facts, "reform", redundancy), simulate(scenario, 0)
     trained_s = run.end_s - run.terms["pause"] - run.terms["restart"]
-    assert run.pauses > 5
+    assert run.pauses > 4
     assert 0.5 < run.pauses / trained_s * plan.pause_interval_s < 2
     if repair_s is None:
         assert plan.time_to_wipe_out_s < 1e6

@@ -85,7 +85,12 @@ ROWS = (
         redundancies=(8,),
     ),
     Row(
-        name="+ m = 128",
+        name="+ 8 spare machines",
+        settings={**RE_FORMED, "last_resort": True, "repair_s": 600.0, "num_spares": 8},
+        redundancies=(8,),
+    ),
+    Row(
+        name="repair after 10 min, m = 128",
         settings={**RE_FORMED, "last_resort": True, "repair_s": 600.0, "microbatches_per_shard": 128},
         redundancies=(8,),
     ),

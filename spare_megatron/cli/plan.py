@@ -10,6 +10,7 @@ import typer
 
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_plot_file
+from spare_megatron.cli.loss_options import Join, Machines, Reform, Repair
 from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.plan_question import (
     ASSUMED_MICROBATCHES,
@@ -49,28 +50,13 @@ _Reduce = Annotated[
 _Microbatches = Annotated[
     int | None, typer.Option(help="Microbatches per shard.", show_default=str(ASSUMED_MICROBATCHES))
 ]
-_Repair = Annotated[
-    str | None,
-    typer.Option(help="Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."),
-]
 _Transfer = Annotated[
     str | None, typer.Option(help="Time that a repaired group needs to copy the state.", show_default="0s")
-]
-_Join = Annotated[
-    str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.", show_default="0s")
 ]
 _Spares = Annotated[
     int | None,
     typer.Option(help="Spare groups, or machines with --reform, that replace lost ones at once.", show_default="0"),
 ]
-_Reform = Annotated[
-    str | None,
-    typer.Option(
-        help="Time from the loss of a machine until a group is re-formed with another one, as in 60s. A loss then "
-        "takes one machine."
-    ),
-]
-_Machines = Annotated[int | None, typer.Option(help="Machines of a group, for --reform.")]
 _Steps = Annotated[
     int | None,
     typer.Option(help="Steps of the training, in which machines are lost for good.", show_default=str(ASSUMED_STEPS)),
@@ -137,12 +123,12 @@ def plan(
     step: _Step = None,
     reduce: _Reduce = None,
     microbatches: _Microbatches = None,
-    repair: _Repair = None,
+    repair: Repair = None,
     transfer: _Transfer = None,
-    join: _Join = None,
+    join: Join = None,
     spares: _Spares = None,
-    reform: _Reform = None,
-    machines_per_group: _Machines = None,
+    reform: Reform = None,
+    machines_per_group: Machines = None,
     steps: _Steps = None,
     groups_per_domain: _PerDomain = None,
     domain_mtbf: _DomainMtbf = None,

@@ -32,10 +32,10 @@ def print_answer(answer: Answer) -> None:
         console.print("Restarting at every loss costs less here than going on without the lost groups.")
     if answer.plan.cadence_s > _LONG_CADENCE_S:
         console.print(
-            "Wipe-outs are so rare here that other failures (storage, software, the site) decide how often to save."
+            "Restarts are so rare here that other failures (storage, software, the site) decide how often to save."
         )
     if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
-        console.print("Wipe-outs come sooner than saves pay off: take a higher redundancy.")
+        console.print("Restarts come sooner than saves pay off: take a higher redundancy.")
 
 
 def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -50,10 +50,12 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     if plan.policy == "reform":
         without = min(other.time_to_train_ratio for other in answer.alternatives if other.policy != "reform")
         yield "re-forming is worth", f"{without - plan.time_to_train_ratio:.2f} of it: {without:.2f} x without"
-    yield "mean step between wipe-outs", f"{plan.stretch:.2f} x that without losses"
+    yield "mean step between restarts", f"{plan.stretch:.2f} x that without losses"
     yield "availability", f"{plan.availability:.1%}"
-    yield "losses endured", f"{format_count(plan.endured_losses)} before a wipe-out"
-    yield "wipe-out every", format_duration(plan.time_to_wipe_out_s)
+    yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"
+    yield "restart every", format_duration(plan.time_to_wipe_out_s)
+    if plan.policy in ("rejoin", "reform") and not answer.facts.last_resort:
+        yield "pause for a host every", format_duration(plan.pause_interval_s)
     if limits is None:
         yield "memory for shards", f"{plan.redundancy} x that of one shard per group (--shard-size)"
         return

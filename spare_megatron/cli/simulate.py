@@ -12,6 +12,7 @@ import typer
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
+from spare_megatron.cli.loss_options import Join, Machines, Reform, Repair
 from spare_megatron.cli.quantities import parse_duration_s, parse_redundancies
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.process.interrupts import INTERRUPTED, raising
@@ -63,20 +64,10 @@ _Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard.")]
 _Microbatches = Annotated[int | None, typer.Option(help="Microbatches per shard.")]
 _Steps = Annotated[int | None, typer.Option(help="Number of steps to commit.")]
 _Seeds = Annotated[int, typer.Option(help="Number of simulations of each scenario, with seeds from 0.")]
-_Repair = Annotated[str | None, typer.Option(help="Time from the loss of a group until its repair, as in 10m.")]
-_Reform = Annotated[
-    str | None,
-    typer.Option(
-        help="Re-form groups from idle machines and those of broken groups: time from the loss of a machine until "
-        "the group runs, as in 60s. Detection and rebuild then take 2 s each unless set."
-    ),
-]
-_Machines = Annotated[int | None, typer.Option(help="Machines of a group; with --reform a loss takes one of them.")]
 _SharedData = Annotated[
     bool | None, typer.Option("--shared-data", help="All groups can read all data, so that any computes any shard.")
 ]
 _Save = Annotated[str | None, typer.Option(help="Time that training stalls for one save, as in 60s.")]
-_Join = Annotated[str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.")]
 _Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -118,12 +109,12 @@ def simulate(
     microbatches: _Microbatches = None,
     steps: _Steps = None,
     seeds: _Seeds = 5,
-    repair: _Repair = None,
-    reform: _Reform = None,
-    machines_per_group: _Machines = None,
+    repair: Repair = None,
+    reform: Reform = None,
+    machines_per_group: Machines = None,
     shared_data: _SharedData = None,
     save: _Save = None,
-    join: _Join = None,
+    join: Join = None,
     overrides: _Overrides = None,
     calibrate: _Calibrate = None,
     replay: _Replay = None,
@@ -137,7 +128,8 @@ def simulate(
     """Simulate training under losses of groups.
 
     The simulation runs the same controller as real runs, in virtual time. All figures are simulated, not measured; with
-    --calibrate their costs are measured. Options override the preset. Progress goes to stderr.
+    --calibrate their costs are measured. Options override the preset; with --reform detection and rebuild take 2 s each
+    unless set. Progress goes to stderr.
 
     Example: `spare simulate --preset paper_n600 --policy all --seeds 5 --steps 2000`
 

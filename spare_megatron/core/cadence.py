@@ -13,7 +13,8 @@ class Cadence:
     Attributes:
         group_interval_s: Mean seconds until a given group is lost.
         absence_s: Mean seconds until a lost group takes part again; None if none does.
-        time_to_wipe_out_s: Mean seconds until some shard has no host, with the present groups; 0 if one has none.
+        time_to_wipe_out_s: Mean seconds until a shard or a state partition without a host causes a restart, with the
+            present groups; 0 if a shard has none.
         exposure_s: Seconds that groups have taken part so far, summed over groups.
     """
 

@@ -63,13 +63,16 @@ class Experience:
     """Losses, absences and saves measured in a run, and the cadence that follows; equal on all ranks.
 
     Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): after k losses in the
-    exposure T the mean rate is (1 + k) / (group_life_s + T).
+    exposure T the mean rate is (1 + k) / (group_life_s + T). `pause_s`: longest pause for shards without a host.
     """
 
-    def __init__(self, group_life_s: float, placement: Placement, *, last_resort: bool) -> None:
+    def __init__(
+        self, group_life_s: float, placement: Placement, *, last_resort: bool, pause_s: float | None = None
+    ) -> None:
         self._group_life_s = group_life_s
         self._placement = placement
         self._last_resort = last_resort
+        self._pause_s = pause_s
         self._at_s = 0.0
         self._num_losses = 0
         self._exposure_s = 0.0
@@ -78,6 +81,8 @@ class Experience:
         self._num_members = 0
         self._lost_at_s: dict[GroupId, float] = {}
         self._absences_s: list[float] = []
+        self._lacking_since_s: float | None = None  # copies of state partitions
+        self._copies_s: list[float] = []
         self._saves_s: list[float] = []
         self._cadence_of: tuple[tuple[object, ...], Cadence] | None = None
 
@@ -92,6 +97,14 @@ class Experience:
         for group in groups:
             self._num_losses += 1
             self._lost_at_s[group] = self._at_s
+            if self._lacking_since_s is None:
+                self._lacking_since_s = self._at_s
+
+    def on_ownership(self, ownership: Ownership) -> None:
+        """After a commit: measures how long partitions lack copies after losses."""
+        if self._lacking_since_s is not None and not ownership.repairs:
+            self._copies_s.append(self._at_s - self._lacking_since_s)
+            self._lacking_since_s = None
 
     def on_admission(self, groups: Iterable[GroupId]) -> None:
         for group in groups:
@@ -106,21 +119,25 @@ class Experience:
         self._is_restarting = True
         self._exposure_s += 0.5 * self._step_s * self._num_members
         self._lost_at_s.clear()
+        self._lacking_since_s = None
 
-    def cadence(self, members: Collection[GroupId]) -> Cadence:
+    def cadence(self, members: Collection[GroupId], ownership: Ownership | None = None) -> Cadence:
         # The cadence grows only with the square root of times, so a coarse exposure serves as key.
         exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
-        known = (self._num_losses, len(self._absences_s), self._absence_s() is None, exposure)
-        key = (tuple(members), tuple(self._saves_s), known)
+        known = (self._num_losses, len(self._absences_s), len(self._copies_s), self._absence_s() is None, exposure)
+        num_copies = None if ownership is None else tuple(map(len, ownership.hosts))
+        key = (tuple(members), tuple(self._saves_s), known, num_copies)
         if self._cadence_of is None or self._cadence_of[0] != key:
-            self._cadence_of = (key, self._choose(members))
+            self._cadence_of = (key, self._choose(members, ownership))
         return self._cadence_of[1]
 
-    def _choose(self, members: Collection[GroupId]) -> Cadence:
+    def _choose(self, members: Collection[GroupId], ownership: Ownership | None) -> Cadence:
         group_interval_s = (self._group_life_s + self._exposure_s) / (1 + self._num_losses)
         save_s = max(fmean(self._saves_s) if self._saves_s else PRIOR_SAVE_S, LEAST_SAVE_S)
         absence_s = self._absence_s()
         time_s = self._time_to_wipe_out_s(members, group_interval_s, absence_s)
+        if ownership is not None and time_s:
+            time_s = 1 / (1 / time_s + 1 / self._time_to_lost_state_s(ownership, group_interval_s))
         return Cadence(
             interval_s=optimal_cadence_s(save_s, time_s) if time_s else 0.0,
             save_s=save_s,
@@ -142,13 +159,23 @@ class Experience:
     def _time_to_wipe_out_s(
         self, members: Collection[GroupId], group_interval_s: float, absence_s: float | None
     ) -> float:
-        if self._last_resort:  # until the last group is lost, without returns
-            return group_interval_s * sum(1 / left for left in range(1, len(members) + 1))
+        # Until the last group and with it all state is lost, without returns: rarer than that is not relied on.
+        last_s = group_interval_s * sum(1 / left for left in range(1, len(members) + 1))
+        if self._last_resort:
+            return last_s
         mask = self._placement.alive_mask(frozenset(members))
         num_shards = Counter(int(count) for count in mask[self._placement.host_array].sum(axis=1))
         if num_shards[0]:
             return 0.0
-        return time_to_wipe_out_s(num_shards, self._placement.redundancy, group_interval_s, absence_s)
+        redundancy, pause_s = self._placement.redundancy, self._pause_s
+        return min(time_to_wipe_out_s(num_shards, redundancy, group_interval_s, absence_s, pause_s), last_s)
+
+    def _time_to_lost_state_s(self, ownership: Ownership, group_interval_s: float) -> float:
+        """Mean seconds until a state partition has no copy: like shards, whose hosts are back once others copied it."""
+        redundancy = ownership.setup.redundancy
+        num_partitions = Counter(min(len(row), redundancy) for row in ownership.hosts)
+        copy_s = max(fmean(self._copies_s), LEAST_SAVE_S) if self._copies_s else None
+        return time_to_wipe_out_s(num_partitions, redundancy, group_interval_s, copy_s)
 
 
 def superseded(
@@ -196,11 +223,19 @@ class SavePolicy:
 class Saves:
     """Saves in the log so far, and when the next is due; never without a policy.
 
-    `first_step` and `num_steps` are committed steps; `last_resort`: every group can compute every shard.
+    `first_step` and `num_steps` are committed steps; `last_resort`: every group can compute every shard; `pause_s`:
+    longest pause for shards without a host, None if there is none.
     """
 
     def __init__(
-        self, policy: SavePolicy | None, placement: Placement, first_step: int, num_steps: int, *, last_resort: bool
+        self,
+        policy: SavePolicy | None,
+        placement: Placement,
+        first_step: int,
+        num_steps: int,
+        *,
+        last_resort: bool,
+        pause_s: float | None = None,
     ) -> None:
         self._policy = SavePolicy() if policy is None else policy
         self._num_steps = num_steps
@@ -218,7 +253,9 @@ class Saves:
         self.void: set[int] = set()
         """Steps with a save that is refused or undone."""
         life_s = self._policy.group_life_s
-        self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
+        self._experience = (
+            None if life_s is None else Experience(life_s, placement, last_resort=last_resort, pause_s=pause_s)
+        )
 
     @property
     def saved(self) -> frozenset[int]:
@@ -230,14 +267,22 @@ class Saves:
         """The group whose save has not ended yet, as far as the log has it."""
         return None if self._under_way is None else self._under_way[1]
 
-    def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
+    def is_due(
+        self,
+        step: int,
+        at_s: float,
+        members: Sequence[GroupId],
+        ownership: Ownership | None = None,
+        *,
+        is_last: bool,
+    ) -> bool:
         """Whether the commit that brings the run to `step` takes a checkpoint; `is_last` ends it early."""
         policy = self._policy
         if policy.saves_last and (is_last or step == self._num_steps):
             return True
         interval_s = policy.interval_s
         if self._experience is not None:
-            interval_s = self._experience.cadence(members).interval_s
+            interval_s = self._experience.cadence(members, ownership).interval_s
         if interval_s is not None and at_s - self._last_at_s >= interval_s * self._share:
             return True
         return policy.interval_steps is not None and step - self._last_step >= policy.interval_steps
@@ -282,6 +327,11 @@ class Saves:
         """Whether the policy asks for a save of this last step and no valid one exists."""
         return self._policy.saves_last and step not in self.saved
 
+    def on_ownership(self, ownership: Ownership | None) -> None:
+        """The ownership after a commit."""
+        if self._experience is not None and ownership is not None:
+            self._experience.on_ownership(ownership)
+
     def on_admission(self, members: Iterable[Member]) -> None:
         if self._experience is not None:
             self._experience.on_admission(member.group for member in members)
@@ -309,7 +359,7 @@ class Saves:
         """The save that a commit asks for. Groups take turns, also after a refused save of the same steps."""
         cadence = None
         if self._experience is not None:
-            cadence = self._experience.cadence(tuple(voter.group for voter in voters))
+            cadence = self._experience.cadence(tuple(voter.group for voter in voters), ownership)
         self._restart_interval(step, at_s)
         able = [voter for voter in voters if voter != self._refused] or voters
         member = able[self._num_saves % len(able)]

@@ -113,7 +113,14 @@ class Controller:
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._is_communicator_unused = False
         last_resort = setup.last_resort
-        self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
+        self._saves = Saves(
+            setup.saves,
+            setup.placement,
+            setup.first_step,
+            setup.num_steps,
+            last_resort=last_resort,
+            pause_s=setup.pause_s,
+        )
         self._validity = CheckpointValidity()
         self._num_admitted = 0
         self._clock = LogClock()
@@ -235,6 +242,7 @@ class Controller:
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
+        self._saves.on_ownership(self.ownership)
         actions += self._gather_params()
         if commit.is_last:
             self._num_steps = self.step
@@ -245,9 +253,10 @@ class Controller:
         if is_last:
             self._votes_on_end = self.ownership is not None or commit.save
             return (*actions, *self._begin())
-        staying = tuple(voter for voter in self.voters if voter not in commit.drain)
-        owned = self.ownership and self.ownership.for_members(staying)
-        groups = tuple(voter.group for voter in staying)
+        groups, owned = self.members, self.ownership
+        if commit.drain:
+            staying = tuple(voter for voter in self.voters if voter not in commit.drain)
+            groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
         actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
         return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
 
@@ -367,7 +376,7 @@ class Controller:
         is_last = self._is_end_requested or self._is_time_over(now_s)
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
-        is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
+        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)

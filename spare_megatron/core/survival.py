@@ -1,10 +1,12 @@
-"""Mean time to a wipe-out: how long the present groups will host every shard.
+"""Mean time to a wipe-out that ends in a restart: how long the present groups will host every shard.
 
-A group that is up is lost at rate 1 / F; one that is down is back after a mean time R, or never. Shards are taken as
-independent, which makes the mean a little low: by 6% at N = 60, r = 3 and by 1% at N = 600, r = 8 without returns.
+A group that is up is lost at rate 1 / F; one that is down is back after a mean time R, or never. Training pauses for a
+shard without a host: it restarts only if none of its r hosts is back within W. Shards are taken as independent, which
+makes the mean a little low: by 6% at N = 60, r = 3 and by 1% at N = 600, r = 8 without returns.
 """
 
 from collections.abc import Mapping
+from math import exp
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +20,25 @@ LONGEST_S = 1e18
 """Cap on the time to a wipe-out: longer times mean nothing and would overflow."""
 
 
-def host_chain(redundancy: int, group_interval_s: float, absence_s: float | None) -> FloatArray:
-    """Generator of the birth-death chain over i, the hosts of a shard that are down; i = r is left out.
+def restart_share(num_hosts: int, absence_s: float | None, wait_s: float | None) -> float:
+    """P(none of these hosts of a shard, all of them down, is back within W = `wait_s`): exp(-num_hosts W / R).
 
-    Up at rate (r - i) / F, down at i / R, with F = group_interval_s > 0, R = absence_s > 0 (None: no returns).
+    The others are pauses. 1 without returns (R = `absence_s` is None) or where training does not wait (W is None).
+
+    >>> restart_share(3, 600.0, None), round(restart_share(3, 600.0, 200.0), 3)
+    (1.0, 0.368)
+    """
+    return 1.0 if absence_s is None or wait_s is None else exp(-num_hosts * wait_s / absence_s)
+
+
+def host_chain(
+    redundancy: int, group_interval_s: float, absence_s: float | None, wait_s: float | None = None
+) -> FloatArray:
+    """Generator of the birth-death chain over i, the hosts of a shard that are down; a restart is left out.
+
+    Up at rate (r - i) / F, down at i / R, with F = group_interval_s > 0, R = absence_s > 0 (None: no returns). The loss
+    of the last host is a restart with probability `restart_share`; else one host is back after the pause, so that
+    i = r - 1 stays.
     """
     i = np.arange(redundancy)
     back_per_s = 0.0 if absence_s is None else 1 / absence_s
@@ -29,11 +46,12 @@ def host_chain(redundancy: int, group_interval_s: float, absence_s: float | None
     generator[i, i] = -(redundancy - i) / group_interval_s - i * back_per_s
     generator[i[:-1], i[1:]] = (redundancy - i[:-1]) / group_interval_s
     generator[i[1:], i[:-1]] = i[1:] * back_per_s
+    generator[-1, -1] += (1 - restart_share(redundancy, absence_s, wait_s)) / group_interval_s
     return generator
 
 
 def shard_survival(generator: FloatArray, first_s: float) -> tuple[FloatArray, FloatArray]:
-    """P(a shard has not lost its last host by t), for each number of hosts that are down at first.
+    """P(no restart for a shard by t), for each number of its hosts that are down at first.
 
     Returns times from `first_s`, evenly spaced in their logarithm, and probabilities of shape (times, r).
     """
@@ -50,22 +68,27 @@ def shard_survival(generator: FloatArray, first_s: float) -> tuple[FloatArray, F
 
 
 def time_to_wipe_out_s(
-    num_shards: Mapping[int, int], redundancy: int, group_interval_s: float, absence_s: float | None
+    num_shards: Mapping[int, int],
+    redundancy: int,
+    group_interval_s: float,
+    absence_s: float | None,
+    wait_s: float | None = None,
 ) -> float:
-    """Mean seconds until some shard has no host: the integral over t of the product over shards of P(it has a host).
+    """Mean seconds of training until a restart for a shard without a host: the integral over t of the product over
+    shards of P(none for it by t).
 
     `num_shards` maps hosts that are up, from 1 to r, to the number of such shards; F = group_interval_s; R = absence_s,
-    None without returns. Cost: milliseconds for r up to 20.
+    None without returns; W = wait_s, None without pauses. Cost: milliseconds for r up to 20.
 
     >>> round(time_to_wipe_out_s({1: 1}, 1, 50.0, None), 3)
     50.0
-    >>> round(time_to_wipe_out_s({2: 1}, 2, 50.0, None), 1), round(time_to_wipe_out_s({2: 1}, 2, 50.0, 5.0), 1)
-    (75.0, 325.0)
+    >>> [round(time_to_wipe_out_s({2: 1}, 2, 50.0, 5.0, wait_s), 1) for wait_s in (None, 0.0, 2.5)]
+    [325.0, 325.0, 840.5]
     """
     first_s = 1e-5 * group_interval_s / (redundancy * sum(num_shards.values()))
     if absence_s is not None:
         first_s = min(first_s, 1e-3 * absence_s)
-    times_s, shares = shard_survival(host_chain(redundancy, group_interval_s, absence_s), first_s)
+    times_s, shares = shard_survival(host_chain(redundancy, group_interval_s, absence_s, wait_s), first_s)
     with np.errstate(divide="ignore"):
         log_shares = np.log(np.clip(shares, 0.0, 1.0))
     hazard = np.zeros(len(times_s))

@@ -1,6 +1,6 @@
 """Combines the closed forms into the expected run length and step time, for every policy and kind of loss."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -33,21 +33,31 @@ from spare_megatron.planner.readmission import (
     step_with_joins_s,
 )
 from spare_megatron.planner.reforming import ReformTimes, missing_groups, time_without_machines_s
-from spare_megatron.planner.repair import RepairTimes, Survival, num_down_in_ranges, shard_time_to_wipe_out_s, survival
+from spare_megatron.planner.repair import (
+    Pauses,
+    RepairTimes,
+    Survival,
+    num_down_in_ranges,
+    pauses,
+    shard_time_to_wipe_out_s,
+    survival,
+)
 from spare_megatron.stacking.placement import make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What to expect between a restart and the next wipe-out.
+    """What to expect between restarts.
 
     Attributes:
-        lived_s: T_f, mean seconds until the wipe-out.
-        stretch: Mean step time over the step time without losses.
+        lived_s: T_f, mean seconds of training until a restart.
+        stretch: Mean step time over the step time without losses, with the steps that pauses have computed again.
+        pauses: Pauses for shards without a host.
     """
 
     lived_s: float
     stretch: float
+    pauses: Pauses = field(default_factory=Pauses)
 
 
 def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Forecast:
@@ -82,7 +92,8 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
     A group lost in a step and ready after R + X misses (R + X) / T steps of T on average. For wipe-outs it is down half
     a step longer, until the next commit. The time to a wipe-out is `planner.repair.survival`, with spares or domains
     that of the equivalent independent groups (`equivalent_repair`, `equivalent_domain_repair`). Steps are weighted by
-    the groups down: over time since the restart, with spares or domains in the steady state.
+    the groups down: over time since the restart, with spares or domains in the steady state. A shard without a host is
+    waited for as long as a restart takes, and the step is computed again then.
     Derived. The stretch is 0.3% low to 4% high against simulated runs (tests/unit/test_planner_forecast.py), and rather
     high: a group that came back has work of all its shards, so more hosts share a patch.
     """
@@ -97,13 +108,20 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
     cycle_s = _mean_step_s(steady, step_s)
     if not np.isfinite(cycle_s):
         return Forecast(lived_s=facts.event_interval_s, stretch=float("inf"))
-    lived = _survival(facts, redundancy, rejoin, replace(away, repair_s=away.repair_s + cycle_s / 2))
+    until_commit = replace(away, repair_s=away.repair_s + cycle_s / 2)
+    independent = None if facts.last_resort else _independent(facts, redundancy, rejoin, until_commit)
+    lived = _time_to_last_s(facts, rejoin, until_commit)
+    waits = Pauses()
+    if independent is not None:
+        lived = survival(facts.num_groups, redundancy, independent)
+        waits = pauses(facts.num_groups, redundancy, independent, cycle_s / 2)
     if facts.has_domains or rejoin.num_spares:
         weights = steady
     else:
         weights = lived.shares_s @ num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
     # With no group up there is no step: the small probability of that counts as no progress.
-    return Forecast(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times))
+    again = 1 + (cycle_s + rejoin.join_s) / waits.interval_s
+    return Forecast(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times) * again, pauses=waits)
 
 
 def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches: int, reform: ReformTimes) -> Forecast:
@@ -122,16 +140,21 @@ def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches:
     missing = missing_groups(n, facts.group_interval_s, reform)
     if facts.last_resort:
         lived_s = min(time_without_machines_s(n, facts.group_interval_s, reform), LONGEST_S)
-        spent_s = np.diff(missing.times_s, prepend=0.0)
+        spent_s, waits = np.diff(missing.times_s, prepend=0.0), Pauses()
     else:
         until_commit = replace(reform, reform_s=reform.reform_s + step_s[0] / 2)
-        lived_s, lived = reforming.survival(n, redundancy, facts.group_interval_s, until_commit)
-        spent_s = lived.shares_s
+        found = reforming.survival(
+            n, redundancy, facts.group_interval_s, until_commit, facts.checkpoint.restart_s, step_s[0] / 2
+        )
+        lived_s, waits, spent_s = found.lived_s, found.pauses, found.spent_s
     mean = reform.absence_s / interval_s
     coming = poisson.pmf(np.arange(int(mean + 10 * mean**0.5) + 10), mean)
     num_down = np.convolve(spent_s @ missing.shares / spent_s.sum(), coming)[:n]
     weights = lost_counts(n).sums(np.concatenate((num_down, np.zeros(n - len(num_down)))))
-    return Forecast(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
+    again = 1 + (step_s[0] + reform.join_s) / waits.interval_s
+    return Forecast(
+        lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times) * again, pauses=waits
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,20 +209,27 @@ def _steady_num_down(facts: ClusterFacts, away: RepairTimes, rejoin: RejoinTimes
     return num_down_with_spares(facts.num_groups, away, rejoin)
 
 
-def _survival(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: RepairTimes) -> Survival:
+def _time_to_last_s(facts: ClusterFacts, rejoin: RejoinTimes, away: RepairTimes) -> Survival:
+    """Until all groups are down at once."""
     n = facts.num_groups
-    if facts.last_resort:
-        lived_s = shard_time_to_wipe_out_s(n, away)
-        if facts.has_domains:  # the rates into and out of the all-down state are equal
-            all_down = float(_steady_num_down(facts, away, rejoin)[-1])
-            lived_s = away.repair_s / (n * all_down) if all_down > 0 else LONGEST_S
-        return Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
+    lived_s = shard_time_to_wipe_out_s(n, away)
+    if facts.has_domains:  # the rates into and out of the all-down state are equal
+        all_down = float(_steady_num_down(facts, away, rejoin)[-1])
+        lived_s = away.repair_s / (n * all_down) if all_down > 0 else LONGEST_S
+    return Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
+
+
+def _independent(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: RepairTimes) -> RepairTimes:
+    """Independent groups whose shards lose their last host as often, waited for as long as a restart takes."""
+    wait_s = facts.checkpoint.restart_s
     if facts.has_domains:
         counts = _hosts_per_domain(facts, redundancy)
         away = equivalent_domain_repair(counts, _intervals(facts), away.repair_s)
     elif redundancy > 1 and rejoin.num_spares:
         away = equivalent_repair(redundancy, _steady_num_down(facts, away, rejoin), away.group_interval_s)
-    return survival(n, redundancy, away)
+        # The first host to get hardware waits for no longer than its own repair, which all others may need as well.
+        wait_s *= away.repair_s / (redundancy * (rejoin.repair_s + rejoin.transfer_s))
+    return replace(away, wait_s=wait_s)
 
 
 def _intervals(facts: ClusterFacts) -> LossIntervals:

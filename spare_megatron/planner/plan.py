@@ -86,10 +86,10 @@ class Plan:
     Attributes:
         policy: Granularity, and whether groups come back.
         cadence_s: T_c*, the best cadence.
-        endured_losses: Expected lost groups before a wipe-out; a group that comes back counts each time.
-        time_to_wipe_out_s: T_f, from a restart on.
-        stretch: Mean step time over the step time without losses, between wipe-outs.
-        availability: A*, the share of time spent on steps that count.
+        endured_losses: Expected lost groups before a restart; a group that comes back counts each time.
+        time_to_wipe_out_s: T_f, from a restart on until a shard has no host and none is back within the time of one.
+        stretch: Mean step time over the step time without losses, between restarts.
+        availability: The share of time spent on steps that count: A* of the time that no pause takes.
         time_to_train_ratio: stretch / availability: expected time to train over that without losses and saves.
     """
 
@@ -101,6 +101,8 @@ class Plan:
     stretch: float
     availability: float
     time_to_train_ratio: float
+    pause_interval_s: float
+    """Mean seconds of training between pauses for a host of a shard."""
 
 
 @lru_cache(maxsize=512)  # the best plan of each policy and the frugal plan share candidates
@@ -116,6 +118,7 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
     expected = _forecast(facts, policy, redundancy)
     time_s, slower = expected.lived_s, expected.stretch
     up = best_availability(facts.checkpoint.save_s, time_s, facts.checkpoint.restart_s)
+    up = max(up * (1 - expected.pauses.share), _LEAST)
     return Plan(
         policy=policy,
         redundancy=redundancy,
@@ -125,6 +128,7 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
         stretch=slower,
         availability=up,
         time_to_train_ratio=slower / up,
+        pause_interval_s=expected.pauses.interval_s,
     )
 
 

@@ -1,17 +1,17 @@
-"""Closed forms for lost groups that come back independently: how many are down, and the time to a wipe-out.
+"""Closed forms for lost groups that come back independently: how many are down, pauses, and the time to a wipe-out.
 
 Symbols: N groups, r hosts of each shard. A group that is up is lost at rate 1 / F; one that is down is back after a
 mean time R, with no queue for repairs (a finite source; M/G/infinity is the limit for large N). u = R / (F + R). A
-wipe-out restarts with all groups up.
+shard without a host pauses training; if none of its hosts is back within W, all groups restart.
 """
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import exp, expm1, inf, log1p
 
 import numpy as np
 from scipy.stats import binom
 
-from spare_megatron.core.survival import LONGEST_S, host_chain, shard_survival, spent_s
+from spare_megatron.core.survival import LONGEST_S, host_chain, restart_share, shard_survival, spent_s
 from spare_megatron.planner.endurance import FloatArray, LostCounts
 
 _RARE = 1e3
@@ -25,10 +25,12 @@ class RepairTimes:
     Attributes:
         group_interval_s: F, mean seconds from when a group is up until it is lost: N loss intervals of the system.
         repair_s: R, mean seconds from its loss until it takes part again.
+        wait_s: W, seconds for which a shard without a host is waited for; None restarts at once.
     """
 
     group_interval_s: float
     repair_s: float
+    wait_s: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.group_interval_s > 0 and self.repair_s > 0):
@@ -74,10 +76,11 @@ def num_down_in_ranges(num_groups: int, counts: LostCounts, down_share: FloatArr
 
 
 def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
-    """Mean seconds from all up until all r hosts of one shard are down together. Exact for exponential times.
+    """Mean seconds from all up until all r hosts of one shard are down together, for W. Exact for exponential times.
 
     A birth-death chain over i, the hosts down: up at rate (r - i) / F, down at i / R. The mean time from i to i + 1 is
-    e_i = F / (r - i) * (1 + i / R * e_(i-1)); the result is the sum of e_0 to e_(r-1).
+    e_i = F / (r - i) * (1 + i / R * e_(i-1)); the result is the sum of e_0 to e_(r-1). Of the losses of a last host
+    only the share exp(-r W / R) counts: e_(r-1) has F over that in the place of F.
 
     >>> shard_time_to_wipe_out_s(1, RepairTimes(group_interval_s=50.0, repair_s=5.0))
     50.0
@@ -87,6 +90,9 @@ def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
     total_s = step_s = 0.0
     for i in range(redundancy):
         step_s = repair.group_interval_s / (redundancy - i) * (1 + i / repair.repair_s * step_s)
+        if i == redundancy - 1:
+            share = restart_share(redundancy, repair.repair_s, repair.wait_s)
+            step_s = step_s / share if share else inf
         total_s += step_s
         if total_s == inf:
             break
@@ -94,7 +100,7 @@ def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
 
 
 def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
-    """Time until some shard has all its hosts down, with the N shards taken as independent.
+    """Time until some shard has all its hosts down, for W, with the N shards taken as independent.
 
     P(no wipe-out by t) = S_1(t)^N, S_1(t) = 1 - P(all hosts of one shard were down together by t), from the matrix
     exponential of the chain of `shard_time_to_wipe_out_s` with r absorbing. Where wipe-outs are more than 1000
@@ -107,8 +113,43 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
     rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, LONGEST_S)
     if rare_s > _RARE * repair.relaxation_s:
         return Survival(times_s=np.array([np.inf]), shares_s=np.array([rare_s]))
-    generator = host_chain(redundancy, repair.group_interval_s, repair.repair_s)
+    generator = host_chain(redundancy, repair.group_interval_s, repair.repair_s, repair.wait_s)
     times_s, shares = shard_survival(generator, 1e-5 * repair.relaxation_s / redundancy)
     with np.errstate(divide="ignore"):
         hazard = -num_groups * np.log(np.clip(shares[:, 0], 0.0, 1.0))
     return Survival(times_s=times_s, shares_s=spent_s(times_s, hazard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pauses:
+    """Pauses for hosts of shards that are expected, for no longer than W each.
+
+    Attributes:
+        share: Share of the time between restarts that training pauses.
+        interval_s: Mean seconds of training between pauses.
+    """
+
+    share: float = 0.0
+    interval_s: float = LONGEST_S
+
+
+def pauses(num_groups: int, redundancy: int, repair: RepairTimes, late_s: float) -> Pauses:
+    """The pauses in the steady state; a loss is acted on `late_s` after it.
+
+    All hosts of a shard are down for the share u^r of the time, those of any of N with probability 1 - (1 - u^r)^N. Of
+    that, pauses make up 1 - p (1 + x), x = r W / R, p = exp(-x): the first return takes R / r on average, and one
+    after W is a restart. They begin at the rate N r u^(r-1) (1 - u) / F while no other shard pauses. `repair_s`
+    is until the commit, half a step longer, which counts for how often; for how long, from when the loss is acted on.
+    """
+    if repair.wait_s is None:
+        return Pauses()
+    r, long_s = redundancy, repair.group_interval_s
+    waits = r * repair.wait_s / repair.repair_s
+    ended = 1 - restart_share(r, repair.repair_s, repair.wait_s) * (1 + waits)
+    noticed = replace(repair, repair_s=max(repair.repair_s - 2 * late_s, 1e-9)).down_share
+    share = -expm1(num_groups * log1p(-(noticed**r))) * ended
+    u = repair.down_share
+    begin_per_s = num_groups * r * u ** (r - 1) * (1 - u) / long_s * exp(num_groups * log1p(-(u**r)))
+    begin_per_s *= 1 - restart_share(r, repair.repair_s, repair.wait_s)
+    interval_s = (1 - share) / begin_per_s if begin_per_s > 1 / LONGEST_S else LONGEST_S
+    return Pauses(share=share, interval_s=interval_s)

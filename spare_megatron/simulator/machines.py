@@ -1,6 +1,7 @@
 """Tracks the machines of broken groups and the idle ones, which `core.reforming` moves in virtual time."""
 
 import heapq
+from copy import deepcopy
 from math import inf
 
 from spare_megatron.core.reforming import Machine, MachineId, PlaceId, reform
@@ -17,8 +18,8 @@ class Machines:
 
     def __init__(self, scenario: Scenario) -> None:
         self._size, self._per_domain = scenario.machines_per_group, scenario.placed_groups_per_domain
-        num_machines = scenario.num_groups * self._size
-        self._layout = Layout(num_groups=scenario.num_groups, pipeline_parallel=self._size, num_nodes=num_machines)
+        n = scenario.max_groups
+        self._layout = Layout(num_groups=n, pipeline_parallel=self._size, num_nodes=n * self._size)
         self._num_spares = scenario.num_spares
         self.restart()
 
@@ -50,6 +51,10 @@ class Machines:
             self._add(Machine("idle", domain=domain))
             found += [(group, at_s) for group in self._reform()]
         return found
+
+    def whole_by(self, until_s: float) -> list[tuple[GroupId, float]]:
+        """What `return_until` will return if no further machine is lost."""
+        return deepcopy(self).return_until(until_s)
 
     def _add(self, machine: Machine) -> None:
         self._machines[MachineId(self._num_seen)] = machine

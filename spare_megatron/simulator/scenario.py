@@ -106,6 +106,12 @@ class Scenario:
     reform_s: float | None = None
     """Groups are re-formed from idle machines and those of broken groups: seconds from the loss or repair of a machine
     until a group that it leaves whole runs and can fetch the state. None: a group waits for its own machines."""
+    further_groups: int = 0
+    """Groups beyond num_groups, which host no shard: admitted at the first commit, they share the work. Needs
+    last_resort."""
+    notice_s: float = 0.0
+    """Notice of each loss, as of spot machines: a group that learns of its own leaves at the next commit, if every
+    shard keeps a host."""
     save_interval_s: float | None = None
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
     expected_group_life_s: float | None = None
@@ -126,6 +132,11 @@ class Scenario:
     def hosts_per_shard(self) -> int:
         """The redundancy of the policy: 1 for checkpoint_only."""
         return 1 if self.policy == "checkpoint_only" else self.redundancy
+
+    @property
+    def max_groups(self) -> int:
+        """With the further ones."""
+        return self.num_groups + self.further_groups
 
     @property
     def placed_groups_per_domain(self) -> int:
@@ -186,12 +197,12 @@ class Scenario:
             times = self._reform_times(self.reform_s)
             if self.last_resort:
                 return reforming.time_without_machines_s(n, n * interval_s, times)
-            return reforming.survival(n, hosts, n * interval_s, times)[0]
+            return reforming.survival(n, hosts, n * interval_s, times, self.costs.restart_s).lived_s
         back_s = self.mean_absence_s()
         if self.failures.kind == "domain" and self.policy == "spare" and not self.last_resort:
             return self._time_to_wipe_out_by_domains_s(back_s)
         if back_s is not None:
-            repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
+            repair = self._repair_times(n * interval_s, back_s)
             if self.policy == "replication":
                 return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
             return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups are never down together
@@ -200,6 +211,11 @@ class Scenario:
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
         lost = np.arange(n)
         return float((covered[:n] * interval_s * n / (n - lost)).sum())
+
+    def _repair_times(self, group_interval_s: float, back_s: float) -> RepairTimes:
+        """A shard without a host is waited for as long as a restart takes."""
+        wait_s = self.costs.restart_s if self.policy == "spare" and not self.last_resort else None
+        return RepairTimes(group_interval_s=group_interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S), wait_s=wait_s)
 
     def _reform_times(self, reform_s: float) -> ReformTimes:
         costs = self.costs
@@ -219,7 +235,7 @@ class Scenario:
         num_domains = counts.shape[1]
         if back_s is not None:
             patterns = np.unique(counts > 0, axis=0).sum(axis=1)
-            repair = RepairTimes(group_interval_s=self.failures.mean_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
+            repair = self._repair_times(self.failures.mean_s, back_s)
             return survival(int((patterns == patterns.min()).sum()), int(patterns.min()), repair).mean_s
         covered = domain_coverage_probabilities(counts)[:num_domains]
         return float((covered * self.failures.mean_s / (num_domains - np.arange(num_domains))).sum())
@@ -245,6 +261,7 @@ def _problems(scenario: Scenario) -> list[str]:
             ("microbatches_per_shard", 1),
             ("num_steps", 1),
             ("num_spares", 0),
+            ("further_groups", 0),
             ("machines_per_group", 1),
         )
         if getattr(scenario, name) < least
@@ -261,7 +278,7 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append(f"slice_redundancy belongs to the policy spare, not {scenario.policy}; set it to 0")
     if scenario.slice_copy_s is not None and not scenario.slice_redundancy:
         found.append(f"slice_copy_s={scenario.slice_copy_s} is never used: slice_redundancy is 0")
-    for name in ("repair_s", "reform_s", "save_interval_s", "slice_copy_s"):
+    for name in ("repair_s", "reform_s", "notice_s", "save_interval_s", "slice_copy_s"):
         value = getattr(scenario, name)
         if value is not None and not value >= 0:
             found.append(f"{name}={value} has to be 0 or more")
@@ -283,11 +300,22 @@ def _problems(scenario: Scenario) -> list[str]:
             f"reform_s={scenario.reform_s} is simulated for failures.kind system and trace, "
             f"not {scenario.failures.kind}, whose clocks belong to groups"
         )
+    if scenario.further_groups and not scenario.last_resort:
+        found.append(f"further_groups={scenario.further_groups} host no shard: set last_resort, or leave them out")
+    for name in ("further_groups", "notice_s"):
+        if (value := getattr(scenario, name)) and scenario.policy != "spare":
+            found.append(f"{name}={value} belongs to the policy spare, not {scenario.policy}; set it to 0")
+        if value and scenario.failures.kind not in ("system", "trace"):
+            found.append(
+                f"{name}={value} is simulated for failures.kind system or trace, not {scenario.failures.kind}, whose "
+                "clocks belong to groups that take part from the start"
+            )
     if scenario.last_resort and scenario.policy != "spare":
         found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
     if scenario.last_resort and scenario.granularity == "stack":
         found.append("last_resort takes single microbatches; set granularity to microbatch")
-    outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < n}
+    most = scenario.max_groups
+    outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < most}
     if outside:
-        found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {n - 1}")
+        found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {most - 1}")
     return found

@@ -55,6 +55,7 @@ class SimulatedJournal:
             format=FORMAT,
             name=scenario.name,
             num_groups=scenario.num_groups,
+            max_groups=scenario.max_groups if scenario.further_groups else 0,
             ranks_per_group=1,
             redundancy=scenario.hosts_per_shard,
             microbatches_per_shard=scenario.microbatches_per_shard,

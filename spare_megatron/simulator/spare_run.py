@@ -17,6 +17,7 @@ from spare_megatron.core.actions import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
+    DrainGroups,
     FinishRun,
     GatherParams,
     LoadCheckpoint,
@@ -83,7 +84,7 @@ class SpareRun:
         self._placement = make_placement(
             scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
         )
-        self._all_groups = tuple(GroupId(group) for group in range(scenario.num_groups))
+        self._all_groups = tuple(GroupId(group) for group in range(scenario.max_groups))
         setup = ControllerSetup(
             placement=self._placement,
             microbatches_per_shard=scenario.microbatches_per_shard,
@@ -93,7 +94,7 @@ class SpareRun:
             last_resort=scenario.last_resort,
             fetch=scenario.fetch,
             partitions=self._partition_setup(),
-            pause_s=inf if scenario.policy == "spare" else None,
+            pause_s=scenario.costs.restart_s if scenario.policy == "spare" else None,
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)
@@ -170,6 +171,9 @@ class SpareRun:
                 self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
                 if self._simulated_journal:
                     self._simulated_journal.on_comparison(step, self._members)
+            case DrainGroups(members=members):
+                self._incarnations.update(member.group for member in members)
+                self._world.drain(tuple(member.group for member in members))
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
@@ -214,6 +218,9 @@ class SpareRun:
         for group, partitions in self._copies.whole(self._world.now_s).items():
             if group in self._votes:
                 self._votes[group] = replace(vote, restored=partitions)
+        for group in self._world.fleet.noticed(self._world.now_s):
+            if group in self._votes:
+                self._votes[group] = replace(self._votes[group], leaves=True)
         if self._simulated_journal:
             self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
         if not lost:

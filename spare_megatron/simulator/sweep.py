@@ -149,6 +149,8 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             redundancy=redundancy,
             last_resort=base.last_resort and variant.granularity == "microbatch",
             reform_s=base.reform_s if variant.policy == "spare" else None,
+            further_groups=base.further_groups if variant == Variant(policy="spare", granularity="microbatch") else 0,
+            notice_s=base.notice_s if variant.policy == "spare" else 0.0,
             machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
             num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,
         )

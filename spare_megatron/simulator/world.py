@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -100,6 +101,8 @@ class Result:
     losses: int
     """Groups lost, counting each loss."""
     losses_by_cause: dict[str, int]
+    drains: int
+    """Groups that left before they were lost."""
     saves: int
     save_cadence_s: float
     """Planned seconds between saves."""
@@ -217,14 +220,21 @@ class World:
 
     def hosts_back_s(self, hosts_of: Iterable[Collection[GroupId]]) -> float | None:
         """When each of these shards has one of its hosts back; None if a restart would be over earlier."""
-        back_s = max(min(map(self.fleet.ready_s, hosts)) for hosts in hosts_of)
-        return back_s if back_s <= self.now_s + self.scenario.costs.restart_s else None
+        restarted_s = self.now_s + self.scenario.costs.restart_s
+        ready_s = self.fleet.ready_by(restarted_s)
+        back_s = max(min(ready_s.get(host, inf) for host in hosts) for hosts in hosts_of)
+        return back_s if back_s <= restarted_s else None
 
     def save(self, step: int) -> None:
         """Saves the state after `step` steps; losses meanwhile are found in the next step."""
         self.ledger.spend("save", self.scenario.costs.save_s)
         self.ledger.mark_saved()
         self.saved_step, self.num_saves = step, self.num_saves + 1
+
+    def drain(self, groups: tuple[GroupId, ...]) -> None:
+        """These groups leave, and the others build a communicator without them."""
+        self.fleet.drain(self.now_s, groups)
+        self.ledger.spend("rebuild", self.scenario.costs.rebuild_s)
 
     def take_in(self, groups: tuple[GroupId, ...]) -> None:
         """All groups wait while these are admitted."""
@@ -257,6 +267,7 @@ class World:
             pauses=self.num_pauses,
             losses=self.fleet.num_lost,
             losses_by_cause=dict(self.fleet.losses_by_cause),
+            drains=self.fleet.num_drained,
             saves=self.num_saves,
             save_cadence_s=self.scenario.save_cadence_s(),
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),

@@ -186,12 +186,9 @@ class Scene:
         )
 
     @classmethod
-    def draw_unsound(cls, random: Random) -> "Scene":
-        """One in which gradients become unsound on their way, and little else happens.
-
-        The fault `unsound` is none of `FAULTS`: a local sum of a bucket that is still to be posted is not finite.
-        """
-        num_groups, num_steps = random.randint(3, 6), random.randint(1, 5)
+    def _draw_hosted(cls, random: Random, groups: tuple[int, int], steps: tuple[int, int]) -> "Scene":
+        """One without faults yet, in which every shard has two hosts or more."""
+        num_groups, num_steps = random.randint(*groups), random.randint(*steps)
         return cls(
             num_groups=num_groups,
             redundancy=random.randint(2, num_groups),
@@ -199,7 +196,20 @@ class Scene:
             num_steps=num_steps,
             granularity=random.choice(("microbatch", "stack")),
             save_interval_s=None,
-            fault_moves=30 * num_groups * num_steps,
+            fault_moves=0,
+            fault_budget={},
+        )
+
+    @classmethod
+    def draw_unsound(cls, random: Random) -> "Scene":
+        """One in which gradients become unsound on their way, and little else happens.
+
+        The fault `unsound` is none of `FAULTS`: a local sum of a bucket that is still to be posted is not finite.
+        """
+        scene = cls._draw_hosted(random, groups=(3, 6), steps=(1, 5))
+        return replace(
+            scene,
+            fault_moves=30 * scene.num_groups * scene.num_steps,
             fault_budget={
                 "unsound": random.randint(1, 3),
                 "crash": random.choice((0, 0, 1)),
@@ -208,7 +218,7 @@ class Scene:
                 "break": random.choice((0, 0, 1)),
                 "pause": random.choice((0, 1)),
             },
-            partition_redundancy=min(num_groups, random.choice((0, 0, 3))),
+            partition_redundancy=min(scene.num_groups, random.choice((0, 0, 3))),
             num_buckets=random.choice((1, 5, 8)),
             fan_in=random.choice((1, 2)),
         )
@@ -219,17 +229,13 @@ class Scene:
 
         The fault `drain` is none of `FAULTS`: a group is asked to leave, and now and then asked to stay before it has.
         """
-        num_groups, num_steps = random.randint(3, 7), random.randint(4, 8)
-        return cls(
-            num_groups=num_groups,
-            redundancy=random.randint(2, num_groups),
-            microbatches_per_shard=random.randint(1, 2),
-            num_steps=num_steps,
-            granularity=random.choice(("microbatch", "stack")),
+        scene = cls._draw_hosted(random, groups=(3, 7), steps=(4, 8))
+        return replace(
+            scene,
             save_interval_s=random.choice((None, 60.0)),
-            fault_moves=20 * num_groups * num_steps,
+            fault_moves=20 * scene.num_groups * scene.num_steps,
             fault_budget={
-                "drain": random.randint(1, num_groups),
+                "drain": random.randint(1, scene.num_groups),
                 "crash": random.choice((0, 0, 1, 2)),
                 "suspect": random.choice((0, 0, 1)),
                 "corrupt": random.choice((0, 0, 0, 1)),
@@ -237,7 +243,7 @@ class Scene:
                 "replace": random.choice((0, 1, 3)),
                 "break": random.choice((0, 0, 1)),
             },
-            partition_redundancy=min(num_groups, random.choice((0, 0, 1, 2, 3))),
+            partition_redundancy=min(scene.num_groups, random.choice((0, 0, 1, 2, 3))),
             num_buckets=random.choice((1, 5)),
             fan_in=random.choice((1, 2)),
             max_restarts=random.choice((0, 0, 2)),

@@ -98,7 +98,7 @@ def seconds_per_wipe_out(redundancy: int, reform: ReformTimes, num_runs: int) ->
 def test_time_to_a_wipe_out_is_that_of_random_losses(redundancy: int, changes: dict[str, Any], num_runs: int) -> None:
     reform = reform_times(**changes)
     counted_s = seconds_per_wipe_out(redundancy, reform, num_runs)
-    expected_s = survival(N, redundancy, float(N), reform)[0]
+    expected_s = survival(N, redundancy, float(N), reform).lived_s
     print(f"\nr = {redundancy}, {changes}: {expected_s / counted_s - 1:+.1%}")
     assert 0.8 < expected_s / counted_s < 1.2
 
@@ -119,6 +119,24 @@ def test_missing_groups_are_those_for_which_random_losses_leave_no_machines(chan
         counted.append(len(events.missing))
     assert missing.shares.sum(axis=1) == pytest.approx(1.0)
     assert missing.mean[at] == pytest.approx(np.mean(counted), abs=4 * np.std(counted) / 60**0.5 + 0.05)
+
+
+@pytest.mark.parametrize(("redundancy", "repair_s"), [(2, 900.0), (2, None), (1, 900.0)])
+def test_planned_pauses_are_those_of_simulated_runs(redundancy: int, repair_s: float | None) -> None:
+    """Shards without a host wait for a group that is re-formed, or for a machine that is repaired; the run restarts
+    only where all hosts are missing for good.
+    """
+    facts, scenario = planned_and_simulated(redundancy, {"repair_s": repair_s}, {}, num_steps=400)
+    plan, run = predict(facts, "reform", redundancy), simulate(scenario, 0)
+    trained_s = run.end_s - run.terms["pause"] - run.terms["restart"]
+    assert run.pauses > 4
+    assert 0.5 < run.pauses / trained_s * plan.pause_interval_s < 2
+    if repair_s is None:
+        assert plan.time_to_wipe_out_s < 1e6
+    else:
+        assert run.restarts == 0
+        assert plan.time_to_wipe_out_s > 5 * run.end_s / run.pauses
+        assert plan.availability == pytest.approx(run.availability, abs=0.03)
 
 
 def test_losses_until_no_group_is_left_are_all_machines() -> None:
@@ -143,20 +161,16 @@ def test_times_out_of_range_are_refused(changes: dict[str, Any]) -> None:
         reform_times(**changes)
 
 
-@pytest.mark.parametrize(
-    ("redundancy", "changes", "others"),
-    [
-        (4, {}, {}),
-        (8, {"repair_s": 900.0}, {}),
-        (4, {"repair_s": 900.0, "num_spares": 6, "transfer_s": 20.0}, {}),
-        (4, {}, {"last_resort": True}),
-    ],
-)
-def test_the_planned_step_is_that_of_simulated_runs(
-    redundancy: int, changes: dict[str, Any], others: dict[str, Any]
-) -> None:
+def planned_and_simulated(
+    redundancy: int, changes: dict[str, Any], others: dict[str, Any], num_steps: int
+) -> tuple[ClusterFacts, Scenario]:
     step = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
-    times: dict[str, Any] = {"reform_s": 60.0, "join_s": 1.0, "run_s": 1000 * step.step_s, "machines_per_group": 50}
+    times: dict[str, Any] = {
+        "reform_s": 60.0,
+        "join_s": 1.0,
+        "run_s": num_steps * step.step_s,
+        "machines_per_group": 50,
+    }
     reform = reform_times(**{**times, **changes})
     facts = ClusterFacts(
         num_groups=N,
@@ -173,7 +187,7 @@ def test_the_planned_step_is_that_of_simulated_runs(
         name="planned",
         num_groups=N,
         redundancy=redundancy,
-        num_steps=1000,
+        num_steps=num_steps,
         costs=costs,
         failures=FailureSpec(mean_s=300.0),
         repair_s=reform.repair_s,
@@ -183,6 +197,22 @@ def test_the_planned_step_is_that_of_simulated_runs(
         save_interval_s=1000.0,
         **others,
     )
+    return facts, scenario
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "changes", "others"),
+    [
+        (4, {}, {}),
+        (8, {"repair_s": 900.0}, {}),
+        (4, {"repair_s": 900.0, "num_spares": 6, "transfer_s": 20.0}, {}),
+        (4, {}, {"last_resort": True}),
+    ],
+)
+def test_the_planned_step_is_that_of_simulated_runs(
+    redundancy: int, changes: dict[str, Any], others: dict[str, Any]
+) -> None:
+    facts, scenario = planned_and_simulated(redundancy, changes, others, num_steps=1000)
     run = simulate(scenario, 0)
     assert run.losses > 100
     simulated = run.availability * run.time_to_train_ratio

@@ -20,6 +20,9 @@ from spare_megatron.planner.repair import (
     shard_time_to_wipe_out_s,
     survival,
 )
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import IntArray, Placement, make_placement
 from tests.oracle.enumeration import covered_domain_shares
 from tests.oracle.monte_carlo import (
@@ -188,3 +191,39 @@ def test_domains_that_do_not_fit_are_refused() -> None:
     placement = make_placement("golomb", 7, 3)
     with pytest.raises(ValueError, match="do not fit 7 groups"):
         hosts_per_domain(placement, np.arange(6))
+
+
+@pytest.mark.parametrize(("restart_s", "is_random"), [(3600.0, False), (150.0, True)])
+def test_shards_without_a_host_pause_training_as_often_and_as_long_as_in_simulated_runs(
+    restart_s: float, *, is_random: bool
+) -> None:
+    """Groups are back after 10 minutes, r = 2. Hosts that come later than a restart would end are not waited for."""
+    costs = CostModel(compute_s=64.0, reduce_s=6.0, save_s=1.5, restart_s=restart_s, join_s=1.0)
+    scenario = Scenario(
+        name="pausing",
+        num_groups=60,
+        redundancy=2,
+        num_steps=800,
+        costs=costs,
+        failures=FailureSpec(mean_s=300.0),
+        repair_s=600.0,
+        repair_is_random=is_random,
+        save_interval_s=300.0,
+    )
+    facts = ClusterFacts(
+        num_groups=60,
+        times=StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0),
+        checkpoint=CheckpointTimes(save_s=1.5, restart_s=restart_s),
+        num_microbatches=16,
+        rejoin=RejoinTimes(repair_s=600.0, join_s=1.0),
+    )
+    plan, run = predict(facts, "rejoin", 2), simulate(scenario, 0)
+    trained_s = run.end_s - run.terms["pause"] - run.terms["restart"]
+    assert run.pauses >= 8
+    assert 0.6 < run.pauses / trained_s * plan.pause_interval_s < 1.7
+    assert run.time_to_train_ratio == pytest.approx(plan.time_to_train_ratio, rel=0.08)
+    if is_random:
+        assert 0.4 < run.restarts / trained_s * plan.time_to_wipe_out_s < 2
+    else:
+        assert run.restarts == 0
+        assert plan.time_to_wipe_out_s > 1e8

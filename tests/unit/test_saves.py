@@ -1,6 +1,7 @@
 """When checkpoints are taken: fixed intervals, failures, and the interval that follows from what a run has measured."""
 
 import gc
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
+from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
 
 RING = make_placement("golomb", 4, 2)
 ALL_MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
@@ -145,6 +146,50 @@ def test_fewer_survivors_save_more_often_and_returns_less() -> None:
     assert alone.cadence(three).interval_s < alone.cadence(GROUPS).interval_s
     assert returns.cadence(GROUPS).absence_s == 10.0
     assert returns.cadence(GROUPS).interval_s > alone.cadence(GROUPS).interval_s
+
+
+def test_pauses_save_for_lost_state_only_where_groups_come_back_in_time() -> None:
+    def experience(pause_s: float | None) -> Experience:
+        found = Experience(1000.0, RING, last_resort=False, pause_s=pause_s)
+        found.on_loss([GroupId(3)])
+        found.on_commit(100.0, 3)
+        found.on_admission([GroupId(3)])
+        return found
+
+    restarts, brief, long = (experience(pause_s).cadence(GROUPS) for pause_s in (None, 10.0, 6000.0))
+    assert restarts.time_to_wipe_out_s < brief.time_to_wipe_out_s < long.time_to_wipe_out_s
+    assert brief.time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, brief.group_interval_s, 100.0, 10.0)
+    all_lost_s = long.group_interval_s * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert long.time_to_wipe_out_s == all_lost_s, "all groups, and with them all state, without returns"
+    never = Experience(1000.0, RING, last_resort=False, pause_s=600.0)
+    assert never.cadence(GROUPS).time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
+
+
+def test_partitions_without_a_copy_count_and_the_less_the_faster_they_are_copied() -> None:
+    members = [Member(GroupId(group)) for group in range(7)]
+    ring = make_placement("golomb", 7, 3)
+    owned = first_ownership(PartitionSetup(num_groups=7, redundancy=2), members)
+    experience = Experience(1000.0, ring, last_resort=False, pause_s=600.0)
+    groups = tuple(member.group for member in members)
+    shards_s = experience.cadence(groups).time_to_wipe_out_s
+    state_s = time_to_wipe_out_s({2: 7}, 2, 1000.0, None)
+    found_s = experience.cadence(groups, owned).time_to_wipe_out_s
+    assert found_s == pytest.approx(1 / (1 / shards_s + 1 / state_s))
+    experience.on_loss([GroupId(6)])
+    lacking = owned.for_members(members[:6])
+    experience.on_ownership(lacking)
+    experience.on_commit(20.0, 6)
+    copies = [PartitionCopy(repair.partition, repair.receiver) for repair in lacking.repairs]
+    assert copies
+    experience.on_ownership(lacking.with_copies(copies))
+    interval_s = experience.cadence(groups[:6], lacking).group_interval_s
+    alone, left = Counter(map(len, lacking.hosts)), frozenset(groups[:6])
+    shards_s = time_to_wipe_out_s(
+        Counter(ring.alive_mask(left)[ring.host_array].sum(axis=1).tolist()), 3, interval_s, None, 600.0
+    )
+    state_s = time_to_wipe_out_s(alone, 2, interval_s, 20.0)
+    found_s = experience.cadence(groups[:6], lacking).time_to_wipe_out_s
+    assert found_s == pytest.approx(1 / (1 / shards_s + 1 / state_s))
 
 
 def test_what_is_committed_without_a_host_for_the_next_step_is_saved_before_the_wipe_out() -> None:

@@ -115,6 +115,18 @@ def test_the_journal_of_a_run_with_re_formed_groups_is_valid(*, last_resort: boo
     assert sum(result.terms.values()) == pytest.approx(result.end_s)
 
 
+def test_training_waits_for_a_machine_that_is_repaired_sooner_than_a_restart_would_be_over() -> None:
+    """No machine is left for group 4, the only host of its shard, until its own is back after 20 s."""
+    failures = FailureSpec(kind="trace", trace=(loss_of(5.5, 4, repair_s=20.0),))
+    times = {restart_s: CostModel(compute_s=1.0, restart_s=restart_s) for restart_s in (31.0, 29.0)}
+    waited, restarted = (
+        simulate(scenario_with(failures=failures, redundancy=1, num_steps=20, costs=costs, save_interval_s=3.0), 0)
+        for costs in times.values()
+    )
+    assert (waited.pauses, waited.restarts, waited.end_s) == (1, 0, 5.5 + 20.0 + REFORM_S + 15.0)
+    assert (restarted.pauses, restarted.restarts) == (0, 1)
+
+
 def test_re_forming_keeps_groups_that_would_be_gone() -> None:
     costs = CostModel(compute_s=60.0, reduce_s=5.0, restart_s=600.0, save_s=1.0)
     failures = FailureSpec(mean_s=200.0)

@@ -13,24 +13,33 @@ F_S = 1000.0
 
 
 def drawn_times_s(
-    placement: Placement, lost: set[int], absence_s: float | None, num_runs: int, rng: np.random.Generator
+    placement: Placement,
+    lost: set[int],
+    absence_s: float | None,
+    num_runs: int,
+    rng: np.random.Generator,
+    wait_s: float = 0.0,
 ) -> np.ndarray:
-    """Times to a wipe-out of simulated groups, each with exponential times of its own."""
+    """Training until shards have no host and no group comes back for wait_s; each group has exponential times."""
     hosts = [set(map(int, row)) for row in placement.hosts]
     times_s = []
     for _ in range(num_runs):
-        up, now_s = set(range(placement.num_groups)) - lost, 0.0
-        while all(row & up for row in hosts):
+        up, now_s, pause_s = set(range(placement.num_groups)) - lost, 0.0, 0.0
+        while (is_covered := all(row & up for row in hosts)) or pause_s < wait_s:
             num_down = placement.num_groups - len(up)
             back_per_s = 0.0 if absence_s is None else num_down / absence_s
             total_per_s = len(up) / F_S + back_per_s
-            now_s += rng.exponential(1 / total_per_s)
+            passed_s = rng.exponential(1 / total_per_s)
+            now_s, pause_s = (now_s + passed_s, 0.0) if is_covered else (now_s, pause_s + passed_s)
+            if pause_s > wait_s:
+                break
             pool = sorted(up) if rng.random() < len(up) / F_S / total_per_s else None
             if pool is not None:
                 up.remove(pool[rng.integers(len(pool))])
             else:
                 down = sorted(set(range(placement.num_groups)) - up)
                 up.add(down[rng.integers(len(down))])
+                pause_s = 0.0
         times_s.append(now_s)
     return np.array(times_s)
 
@@ -61,6 +70,21 @@ def test_the_formula_is_near_what_events_come_to(
     drawn_s = drawn_times_s(placement, lost, absence_s, 600, np.random.default_rng(1))
     noise = drawn_s.std() / np.sqrt(len(drawn_s)) / drawn_s.mean()
     assert -0.15 - 3 * noise < formula_s / drawn_s.mean() - 1 < 0.02 + 3 * noise
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "redundancy", "lost", "wait_s"), [(13, 2, set(), 20.0), (13, 3, {0, 5}, 20.0), (7, 1, set(), 60.0)]
+)
+def test_only_wipe_outs_that_no_host_ends_in_time_count(
+    num_groups: int, redundancy: int, lost: set[int], wait_s: float
+) -> None:
+    placement = make_placement("golomb", num_groups, redundancy)
+    formula_s = time_to_wipe_out_s(hosts_left(placement, lost), redundancy, F_S, 50.0, wait_s)
+    drawn_s = drawn_times_s(placement, lost, 50.0, 100, np.random.default_rng(1), wait_s)
+    without_s = time_to_wipe_out_s(hosts_left(placement, lost), redundancy, F_S, 50.0)
+    assert formula_s > 1.3 * without_s
+    noise = drawn_s.std() / np.sqrt(len(drawn_s)) / drawn_s.mean()
+    assert -0.2 - 3 * noise < formula_s / drawn_s.mean() - 1 < 0.1 + 3 * noise
 
 
 def test_fewer_survivors_leave_less_time() -> None:

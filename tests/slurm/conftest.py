@@ -85,7 +85,7 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
             text_corpus,
             layout,
             steps=NUM_STEPS,
-            faults=[*faults, *pauses(group=0)],
+            faults=[*faults, *pauses(group=layout.num_groups - 1)],
             redundancy=redundancy,
             rejoins=3,
             cluster=ClusterConfig(device="cpu", num_nodes=layout.num_groups * layout.pipeline_parallel),
@@ -96,6 +96,7 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
             reduce=ReduceConfig(),
             checkpoint=CheckpointConfig(interval_steps=100, max_restarts=0, restart_wait_s=10.0),
             slurm=dataclasses.replace(slurm, etcd_port=ports_for_members()),
+            spare=dataclasses.replace(config.spare, reform_after_s=0.0),
         )
         preset = tmp_path / "preset.toml"
         preset.write_text(dump_run_config(config))

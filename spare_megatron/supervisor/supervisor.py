@@ -85,8 +85,8 @@ class _Moved(Exception):
 class Supervisor:
     """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
     thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `leave` if the machine is to
-    take another place, else `close`. `budget`: of the machine. `taken`: how it took this place, if it did not begin
-    with it.
+    take another place, else `close`. `taken`: how it took this place, if it did not begin with it. `budget`: the
+    machine's, from its former place.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Supervisor:
         spec: NodeSpec,
         driver: DriverLink,
         network: NodeNetwork | None,
-        budget: RestartBudget,
         taken: PlaceTaken | None = None,
+        budget: RestartBudget | None = None,
     ) -> None:
         self._spec = spec
         self._driver = driver
@@ -113,9 +113,10 @@ class Supervisor:
         self._num_fences_wanted = 0  # not written yet
         self._is_following = False  # whether the link follows the log, as no rank here does
         self._timers = Timers()
-        budget.hold(self._ranks.groups)
+        self.budget = budget or RestartBudget(spec.config.spare.rejoins, self._interval_s)
+        self.budget.hold(self._ranks.groups)
         self._restarts = GroupRestarts(
-            budget=budget,
+            budget=self.budget,
             restarts_all=spec.config.checkpoint.max_restarts > 0,
             whole_groups=self._ranks.whole_groups,
             # Of a node that is taken over the last lives are not known yet: the fence of each decides.

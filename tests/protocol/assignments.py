@@ -77,7 +77,8 @@ class Assignments:
     def runs_on(self, machine: int, place: int, holder: int | None) -> None:
         """The machine goes on with its ranks after it has talked to the store. `holder`: of the place before that.
 
-        Until then it may run them although its place was given away: of two processes of a rank one is in its group.
+        The incarnation was fenced before, as the holder does when it comes. Until then both may run it: of two
+        processes of a rank one is in its group.
         """
         if holder is not None and holder != machine:
             raise Violation(f"machine {machine} runs place {place}, which machine {holder} has: it is taken by two")

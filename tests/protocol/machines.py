@@ -133,6 +133,11 @@ class Store(MemoryStore):
         super().__init__({keys.ALL_GROUPS_READY: "yes"})
         self._assignments = assignments
 
+    def put(self, key: str, value: str) -> None:
+        if self.values.get(key, value) != value and key.startswith("assignment/"):
+            raise Violation(f"{key} is given to other machines, and is written once by compare-and-set")
+        super().put(key, value)
+
     def put_if_absent(self, key: str, value: str) -> str:
         is_new = key.startswith("assignment/") and key not in self.values
         found = super().put_if_absent(key, value)
@@ -342,13 +347,14 @@ class Supervisor:
             self.turns.begin(self._tick)
 
     def _tick(self) -> None:
-        holder = self.world.assignments.holder_of(self.place)
+        holder, member = self.world.assignments.holder_of(self.place), self.member
+        is_fenced = keys.part_fenced(member) in self.world.store.values
         try:
             if self._is_away:
                 self._come()
             else:
                 self._work()
-                if self.runs:
+                if self.runs and self.member == member and is_fenced:
                     self.world.assignments.runs_on(self.machine, self.place, holder)
         finally:
             self._is_busy = False

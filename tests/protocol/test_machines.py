@@ -144,10 +144,10 @@ class GivesEarlierGroupsAway(GroupReforming):
 
 
 class OverwritesAssignments(AssignmentList):
-    """Writes its assignment over that of another machine."""
+    """Writes its assignment over the last one that it has read."""
 
     def append(self, assignment: Assignment) -> Assigned | None:
-        self._store.put(keys.assignment(len(self._entries)), encode_assignment(assignment))
+        self._store.put(keys.assignment(max(0, len(self._entries) - 1)), encode_assignment(assignment))
         return super().append(assignment)
 
 
@@ -173,7 +173,7 @@ BUGS: dict[str, Planted] = {
         {},
         "are re-formed, and train",
     ),
-    "gives a place to two machines": ({store_link: {"AssignmentList": OverwritesAssignments}}, {}, "taken by two"),
+    "gives a place to two machines": ({store_link: {"AssignmentList": OverwritesAssignments}}, {}, "written once"),
 }
 
 

@@ -354,7 +354,7 @@ class Supervisor:
                 self._come()
             else:
                 self._work()
-                if self.runs and self.member == member and is_fenced:
+                if self.runs and self.machine in self.world.machines and self.member == member and is_fenced:
                     self.world.assignments.runs_on(self.machine, self.place, holder)
         finally:
             self._is_busy = False

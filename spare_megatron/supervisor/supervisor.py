@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
-from spare_megatron.core.reforming import MachineId
+from spare_megatron.core.reforming import MachineId, can_reform
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, StartRecord
@@ -39,7 +39,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken, is_possible
+from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
@@ -143,7 +143,7 @@ class Supervisor:
             incarnation=spec.incarnation,
             machine=machine,
             reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out)
-            if spec.config.spare.rejoins and is_possible(layout)
+            if spec.config.spare.rejoins and can_reform(layout)
             else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))

@@ -215,8 +215,10 @@ class Driver:
                 self._store_died(store)
 
     def _is_over(self, running: Collection[int]) -> bool:
-        """Whether no running node will continue the run. A node that has lost its groups may, until one has ended."""
-        may_restart = self._config.checkpoint.max_restarts > 0 and not self._ended
+        """Whether no running node will continue the run. A node that has lost its groups may, until one has ended with
+        the run, and not because another machine has its place.
+        """
+        may_restart = self._config.checkpoint.max_restarts > 0 and all(end.failure for end in self._ended.values())
         return not running or (self._are_lost(running) and not may_restart)
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:

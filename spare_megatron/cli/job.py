@@ -84,7 +84,8 @@ def supervise(
     For runs with cluster.launcher=hand; `spare train` runs on node 0. Example for node 1:
     `spare supervise /shared/runs/mine --node 1`
 
-    The node continues if the driver is lost. Exit codes: 0 the node is done, 2 no driver expects it.
+    The node continues if the driver is lost. Exit codes: 0 the node is done, 2 no driver expects it; without a driver
+    that of `spare train` if the run has failed, or its proof.
     """
     import os
 
@@ -92,12 +93,14 @@ def supervise(
         from spare_megatron.process import end_signal
 
         end_signal.block()
+        from spare_megatron.cli.train import exit_code
         from spare_megatron.config.loader import load_run_config
         from spare_megatron.driver.slurm.steps import end_orphaned_job
         from spare_megatron.supervisor.node_process import look_after_node
 
         summary = look_after_node(run_dir, node, wait_s)
+        code = 0 if summary is None else exit_code(summary, is_timed=True)  # a node without steps to do is done
         if summary is not None and load_run_config(run_dir / "config.toml").config.cluster.launcher == "srun":
             has_more = summary.outcome == "wipe_out" or (summary.outcome == "finished" and summary.steps_left > 0)
             end_orphaned_job(wants_more=has_more)
-    os._exit(0)  # a thread may be waiting for a store that does not answer
+    os._exit(code)  # a thread may be waiting for a store that does not answer

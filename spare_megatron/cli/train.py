@@ -134,7 +134,7 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
     from spare_megatron.journal.summary import NOT_RUN
 
     if summary.outcome != "finished":
-        return EXIT_CODES[summary.outcome]
+        return EXIT_CODES.get(summary.outcome, 1)  # without its driver a run may have no end in the journal
     if summary.verdict not in ("valid", NOT_RUN):
         return 1
     return 0 if is_timed or not summary.steps_left else STEPS_LEFT

@@ -244,7 +244,8 @@ class Saves:
         self._num_saves = 0
         self._num_failed = 0  # in a row
         self._share = 1.0  # share of an interval in seconds until the next save
-        self._under_way: tuple[int, Member] | None = None
+        self._under_way: dict[int, Member] = {}  # writers of saves that have not ended, by committed steps
+        self._newest: int | None = None  # of these the save that is due again if it fails
         self._gone: set[Member] = set()  # since the last save was begun
         self._lost_since_commit: set[Member] = set()
         self._first_step = first_step
@@ -263,9 +264,9 @@ class Saves:
         return frozenset((self._first_step, *self._taken))
 
     @property
-    def writer(self) -> Member | None:
-        """The group whose save has not ended yet, as far as the log has it."""
-        return None if self._under_way is None else self._under_way[1]
+    def writers(self) -> frozenset[Member]:
+        """The groups whose saves have not ended yet, as far as the log has it."""
+        return frozenset(self._under_way.values())
 
     def is_due(
         self,
@@ -293,15 +294,17 @@ class Saves:
             self._experience.on_commit(at_s, num_members)
         for end in ends:
             self._on_save_end(end, at_s)
-        if self._under_way is not None and self._under_way[1] in self._gone:
-            self._under_way, self._share = None, 0.0
+        if self._newest is not None and self._under_way[self._newest] in self._gone:
+            self._newest, self._share = None, 0.0
+        self._under_way = {step: member for step, member in self._under_way.items() if member not in self._gone}
 
     def _on_save_end(self, end: SaveEnd, at_s: float) -> None:
         if end.is_saved and self._experience is not None:
             self._experience.on_save(end.stall_s)
-        if self._under_way is None or self._under_way[0] != end.step:
+        self._under_way.pop(end.step, None)
+        if self._newest != end.step:
             return
-        self._under_way = None
+        self._newest = None
         if end.is_saved:
             self._num_failed = 0
             return
@@ -341,7 +344,7 @@ class Saves:
         self.void |= {saved for saved in self._taken if saved > step}
         self._taken = {saved for saved in self._taken if saved <= step}
         self._restart_interval(step, at_s)
-        self._under_way = None
+        self._under_way, self._newest = {}, None
         self._lost_since_commit = set()
         if self._experience is not None:
             self._experience.on_restart()
@@ -365,7 +368,7 @@ class Saves:
         member = able[self._num_saves % len(able)]
         self._num_saves += 1
         self._refused = None
-        self._under_way = (step, member)
+        self._under_way[step], self._newest = member, step
         self._taken.add(step)
         self.void.discard(step)
         return SaveCheckpoint(

@@ -386,13 +386,12 @@ class Controller:
         """The commit that drains those members, of the ones that ask, that may leave now."""
         if commit.is_last or self.step + 1 == self._num_steps:
             return replace(commit, drain=())
-        writer = self._saves.writer
         found = departures(
             commit.drain,
             self.voters,
             self._setup.placement,
             self.ownership,
-            writers=self._validity.writers | ({writer} if writer else set()),
+            writers=self._validity.writers | self._saves.writers,
             last_resort=self._setup.last_resort,
         )
         # A save would keep its writers here until it is compared: it waits for those that are about to leave.

@@ -60,6 +60,14 @@ def places_per_group(layout: Layout) -> int:
     return in_group // on_machine
 
 
+def can_reform(layout: Layout) -> bool:
+    """Whether groups stand on several machines and fill them: only then have others use for one of a broken group."""
+    try:
+        return places_per_group(layout) > 1
+    except ValueError:
+        return False
+
+
 def reform(
     layout: Layout, machines: Mapping[MachineId, Machine], broken: Collection[GroupId], *, groups_per_domain: int = 1
 ) -> tuple[Move, ...]:

@@ -25,7 +25,6 @@ from spare_megatron.process.processes import Child, describe_exit, fork_server, 
 from spare_megatron.process.reports import (
     DriverOrder,
     EndEarly,
-    ExitCode,
     FaultWanted,
     GoOn,
     GroupLost,
@@ -61,7 +60,7 @@ from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
 from spare_megatron.supervisor.group_rendezvous import fence_node
 from spare_megatron.supervisor.node_process import supervise
 from spare_megatron.supervisor.remote_supervisor import Launcher, run_remote_supervisor
-from spare_megatron.supervisor.run_end import outcome_of
+from spare_megatron.supervisor.run_end import codes_of, outcome_of
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
@@ -217,8 +216,10 @@ class Driver:
                 self._store_died(store)
 
     def _is_over(self, running: Collection[int]) -> bool:
-        """Whether no running node will continue the run. A node that has lost its groups may, until one has ended."""
-        may_restart = self._config.checkpoint.max_restarts > 0 and not self._ended
+        """Whether no running node will continue the run. A node that has lost its groups may, until one has ended with
+        the run, and not because another machine has its place.
+        """
+        may_restart = self._config.checkpoint.max_restarts > 0 and all(end.failure for end in self._ended.values())
         return not running or (self._are_lost(running) and not may_restart)
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:
@@ -370,10 +371,7 @@ class Driver:
                 outcome="failed", reason=self._store_failure + saved_state(self._config.checkpoint, self._run_dir)
             )
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
-        # A lost group may have started again and have read in the log how the run ends.
-        codes = {
-            code for (group, _), code in exits.items() if group not in self._absent_groups or code == ExitCode.WIPE_OUT
-        } - {ExitCode.LEFT}
+        codes = codes_of(exits, self._absent_groups)
         outcome = outcome_of(codes)
         if not codes:
             self._read_stop_reason()

@@ -16,6 +16,8 @@ from spare_megatron.core.fault_points import (
     PHASES_WITH_SLICES,
     FaultPoint,
 )
+from spare_megatron.core.places import Places
+from spare_megatron.core.reforming import PlaceId, can_reform
 from spare_megatron.faults.mix import kind_weights
 from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault, least_passes
 from spare_megatron.stacking.layout import GroupId
@@ -139,6 +141,35 @@ class _Draw:
         return self.kind in _SURE_TO_COST and lasts and self.phase in _BEFORE_THE_SUM
 
 
+class _Machines:
+    """Which places have lost their machine for good, and where the others have moved since, as supervisors decide it.
+
+    For groups that fill several machines each, which come back as often as they are lost.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._layout = config.parallel
+        self._groups_per_domain = config.spare.groups_per_domain
+        self._places = Places(config.parallel)
+        self._empty: set[PlaceId] = set()
+
+    def made_whole_without(self, fault: Fault) -> list[GroupId]:
+        """The groups that come back once this fault has taken the machine of its place."""
+        broken = self._broken() | {fault.group}
+        self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
+        assignment = self._places.reform(self._empty, self._groups_per_domain)
+        for holding in assignment.holdings:
+            left = self._places.held_by(holding.machine)
+            assert left is not None, "no machine is idle"
+            self._empty.add(left.place)
+        self._places.apply(assignment)
+        self._empty -= {holding.place for holding in assignment.holdings}
+        return sorted(broken - self._broken())
+
+    def _broken(self) -> set[GroupId]:
+        return {group for place in self._empty for group in self._layout.groups_on(place)}
+
+
 @dataclass(slots=True)
 class _Condition:
     """Which groups may be hit at which step, given the faults drawn so far."""
@@ -149,6 +180,7 @@ class _Condition:
     num_rejoins: int
     has_last_resort: bool
     partitions: PartitionLossBudget | None
+    machines: "_Machines | None" = None
     hit_until: dict[GroupId, float] = field(default_factory=dict)
     lost_until: dict[GroupId, float] = field(default_factory=dict)
     gone_from: dict[GroupId, int] = field(default_factory=dict)
@@ -181,7 +213,7 @@ class _Condition:
             return False
         return bool(left) and (self.has_last_resort or not self.placement.uncovered(left))
 
-    def hit(self, draw: _Draw, groups: frozenset[GroupId], step: int) -> None:
+    def hit(self, draw: _Draw, groups: frozenset[GroupId], step: int, fault: Fault) -> None:
         until = step + self.recovery_steps
         for group in groups:
             self.hit_until[group] = until
@@ -192,6 +224,10 @@ class _Condition:
                 if is_last:
                     self.gone_from[group] = until
                 self.hit_until[group] = self.lost_until[group]
+        if draw.is_for_good and self.machines is not None:
+            for group in self.machines.made_whole_without(fault):
+                self.lost_until[group] = self.hit_until[group] = until
+                del self.gone_from[group]
         if draw.kind in _CORRUPTIONS:
             self.corrupt_until = until
         if draw.costs and self.partitions is not None:
@@ -221,6 +257,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         num_rejoins=spare.rejoins,
         has_last_resort=config.data.access == "shared",
         partitions=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
+        machines=_Machines(config) if spare.rejoins and can_reform(config.parallel) else None,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)
@@ -311,9 +348,10 @@ def _place(
         if allowed:
             aim = allowed[rng.integers(len(allowed))]
             struck = struck_by[aim]
-            condition.hit(draw, struck, step)
             victims = sorted(struck) if draw.is_of_domain else [aim]
-            return [_fault(config, draw, group, step, rng) for group in victims]
+            found = [_fault(config, draw, group, step, rng) for group in victims]
+            condition.hit(draw, struck, step, found[0])
+            return found
         later = condition.next_change(step)
         if math.isinf(later):
             return []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from spare_megatron.journal.lines import Line, decode_line, encode_line, require_known_format
-from spare_megatron.journal.records import Record
+from spare_megatron.journal.records import FaultRecord, Record
 
 R = TypeVar("R", bound=Record)
 OnHeld = Callable[[Path, str], None]
@@ -175,3 +175,15 @@ def read_journal(run_dir: Path) -> Journal:
                 damage.append(f"{file.name}:{number}: {error}")
     lines.sort(key=lambda line: line.at_s)
     return Journal(lines=tuple(lines), damage=tuple(damage))
+
+
+def faults_struck(run_dir: Path, group: int, rank: int) -> set[FaultRecord]:
+    """The injected faults that have struck this rank, in any incarnation, as far as its lines can be read."""
+    found: set[FaultRecord] = set()
+    for path in (run_dir / "journal").glob(f"group-{group:04d}-rank-{rank}*.jsonl"):
+        for text in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # torn by the fault itself
+                record = decode_line(text).record if '"record":"fault"' in text else None
+                if isinstance(record, FaultRecord) and (record.group, record.rank) == (group, rank):
+                    found.add(record)
+    return found

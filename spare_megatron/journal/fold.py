@@ -260,6 +260,7 @@ class Folding:
         if any(now < earlier for now, earlier in zip_longest(self.kept, before, fillvalue=0)):
             what = f"after attempt {entry['attempt']} fewer buckets are kept than before"
             self.errors.append(f"step {entry['step']}: {what}")
+        self._leave_evaluation_out()
 
     def _discard(self, group: int) -> None:
         self.is_discarded = True
@@ -332,6 +333,13 @@ class Folding:
         is_due = every and (is_last or self.step % every == 0)
         self.is_evaluation_due = bool(is_due) and self.step > self.run.first_step
         self.is_over = is_last and not self.votes_on_end and not self.is_evaluation_due
+        self._leave_evaluation_out()
+
+    def _leave_evaluation_out(self) -> None:
+        """After the last step an evaluation without all hosts is left out, as the controller does."""
+        if self.is_evaluation_due and self.step == self.num_steps and self.members and self.uncovered:
+            self.is_evaluation_due = False
+            self.is_over = not self.votes_on_end
 
     def _evaluate(self, index: int, entry: Mapping[str, Any]) -> None:
         if not self.is_evaluation_due or entry["step"] != self.step:

@@ -134,6 +134,8 @@ class Ownership:
         owners = _assign_owners(self.hosts, self.owners)
         repairs, made = _plan_repairs(self), [move for move in self.moves if self._is_made(move)]
         under_way = [move for move in self.moves if move.receiver not in self.hosts[move.partition]]
+        if not repairs and not self.leaving:
+            made += _releases_of_surplus(self, {move.partition for move in made})
         moves = made if repairs or self.leaving else _Evening(self, made).moves_with(under_way)
         return replace(self, owners=owners, repairs=repairs, moves=tuple(moves))
 
@@ -248,6 +250,22 @@ def _assign_receivers(
             row.append(chosen)
             num_asked[chosen] += 1
     return receivers
+
+
+def _releases_of_surplus(ownership: Ownership, moved: Collection[PartitionId]) -> list[Repair]:
+    """Complete moves for partitions with more hosts than wanted: others copied them from a member that was to leave,
+    and stays. The host with most partitions releases its copy, of those without which the hosts span the most domains.
+    """
+    domains_of, releases = ownership.setup.domains_of, []
+    num_held = Counter(host for row in ownership.hosts for host in row)
+    for index, row in enumerate(ownership.hosts):
+        if len(row) <= ownership.num_wanted or PartitionId(index) in moved:
+            continue
+        others = {host: tuple(other for other in row if other != host) for host in row}
+        giver = min(row, key=lambda host: (-len(domains_of(others[host])), -num_held[host], host))
+        num_held[giver] -= 1
+        releases.append(Repair(PartitionId(index), giver, others[giver][0]))
+    return releases
 
 
 class _Evening:

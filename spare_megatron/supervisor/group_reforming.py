@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
-from spare_megatron.core.reforming import MachineId, PlaceId, places_per_group
+from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
@@ -167,11 +167,3 @@ def reform_after_s(config: RunConfig) -> float:
     if config.spare.reform_after_s is not None:
         return config.spare.reform_after_s
     return 60.0 if config.cluster.launcher == "srun" and config.slurm.num_spare_nodes else 0.0
-
-
-def is_possible(layout: Layout) -> bool:
-    """Whether groups stand on several machines and fill them: only then have others use for one of a broken group."""
-    try:
-        return places_per_group(layout) > 1
-    except ValueError:
-        return False

@@ -46,13 +46,13 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
     spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
-    budget = RestartBudget(spec.config.spare.rejoins, spec.config.control.heartbeat_interval_s)
+    budget: RestartBudget | None = None
     taken = _take_place(spec, machine) if spec.incarnation else None
     while True:
         if taken is not None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
-        supervisor = Supervisor(spec, link, network, budget, taken)
+        supervisor = Supervisor(spec, link, network, taken, budget)
         end_signal.listen(supervisor.ask_to_end)
         end = supervisor.run()
         if isinstance(end, str):
@@ -60,6 +60,7 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
             sys.stdout.flush()
             return spec.node if is_orphaned else None
         supervisor.leave()
+        budget = supervisor.budget
         taken = end.to or _take_place(spec, machine)
 
 

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from spare_megatron.core.failure_detector import Pulse
 from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import faults_struck
+from spare_megatron.journal.records import FaultRecord
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
@@ -109,6 +111,10 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
     leave(ExitCode.FINISHED)
 
 
+def _record_of(fault: Fault) -> FaultRecord:
+    return FaultRecord(group=fault.group, rank=fault.rank, step=fault.step, phase=fault.phase, kind=fault.kind)
+
+
 class RankProcesses:
     """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation.
 
@@ -127,6 +133,9 @@ class RankProcesses:
         self._spares = Spares(self._context, spec.rank_main, spec.config.spare.spares * most_ranks)
         self._processes: dict[RankKey, RankProcess] = {}
         self._faults = set(spec.faults)  # those that have not struck yet
+        if spec.incarnation:  # some have, while another machine had this place
+            struck = {record for key in self._keys if spec.faults for record in faults_struck(spec.run_dir, *key)}
+            self._faults = {fault for fault in spec.faults if _record_of(fault) not in struck}
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._is_end_asked = False

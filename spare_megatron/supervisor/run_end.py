@@ -18,6 +18,17 @@ _SILENT_INTERVALS = 4.0
 """A node whose heartbeat stands still for so many intervals is not waited for."""
 
 
+def codes_of(exits: Mapping[RankKey, int], absent: Collection[GroupId]) -> set[int]:
+    """Exit codes that say how the run has ended: those of groups that take part, and of `absent` ones that had started
+    again and read in the log that nothing can go on.
+
+    >>> sorted(codes_of({(0, 0): ExitCode.FINISHED, (1, 0): ExitCode.GROUP_BROKEN}, [1])) == [ExitCode.FINISHED]
+    True
+    """
+    codes = {code for (group, _), code in exits.items() if group not in absent or code == ExitCode.WIPE_OUT}
+    return codes - {ExitCode.LEFT}
+
+
 def outcome_of(codes: Collection[int]) -> Outcome:
     """The outcome of a run, by the exit codes of ranks in groups that were not lost and have not left it."""
     if ExitCode.HALTED in codes:
@@ -28,8 +39,8 @@ def outcome_of(codes: Collection[int]) -> Outcome:
 
 
 def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> EndRecord | None:
-    """The end of the run as one node has seen it; None if all of its groups were lost or left."""
-    codes = {code for (group, _), code in exits.items() if group not in lost and code != ExitCode.LEFT}
+    """The end of the run as one node has seen it; None if all of its groups were lost or left, and none knows it."""
+    codes = codes_of(exits, lost)
     if not codes:
         return None
     outcome = outcome_of(codes)

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
-from spare_megatron.core.reforming import MachineId
+from spare_megatron.core.reforming import MachineId, can_reform
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.files import JournalWriter
@@ -41,7 +41,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken, is_possible
+from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
@@ -88,8 +88,8 @@ class _Moved(Exception):
 class Supervisor:
     """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
     thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `leave` if the machine is to
-    take another place, else `close`. `budget`: of the machine. `taken`: how it took this place, if it did not begin
-    with it.
+    take another place, else `close`. `taken`: how it took this place, if it did not begin with it. `budget`: the
+    machine's, from its former place.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Supervisor:
         spec: NodeSpec,
         driver: DriverLink,
         network: NodeNetwork | None,
-        budget: RestartBudget,
         taken: PlaceTaken | None = None,
+        budget: RestartBudget | None = None,
     ) -> None:
         self._spec = spec
         self._driver = driver
@@ -116,9 +116,10 @@ class Supervisor:
         self._num_fences_wanted = 0  # not written yet
         self._is_following = False  # whether the link follows the log, as no rank here does
         self._timers = Timers()
-        budget.hold(self._ranks.groups)
+        self.budget = budget or RestartBudget(spec.config.spare.rejoins, self._interval_s)
+        self.budget.hold(self._ranks.groups)
         self._restarts = GroupRestarts(
-            budget=budget,
+            budget=self.budget,
             restarts_all=spec.config.checkpoint.max_restarts > 0,
             whole_groups=self._ranks.whole_groups,
             # Of a node that is taken over the last lives are not known yet: the fence of each decides.
@@ -145,7 +146,7 @@ class Supervisor:
             incarnation=spec.incarnation,
             machine=machine,
             reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out)
-            if spec.config.spare.rejoins and is_possible(layout)
+            if spec.config.spare.rejoins and can_reform(layout)
             else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.whole_run import Run
-from tests.matrix.cells import HOSTS, PAUSE_CELLS, Cell, PauseCell, draw_faults, sample_cells
+from tests.matrix.cells import HOSTS, PAUSE_CELLS, REFORM_CELLS, Cell, PauseCell, draw_faults, sample_cells
 from tests.matrix.pauses import run_pause_cell
 from tests.matrix.trial import run_cell, run_without_faults, why_not_here
 
@@ -42,7 +42,7 @@ def test_a_cell_of_the_matrix_is_masked_and_ends_with_the_bits_of_the_run_withou
     assert outcome.params_sha256 == expected.summary.params_sha256
 
 
-@pytest.mark.parametrize("cell", [PAUSE_CELLS[SEED % len(PAUSE_CELLS)]], ids=str)
+@pytest.mark.parametrize("cell", [cells[SEED % len(cells)] for cells in (PAUSE_CELLS, REFORM_CELLS)], ids=str)
 def test_both_hosts_of_a_shard_come_back_in_a_pause_and_no_committed_step_is_done_again(
     text_corpus: Path, tmp_path: Path, expected: Run, cell: PauseCell
 ) -> None:

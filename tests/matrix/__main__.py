@@ -17,13 +17,13 @@ from types import FrameType
 from spare_megatron.process.processes import fork_server
 from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
-from tests.matrix.cells import CELLS, KINDS, PAUSE_CELLS, Cell, PauseCell
+from tests.matrix.cells import CELLS, KINDS, PAUSE_CELLS, REFORM_CELLS, Cell, PauseCell
 from tests.matrix.pauses import run_pause_cell
 from tests.matrix.trial import Outcome, run_cell, run_without_faults, why_not_here
 from tests.search_path import put_checkout_first
 
 CELL_TIMEOUT_S = 180
-_ALL = (*CELLS, *PAUSE_CELLS)
+_ALL = (*CELLS, *PAUSE_CELLS, *REFORM_CELLS)
 
 
 def main() -> int:
@@ -101,7 +101,7 @@ def _print_summary(outcomes: dict[Cell | PauseCell, Outcome | str], wall_s: floa
         if isinstance(outcome, Outcome):
             by_kind[cell.kind].append(outcome)
     print(f"\n{'kind':6} {'cells':>5}  median (largest) ms until found    until recovered")
-    for kind in [kind for kind in (*KINDS, PauseCell.kind) if by_kind[kind]]:
+    for kind in [kind for kind in (*KINDS, "pause", "reform") if by_kind[kind]]:
         found, recovered = ([1000 * getattr(o, name) for o in by_kind[kind]] for name in ("found_s", "recovery_s"))
         print(f"{kind:6} {len(found):5}  {_middle(found):>32} {_middle(recovered):>18}")
     num_skipped = sum(isinstance(outcome, str) and outcome.startswith("(") for outcome in outcomes.values())

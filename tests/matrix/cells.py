@@ -112,16 +112,22 @@ HOSTS = (0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseCell:
-    """The moment at which both hosts are killed, the unit of work that moves, and whether state is partitioned."""
+    """The moment at which both hosts are killed, the unit of work that moves, and whether state is partitioned.
+
+    `is_reformed`: a machine of each host is lost for good, and one of them comes back with a machine of the other.
+    """
 
     phase: FaultPoint
     granularity: Granularity
     is_stacked: bool
+    is_reformed: bool = False
 
-    kind = "pause"
+    @property
+    def kind(self) -> str:
+        return "reform" if self.is_reformed else "pause"
 
     def __str__(self) -> str:
-        return f"pause-{self.phase}-{self.granularity}{'-stacked' if self.is_stacked else ''}"
+        return f"{self.kind}-{self.phase}-{self.granularity}{'-stacked' if self.is_stacked else ''}"
 
 
 _PHASES = (
@@ -140,6 +146,11 @@ PAUSE_CELLS: tuple[PauseCell, ...] = (
         PauseCell(phase=phase, granularity="microbatch", is_stacked=True)
         for phase in (FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER)
     ),
+)
+
+
+REFORM_CELLS: tuple[PauseCell, ...] = tuple(
+    replace(cell, is_reformed=True) for cell in PAUSE_CELLS if cell.granularity == "microbatch"
 )
 
 

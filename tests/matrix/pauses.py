@@ -1,12 +1,15 @@
-"""Rows of the fault matrix in which both hosts of a shard are lost, and come back while the others pause."""
+"""Rows of the fault matrix in which both hosts of a shard are lost, and come back while the others pause; one of them
+where groups are re-formed, as each has lost a machine.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 
-from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.journal.records import PlacesRecord
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, fenced_groups, retries_of
-from tests.matrix.cells import HOSTS, STEP, PauseCell
+from tests.matrix.cells import HOSTS, NUM_GROUPS, NUM_STAGES, STEP, PauseCell
 from tests.matrix.trial import Outcome, assert_same_bits, config_of, found_after_s
 
 _ONCE_MORE = {FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE}
@@ -15,9 +18,12 @@ _ONCE_MORE = {FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE}
 
 def run_pause_cell(cell: PauseCell, corpus: Path, run_dir: Path, expected: Run) -> Outcome:
     """Runs the cell; asserts that no committed step is done again and that the run ends like the expected one."""
-    faults = [FaultConfig(phase=cell.phase, step=STEP, group=group, rank=group % 2) for group in HOSTS]
+    kind: FaultKind = "kill_supervisor" if cell.is_reformed else "kill"
+    faults = [FaultConfig(phase=cell.phase, step=STEP, group=group, rank=group % 2, kind=kind) for group in HOSTS]
     run = complete_run(_paused(config_of(corpus, faults, isolate=False, is_stacked=cell.is_stacked), cell), run_dir)
     assert_masked(run)  # with it, that both faults struck
+    num_moves = sum(len(record.holdings) for record in {r.index: r for r in run.journal.of(PlacesRecord)}.values())
+    assert num_moves == cell.is_reformed
     kinds = [entry["entry"] for entry in entries_of(run.journal)]
     assert "resume" in kinds or cell.phase in _ONCE_MORE, kinds
     assert "restart" not in kinds
@@ -33,7 +39,9 @@ def run_pause_cell(cell: PauseCell, corpus: Path, run_dir: Path, expected: Run) 
 
 
 def _paused(config: RunConfig, cell: PauseCell) -> RunConfig:
-    return replace(config, spare=replace(config.spare, redundancy=2, rejoins=3, granularity=cell.granularity))
+    spare = replace(config.spare, redundancy=2, rejoins=3, granularity=cell.granularity)
+    num_nodes = NUM_GROUPS * NUM_STAGES if cell.is_reformed else 1
+    return replace(config, spare=spare, cluster=replace(config.cluster, num_nodes=num_nodes))
 
 
 def _pause_s(run: Run) -> float:

@@ -1,5 +1,7 @@
 """Where evaluations take place in the log, and how they are decided."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,9 +27,11 @@ from spare_megatron.core.evaluation import FRACTION_BITS, EvaluationPolicy, SetS
 from spare_megatron.core.events import RunStarted, VotesRead
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 from spare_megatron.journal import losses
+from spare_megatron.journal.fold import fold_log
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
+from tests.unit.journal_in_memory import run_record
 from tests.unit.test_controller import fence, fold
 
 LARGE = 10**40
@@ -196,6 +200,23 @@ def test_a_wipe_out_ends_an_evaluation_in_the_middle_of_the_run_and_is_none_at_i
         controller = evaluating(redundancy=1, steps=steps)
         commits(controller, 2)
         assert isinstance(fold(controller, fence(3), Retry(step=2, attempt=2))[-1], ends)
+
+
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_an_evaluation_that_a_wipe_out_leaves_out_is_not_due_in_the_journal(*, is_lost_first: bool) -> None:
+    """It was, for ever: of a run that had ended the journal said that entries might be missing."""
+    controller = evaluating(redundancy=1, steps=2)
+    entries: list[Entry] = [Commit(step=0, attempt=0), Commit(step=1, attempt=1)]
+    if is_lost_first:  # its part of the last step is in the sum
+        entries.insert(1, fence(3))
+    else:
+        entries += [fence(3), Retry(step=2, attempt=2)]
+    actions = fold(controller, *entries)
+    assert isinstance(actions[-1], FinishRun)
+    run = replace(run_record(4, redundancy=1, num_steps=2, placement="golomb"), eval_every_steps=2)
+    found = fold_log({index: json.loads(encode_entry(entry)) for index, entry in enumerate(entries)}, run)
+    assert found.errors == ()
+    assert found.known.is_over
 
 
 @pytest.mark.parametrize(("num_commits", "entry"), [(1, Evaluated(step=1, attempt=1)), (2, Commit(step=2, attempt=2))])

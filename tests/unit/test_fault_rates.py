@@ -144,6 +144,37 @@ def test_what_is_lost_for_good_leaves_room_for_one_more_loss(seed: int) -> None:
     assert [fault.kind for fault in faults[-20:]] == ["kill"] * 20
 
 
+def test_machines_are_lost_for_good_until_groups_are_re_formed_and_those_are_hit_again() -> None:
+    """8 groups of 2 machines, of which broken ones give theirs to the lowest; counted anew from the whole list."""
+    num_again = 0
+    for seed in range(6):
+        re_formed: set[GroupId] = set()
+        settings = ("layout.num_groups=8", "cluster.num_nodes=16", "spare.redundancy=6", "faults.mean_steps=10")
+        config = configured(*settings, f"faults.seed={seed}", "faults.kinds=['kill_supervisor', 'kill', 'kill']")
+        placement = make_placement(config.spare.placement, 8, config.spare.redundancy, 1)
+        missing: dict[GroupId, int] = {}
+        back_at: dict[GroupId, int] = {}
+        faults = draw_faults(config)
+        for fault in faults:
+            assert fault.group not in missing
+            assert fault.step >= back_at.get(fault.group, 0)
+            num_again += fault.group in re_formed
+            back_at[fault.group] = fault.step + config.faults.recovery_steps
+            if fault.kind == "kill_supervisor":
+                missing[fault.group] = 1
+                if len(alone := sorted(group for group, number in missing.items() if number == 1)) == 2:
+                    del missing[alone[0]]
+                    missing[alone[1]] = 2
+                    re_formed.add(alone[0])
+                    back_at[alone[0]] = fault.step + config.faults.recovery_steps
+            away = {group for group, step in back_at.items() if fault.step < step} | set(missing)
+            assert placement.uncovered(frozenset(map(GroupId, range(8))) - away) == ()
+        num_for_good = sum(fault.kind == "kill_supervisor" for fault in faults)
+        assert num_for_good > 4
+        assert len(missing) == -(-num_for_good // 2)
+    assert num_again > 20
+
+
 def test_faults_that_pass_last_no_longer_than_allowed() -> None:
     faults = draw_faults(configured("faults.max_seconds=0.25"))
     lasting = {"kill", "raise", "nan", "bit_flip", "param_flip", "hang", "stop"}

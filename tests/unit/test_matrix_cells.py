@@ -18,6 +18,7 @@ from tests.matrix.cells import (
     NUM_STAGES,
     PARTITION_REDUNDANCY,
     PAUSE_CELLS,
+    REFORM_CELLS,
     draw_faults,
     sample_cells,
 )
@@ -53,7 +54,8 @@ def test_samples_come_to_every_cell() -> None:
 
 def test_both_hosts_of_a_shard_are_lost_at_every_moment_and_some_state_partition_never_with_them() -> None:
     assert {cell.phase for cell in PAUSE_CELLS} == set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_AFTER_A_LOSS
-    assert len({str(cell) for cell in PAUSE_CELLS}) == len(PAUSE_CELLS)
+    assert {cell.phase for cell in REFORM_CELLS} == {cell.phase for cell in PAUSE_CELLS}
+    assert len({str(cell) for cell in (*PAUSE_CELLS, *REFORM_CELLS)}) == len(PAUSE_CELLS) + len(REFORM_CELLS) == 76
     assert set(make_placement("golomb", NUM_GROUPS, 2).hosts[1]) == set(HOSTS)
     partitioning = PartitionSetup(num_groups=NUM_GROUPS, redundancy=PARTITION_REDUNDANCY)
     whole = first_ownership(partitioning, [Member(GroupId(group)) for group in range(NUM_GROUPS)])

@@ -9,7 +9,6 @@ import pytest
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.core.places import Assignment, Holding
 from spare_megatron.core.reforming import MachineId, PlaceId
-from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.process.requests import request
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
@@ -49,6 +48,8 @@ def test_the_clock_of_a_run_goes_on_when_a_machine_moves(tmp_path: Path, monkeyp
     now_s, ends_at_s = [100.0], []
 
     class TwoPlaces:
+        budget = None
+
         def __init__(self, spec: NodeSpec, *_: object) -> None:
             ends_at_s.append((spec.node, spec.ends_at_s))
 
@@ -83,7 +84,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def supervise(spec: NodeSpec, taken: PlaceTaken | None = None) -> None:
     driver = SimpleNamespace(report=lambda report: None, listener=None)
-    supervisor.Supervisor(spec, driver, None, RestartBudget(spec.config.spare.rejoins, 1.0), taken)  # type: ignore[arg-type]
+    supervisor.Supervisor(spec, driver, None, taken)  # type: ignore[arg-type]
 
 
 def test_the_notice_of_a_machine_is_its_own_in_each_place(tmp_path: Path, parts: dict[str, Any]) -> None:

@@ -143,6 +143,25 @@ def test_a_group_that_comes_back_and_is_lost_leaves_the_others_as_they_were() ->
     assert (again.hosts, again.repairs, again.moves) == (repaired.hosts, (), ())
 
 
+@pytest.mark.parametrize("groups_per_domain", [1, 2])
+def test_a_drain_that_is_cancelled_leaves_no_partition_more_hosts_than_wanted(groups_per_domain: int) -> None:
+    """Copies for the member that was to leave were kept beside its own, until a host was lost."""
+    at_first = whole(6, 3, groups_per_domain)
+    leaving = at_first.with_copies((), (), members(2))
+    handed_over = leaving.with_copies(
+        [PartitionCopy(copy.partition, copy.receiver) for copy in leaving.repairs], (), members(2)
+    )
+    assert [len(row) for row in handed_over.hosts].count(4) == 3
+    stays = handed_over.with_copies(())
+    assert stays.hosts == handed_over.hosts, "none is released before the copies are compared"
+    assert {move.partition for move in stays.moves} >= set(handed_over.hosted_by(members(2)[0]))
+    end = settled(stays)
+    assert {len(row) for row in end.hosts} == {3}
+    assert max(held(end).values()) - min(held(end).values()) <= 1
+    num_domains = [len(end.setup.domains_of(row)) for row in end.hosts]
+    assert num_domains == [len(at_first.setup.domains_of(row)) for row in at_first.hosts]
+
+
 def test_moves_avoid_the_domains_of_the_other_hosts() -> None:
     for lost in range(9):
         even = settled(back(settled(without(whole(9, 2, 3), lost)), lost))

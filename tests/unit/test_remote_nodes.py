@@ -148,6 +148,14 @@ def test_a_node_without_a_group_in_the_run_does_not_know_its_end() -> None:
     assert end_without_driver(exits, {zero, one}) is None
 
 
+def test_a_lost_group_that_reads_of_the_wipe_out_says_how_the_run_has_ended() -> None:
+    """The driver's node had the only whole state, and a group copied it: no node journaled the end of the run."""
+    one = GroupId(1)
+    end = end_without_driver({(one, 0): int(ExitCode.WIPE_OUT), (one, 1): int(ExitCode.GROUP_BROKEN)}, {one})
+    assert end is not None
+    assert end.outcome == "wipe_out"
+
+
 def test_a_supervisor_with_other_code_than_the_driver_does_not_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

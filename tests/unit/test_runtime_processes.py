@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.core.places import Holding
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.driver import driver as driver_module
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.preflight import _why_ended
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.process.reports import ExitCode, GroupLost, RanksReady, next_report
+from spare_megatron.process.reports import ExitCode, GroupLost, NodeEnded, RanksReady, next_report
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store.spec import TcpStoreSpec
@@ -160,6 +161,18 @@ def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_ca
     driver._handle(RanksReady(group=GroupId(0)), 0)
     driver._handle(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""), 0)
     assert driver._absent_groups == {1}
+
+
+def test_a_machine_that_has_left_its_place_to_another_does_not_end_the_run_with_the_next_wipe_out(
+    driver: Driver,
+) -> None:
+    driver._config = replace(driver._config, checkpoint=CheckpointConfig(max_restarts=1))
+    driver._last_lost = {GroupId(group): 0 for group in range(driver._config.layout.num_groups)}
+    assert not driver._is_over([0])
+    driver._handle(NodeEnded(node=0, exits={}, failure="stopped"), 0)
+    assert not driver._is_over([0])
+    driver._handle(NodeEnded(node=0, exits={}, failure=""), 0)
+    assert driver._is_over([0])
 
 
 def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:

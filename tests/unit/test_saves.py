@@ -96,6 +96,21 @@ def test_a_late_report_of_an_earlier_save_does_not_count_for_the_present_one() -
     assert not is_due(saves, 3, 200.0)
 
 
+def test_a_group_writes_until_its_own_save_has_ended_whatever_is_saved_meanwhile() -> None:
+    """The latest save alone was known: a drain let the writer of an earlier one go, whose checkpoint was lost."""
+    saves = saves_of(interval_s=80.0)
+    first, second, third = (saves.start_save(step, 80.0 * step, ALL_MEMBERS, 0).member for step in (1, 2, 3))
+    assert saves.writers == {first, second, third}
+    saves.on_commit(250.0, 4, [SaveEnd(2, True, 0.0)])
+    assert saves.writers == {first, third}
+    saves.on_loss([third])
+    saves.on_commit(251.0, 3, [])
+    assert saves.writers == {first}
+    assert is_due(saves, 4, 251.0), "what a lost group was saving last is due at once"
+    saves.on_restart(1, 260.0)
+    assert saves.writers == set()
+
+
 def test_the_ends_of_saves_survive_the_store() -> None:
     vote = Vote(is_complete=True, plan_digest="a", save_ends=(SaveEnd(7, True, 0.25), SaveEnd(9, False, 0.0)))
     assert decode_vote(encode_vote(vote)) == vote

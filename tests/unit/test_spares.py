@@ -5,6 +5,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from multiprocessing import Pipe, active_children, get_context
 from multiprocessing.connection import Connection
@@ -17,7 +18,11 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.rejoin import NextStart, RestartBudget
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import FaultRecord
 from spare_megatron.process import timers
 from spare_megatron.process.processes import end_child, rank_context
 from spare_megatron.process.specs import NodeSpec, RankSpec
@@ -213,6 +218,24 @@ def identities(ranks: RankProcesses, group: int) -> list[tuple[int, int, int, in
         assert pipes[key].poll(TIMEOUT_S)
         found.append(pipes[key].recv())
     return found
+
+
+def test_a_fault_strikes_once_whichever_machine_has_the_place(tmp_path: Path) -> None:
+    """A group that was re-formed in a pause met the fault of its step again, on its new machine."""
+    faults = tuple(
+        Fault(step=step, group=GroupId(0), rank=1, phase=FaultPoint.FORWARD, kind="kill_supervisor") for step in (2, 7)
+    )
+    with closing(JournalWriter(tmp_path, "group-0000-rank-1")) as journal:
+        journal.write(FaultRecord(group=0, rank=1, step=2, phase="forward", kind="kill_supervisor"))
+    (tmp_path / "journal" / "group-0000-rank-1-life-1.jsonl").write_text('{"record":"fault","gro')
+    config = RunConfig(layout=LayoutConfig(num_groups=2, pipeline_parallel=2))
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    for incarnation, left in ((0, {2, 7}), (1, {7})):
+        spec = NodeSpec(
+            config=config, run_dir=tmp_path, node=0, store=store, faults=faults, rank_main=_report_identity,
+            incarnation=incarnation,
+        )  # fmt: skip
+        assert {fault.step for fault in RankProcesses(spec)._faults} == left
 
 
 def lose(ranks: RankProcesses, group: int, *, takes_spares: bool = True) -> int:

@@ -1,0 +1,493 @@
+"""Machines, their supervisors and the places that they hold, in an order that a random generator chooses.
+
+The store links are real, and so is what stands behind them: fences, rendezvous and the list of assignments. Ranks are
+not there: a group trains once each of its places has been joined. The clock goes on by ticks. In a tick each machine
+that is not suspended does its work, and after every request to the store any other machine may go on, or be lost.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.core.entries import Commit, Fence, decode_entry, encode_entry
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.core.rejoin import RestartBudget
+from spare_megatron.journal.check_places import check_places
+from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.process import timers
+from spare_megatron.process.timers import Timers
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store import keys
+from spare_megatron.supervisor import group_reforming, group_rendezvous, restarts, store_link
+from spare_megatron.supervisor.group_reforming import Assigned, PlaceTaken
+from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
+from spare_megatron.supervisor.restarts import GroupRestarts
+from spare_megatron.supervisor.store_link import (
+    FenceWanted,
+    FenceWritten,
+    HasLeft,
+    NodeReplaced,
+    NodeSilent,
+    PlaceChanged,
+)
+from tests.protocol.assignments import Assignments
+from tests.protocol.violation import Violation
+from tests.unit.memory_store import MemoryStore
+
+INTERVAL_S = 1.0
+TICK_S = INTERVAL_S / BEATS_PER_INTERVAL
+LONGEST_WAIT_S = 64 * INTERVAL_S
+
+
+def config_of(num_groups: int, size: int, reform_after_s: float = 0.0, rejoins: int = 1_000_000) -> RunConfig:
+    return RunConfig(
+        layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=size),
+        cluster=ClusterConfig(num_nodes=num_groups * size),
+        spare=SpareConfig(reform_after_s=reform_after_s, rejoins=rejoins),
+    )
+
+
+class Lost(BaseException):
+    """The machine is gone, in the middle of what it did."""
+
+
+class Turns:
+    """Lets a function go on from one request to the store to the next, in a thread of its own that never runs beside
+    its caller's.
+    """
+
+    def __init__(self) -> None:
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._work: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        self._is_lost = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def go_on(self) -> bool:
+        """Returns False once the work is done. What it raises is raised here."""
+        self._go.release()
+        self._back.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._work is not None
+
+    def end(self) -> None:
+        """The machine is lost: what it does ends where it is."""
+        self._is_lost = True
+        self._go.release()
+
+    def wait(self) -> None:
+        """For the work: it goes on when it is its turn again."""
+        self._back.release()
+        self._go.acquire()
+        if self._is_lost:
+            raise Lost
+
+    def _run(self) -> None:
+        self._go.acquire()
+        while not self._is_lost:
+            assert self._work is not None, "nothing to do"
+            try:
+                self._work()
+            except Lost:
+                return
+            except BaseException as error:  # noqa: BLE001  (for the thread that chose this turn)
+                self._error = error
+            self._work = None
+            self._back.release()
+            self._go.acquire()
+
+
+class Requests:
+    """The store as one machine reaches it: each request is carried out in a later turn."""
+
+    def __init__(self, store: MemoryStore, turns: Turns) -> None:
+        self._store, self._turns = store, turns
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        carry_out = getattr(self._store, operation)
+
+        def ask(*arguments: Any) -> Any:
+            self._turns.wait()
+            return carry_out(*arguments)
+
+        return ask
+
+
+class Store(MemoryStore):
+    """Shows each assignment and each new part of an incarnation to the invariants."""
+
+    def __init__(self, assignments: Assignments) -> None:
+        super().__init__({keys.ALL_GROUPS_READY: "yes"})
+        self._assignments = assignments
+
+    def put(self, key: str, value: str) -> None:
+        if self.values.get(key, value) != value and key.startswith("assignment/"):
+            raise Violation(f"{key} is given to other machines, and is written once by compare-and-set")
+        super().put(key, value)
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        is_new = key.startswith("assignment/") and key not in self.values
+        found = super().put_if_absent(key, value)
+        if is_new:
+            self._assignments.written(int(key.removeprefix("assignment/")), value)
+        return found
+
+
+class Clock:
+    now_s = 0.0
+
+
+@contextmanager
+def clocked() -> Iterator[Clock]:
+    """Has everything that a supervisor uses read this clock."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (timers, group_rendezvous, group_reforming, restarts, store_link):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+        yield clock
+
+
+class World:
+    """A run of supervisors without their ranks.
+
+    `slowness`: how often a machine stands still for the rest of a tick, after any of its requests. `faults` are
+    methods of this class, each as often as it is named, one with probability `fault_rate` after any request.
+    """
+
+    def __init__(self, clock: Clock, seed: int, config: RunConfig, *, slowness: float = 0.0) -> None:
+        self.clock, self.random, self.config = clock, Random(seed), config
+        self.layout = config.parallel
+        self.budgets = defaultdict[int, RestartBudget](lambda: RestartBudget(config.spare.rejoins, INTERVAL_S))
+        self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains)
+        self.store = Store(self.assignments)
+        self.records: list[PlacesRecord] = []
+        self.num_moves = 0
+        self.left_out: frozenset[GroupId] = frozenset()
+        self.joined = defaultdict[Member, set[tuple[int, int]]](set)
+        self.training = {GroupId(group): Member(GroupId(group)) for group in range(self.layout.num_groups)}
+        self.is_whole: Callable[[World, Member], bool] = World.has_all_places
+        self.faults: list[Callable[[World], None]] = []
+        self.fault_rate = 0.0
+        self._slowness = slowness
+        self._num_entries = 0
+        self._fenced: set[Member] = set()
+        self.suspended: set[int] = set()
+        self.dead: set[int] = set()
+        machines = map(MachineId, range(self.layout.num_nodes))
+        self.machines = {int(machine): Supervisor(self, machine, is_replacing=False) for machine in machines}
+
+    def close(self) -> None:
+        for one in self.machines.values():
+            one.turns.end()
+
+    @property
+    def active(self) -> list["Supervisor"]:
+        return [one for machine, one in self.machines.items() if machine not in self.suspended]
+
+    def tick(self, num_ticks: int = 1) -> None:
+        for _ in range(num_ticks):
+            self.clock.now_s += TICK_S
+            busy = list(self.active)
+            for one in busy:
+                one.begin_tick()
+            while busy:
+                one = self.random.choice(busy)
+                is_there = one in self.machines.values() and one.machine not in self.suspended
+                if not is_there or not one.turns.go_on() or self.random.random() < self._slowness:
+                    busy.remove(one)
+                if self.faults and self.random.random() < self.fault_rate:
+                    self.random.choice(self.faults)(self)
+            self._admit()
+
+    def whole(self) -> set[int]:
+        """The groups that have all of their ranks, in one incarnation."""
+        running = Counter(one.member for one in self.active if one.runs)
+        size = self.layout.num_nodes // self.layout.num_groups
+        return {member.group for member, number in running.items() if number == size}
+
+    def has_all_places(self, member: Member) -> bool:
+        """Whether each place has joined the incarnation: none of its ranks is ready before."""
+        return {place for place, _ in self.joined[member]} == set(self.layout.nodes_of(member.group))
+
+    def _admit(self) -> None:
+        """The others admit groups that are ready, in a commit of the log, and those train that are not fenced."""
+        self._read_log()
+        for one in self.active:
+            is_known = one.member in self._fenced or one.member in self.training.values()
+            if one.runs and not is_known and self.is_whole(self, one.member):
+                commit = Commit(step=self._num_entries, attempt=self._num_entries, admit=(one.member,))
+                self.store.put_if_absent(keys.entry(self._num_entries), encode_entry(commit))
+                self._read_log()
+        for one in self.active:
+            if one.runs and one.member in self.training.values():
+                one.on_ready()
+
+    def _read_log(self) -> None:
+        while (text := self.store.values.get(keys.entry(self._num_entries))) is not None:
+            self._num_entries += 1
+            entry = decode_entry(text)
+            if isinstance(entry, Fence):
+                fenced = Member(entry.group, entry.incarnation)
+                self._fenced.add(fenced)
+                if self.training.get(entry.group) == fenced:
+                    del self.training[entry.group]
+            if isinstance(entry, Commit):
+                for member in entry.admit:
+                    self.assignments.admitted(member.group, self.joined[member])
+                    self.training[member.group] = member
+
+    def _trains(self, group: int) -> bool:
+        self._read_log()
+        return GroupId(group) in self.training
+
+    # ------------------------------------------------------------------------------------------------- what happens
+
+    def lose_machine(self, machine: int | None = None) -> None:
+        if self.machines:
+            machine = self.random.choice(sorted(self.machines)) if machine is None else machine
+            self.end(self.machines[machine])
+            self.dead.add(machine)
+
+    def end(self, one: "Supervisor") -> None:
+        """The machine's supervisor is no more."""
+        del self.machines[one.machine]
+        self.suspended.discard(one.machine)
+        one.turns.end()
+
+    def replace_machine(self, machine: int | None = None) -> None:
+        """What a proxy does once it has lost its supervisor, which may be cut off only."""
+        gone = sorted(self.dead | self.suspended)
+        if gone:
+            machine = self.random.choice(gone) if machine is None else machine
+            self.dead.discard(machine)
+            new = MachineId(machine + self.layout.num_nodes)
+            self.machines[new] = Supervisor(self, new, is_replacing=True)
+            if machine in self.suspended:
+                self.machines[machine].is_superseded = True
+
+    def suspend_machine(self) -> None:
+        self.suspended |= {one.machine for one in self.random.sample(self.active, min(1, len(self.active)))}
+
+    def resume_machine(self) -> None:
+        if self.suspended:
+            self.suspended.discard(self.random.choice(sorted(self.suspended)))
+
+    def drain_group(self, group: int) -> None:
+        """It leaves with a commit, and its ranks end."""
+        self.left_out |= {GroupId(group)}
+        del self.training[GroupId(group)]
+        for one in self.machines.values():
+            one.on_asked()
+            if one.group == group:
+                one.leave_run()
+
+    def ask_for_groups(self) -> None:
+        """All of them are to take part."""
+        self.left_out = frozenset()
+        for one in self.machines.values():
+            one.on_asked()
+
+    def lose_rank(self) -> None:
+        running = [one for one in self.active if one.runs]
+        if running:
+            self.random.choice(running).lose(is_own=True)
+
+
+class Supervisor:
+    """One machine and the supervisor of its present place: what the main thread does with the events of the link."""
+
+    def __init__(self, world: World, machine: MachineId, *, is_replacing: bool) -> None:
+        self.world, self.machine = world, machine
+        self.turns = Turns()
+        self.store: Any = Requests(world.store, self.turns)
+        self.is_superseded = self.has_given_up = self.runs = self._is_busy = False
+        self.place, self.group, self.incarnation = PlaceId(0), GroupId(0), 0
+        self._coming: PlaceTaken | None = None
+        self._is_away, self._num_away = is_replacing, 0
+        if not is_replacing:
+            self._begin(None)
+
+    def _begin(self, taken: PlaceTaken | None) -> None:
+        world = self.world
+        self.place, incarnation = (PlaceId(self.machine), 0) if taken is None else taken.holding[1:]
+        (self.group,) = world.layout.groups_on(self.place)
+        self.incarnation, self.runs, self.is_foreign, self.is_up = 0, taken is None, taken is not None, taken is None
+        self.is_lost, self.is_own_loss = taken is not None, False
+        world.budgets[self.machine].hold([self.group])
+        self.timers = Timers()
+        self.inbox, outbox = Pipe(duplex=False)
+        self.link = store_link.StoreLink(
+            node=self.place,
+            layout=world.layout,
+            interval_s=INTERVAL_S,
+            connect=lambda: self.store,
+            outbox=outbox,
+            incarnation=incarnation,
+            machine=self.machine,
+            reforming=group_reforming.GroupReforming(world.config, self.machine, lambda: world.left_out),
+        )
+        self.log = self.link._begin(self.store)
+        self.restarts = GroupRestarts(
+            budget=world.budgets[self.machine],
+            restarts_all=True,
+            whole_groups=frozenset(),
+            timers=self.timers,
+            wait_for_parts=lambda group: self.link.wait_for_parts(Member(group, self.incarnation + 1)),
+            start=self.start,
+        )
+        self.on_asked()
+        if taken is not None:
+            self.want_fence(self.group, None)
+
+    @property
+    def member(self) -> Member:
+        return Member(self.group, self.incarnation)
+
+    def begin_tick(self) -> None:
+        """Begins the work of a tick, unless the machine is still busy with that of an earlier one."""
+        if not self._is_busy:
+            self._is_busy = True
+            self.turns.begin(self._tick)
+
+    def _tick(self) -> None:
+        holder, member = self.world.assignments.holder_of(self.place), self.member
+        is_fenced = keys.part_fenced(member) in self.world.store.values
+        try:
+            if self._is_away:
+                self._come()
+            else:
+                self._work()
+                if self.runs and self.machine in self.world.machines and self.member == member and is_fenced:
+                    self.world.assignments.runs_on(self.machine, self.place, holder)
+        finally:
+            self._is_busy = False
+
+    def _leave(self, taken: PlaceTaken | None) -> None:
+        """A machine needs some time to end what it has, before it begins in its new place."""
+        self.runs, self._is_away, self._coming = False, True, taken
+        self._num_away = self.world.random.randrange(1, 4)
+
+    def _come(self) -> None:
+        self._num_away -= 1
+        if self._num_away >= 0:
+            return
+        try:
+            taken = self._coming or self._take_place()
+        except ValueError:
+            self._end_as_replaced()
+            return
+        self._is_away, self._coming = False, None
+        self._begin(taken)
+
+    def _end_as_replaced(self) -> None:
+        if not self.is_superseded:
+            raise Violation(f"machine {self.machine} ends for another that there is not")
+        self.world.end(self)
+
+    def _take_place(self) -> PlaceTaken:
+        reforming = group_reforming.GroupReforming(self.world.config, self.machine)
+        taken = reforming.take_place(self.store, store_link.AssignmentList(self.store, self.world.layout))
+        self.world.records.append(taken.by.record(self.world.layout))
+        return taken
+
+    def _work(self) -> None:
+        self.timers.run_due()
+        self.link._beat_at_s = self.world.clock.now_s
+        is_on = self.link._handle_next(self.store, self.log)
+        self.link._beat_at_s = self.world.clock.now_s + TICK_S
+        while is_on and not self.link._wanted.empty():
+            is_on = self.link._handle_next(self.store, self.log)
+        while not self._is_away and self.machine in self.world.machines and self.inbox.poll():
+            self.handle(self.inbox.recv())
+
+    def handle(self, event: object) -> None:
+        match event:
+            case NodeSilent(members=members):
+                for member in members:
+                    if member.group != self.group:
+                        self.want_fence(member.group, member)
+                    elif self.runs:
+                        self.lose()
+            case PartFenced(member=member):
+                if member == self.member and self.runs:
+                    self.lose()
+                elif member == Member(self.group, self.incarnation + 1):
+                    self.incarnation += 1
+                    self.restarts.on_missed(self.group)
+            case FenceWritten(member=member):
+                if self.is_foreign and member.group == self.group:
+                    self.incarnation, self.is_foreign = member.incarnation, False
+                if member == self.member and self.is_lost:
+                    self.has_given_up = not self.restarts.on_fenced(self.group, is_own=self.is_own_loss)
+                    if self.has_given_up:
+                        self.link.give_place_up()
+            case HasLeft(member=member):
+                self.incarnation, self.is_foreign = member.incarnation, False
+                self.restarts.on_left(member.group)
+            case PartsReady():
+                self.restarts.start(self.group)
+            case Assigned():
+                self.world.records.append(event.record(self.world.layout))
+            case NodeReplaced():
+                self._end_as_replaced()
+            case PlaceChanged() if self.has_given_up:
+                self.world.end(self)
+            case PlaceChanged(to=taken):
+                self.world.num_moves += 1
+                self._leave(taken)
+
+    def want_fence(self, group: GroupId, member: Member | None) -> None:
+        self.link.fence(FenceWanted(group=group, member=member, rank=-1, cause="lost", error="", from_index=0))
+
+    def on_asked(self) -> None:
+        self.restarts.on_asked(self.world.left_out)
+
+    def leave_run(self) -> None:
+        self.runs = False
+        self.link.publish_left(self.member)
+        self.restarts.on_left(self.group)
+
+    def lose(self, *, is_own: bool = False) -> None:
+        self.runs, self.is_lost, self.is_own_loss = False, True, is_own
+        self.want_fence(self.group, self.member)
+
+    def start(self, group: GroupId, takes_spares: bool) -> None:
+        self.incarnation, self.runs, self.is_lost, self.is_up = self.incarnation + 1, True, False, False
+        self.world.joined[self.member].add((self.place, self.machine))
+        self.link.publish_incarnation(self.member)
+
+    def on_ready(self) -> None:
+        if not self.is_up:
+            self.is_up = True
+            self.restarts.on_ready(self.group)
+
+
+def settle(world: World) -> None:
+    """Waits until as many groups are whole, and train, as there are machines for. Raises Violation if none do."""
+    size = world.layout.num_nodes // world.layout.num_groups
+    for _ in range(round(3 * LONGEST_WAIT_S / TICK_S)):
+        if len(world.whole()) == len(world.active) // size and world.whole() <= world.training.keys():
+            return
+        world.tick()
+    raise Violation(f"no end: groups {world.whole()} of {len(world.active)} machines are whole")
+
+
+def found_in(world: World) -> list[str]:
+    """What `spare check` finds in the assignments."""
+    view: Any = SimpleNamespace(rare=[SimpleNamespace(record=record) for record in world.records])
+    run: Any = SimpleNamespace(most_groups=world.layout.num_groups)
+    return [finding.reason for finding in check_places(view, run)]

@@ -1,0 +1,184 @@
+"""Machines in random histories: lost, cut off and replaced between any two requests, while they re-form groups."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from spare_megatron.core.places import Assignment, Places, encode_assignment
+from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store import keys
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.supervisor import group_reforming, store_link
+from spare_megatron.supervisor.group_reforming import Assigned, AssignmentList, GroupReforming
+from spare_megatron.supervisor.store_link import StoreLink
+from tests.protocol.machines import World, clocked, config_of, found_in, settle
+from tests.protocol.violation import Violation
+
+NUM_HISTORIES = 15
+MAX_SEEDS = 30
+
+
+@contextmanager
+def planted(classes: Mapping[Any, Mapping[str, object]]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in classes.items():
+            for name, value in names.items():
+                patch.setattr(module, name, value)
+        yield
+
+
+class AnyoneWrites(GroupReforming):
+    """All machines of broken groups assign places, not the lowest alone."""
+
+    def _is_lowest(self, store: ControlStore, places: Places, groups: Sequence[GroupId]) -> bool:
+        return bool(self._empty_of(store, places, groups))
+
+
+def run_history(seed: int, **changes: Any) -> World:
+    """Faults strike for a while; then as many groups have to train as there are machines for. Raises Violation."""
+    num_groups, size = ((4, 2), (3, 3), (4, 3))[seed % 3]
+    with clocked() as clock:
+        world = World(clock, seed, config_of(num_groups, size), slowness=(0.0, 0.01, 0.1, 0.3)[seed % 4])
+        for name, value in changes.items():
+            setattr(world, name, value)
+        try:
+            world.tick(4)
+            world.fault_rate = (0.12, 0.2)[seed % 2] / (8 * num_groups * size)
+            world.faults = [
+                World.lose_rank, World.lose_machine, World.lose_machine, World.replace_machine, World.suspend_machine,
+                World.resume_machine, World.resume_machine,
+            ]  # fmt: skip
+            world.tick(150)
+            world.faults = []
+            while world.suspended:
+                world.resume_machine()
+            settle(world)
+            world.tick(8)
+            if found := found_in(world):
+                raise Violation("; ".join(found))
+        finally:
+            world.close()
+    return world
+
+
+def run_histories(seeds: Iterable[int], **changes: Any) -> Counter[str]:
+    """What happened in them."""
+    counts = Counter[str]()
+    for seed in seeds:
+        world = run_history(seed, **changes)
+        counts += world.assignments.counts
+        counts["place left"] += world.num_moves
+    return counts
+
+
+@pytest.mark.parametrize("reforming_type", [GroupReforming, AnyoneWrites])
+def test_no_history_of_machines_violates_an_invariant(reforming_type: type[GroupReforming]) -> None:
+    with planted({group_reforming: {"GroupReforming": reforming_type}}):
+        counts = run_histories(range(NUM_HISTORIES))
+    least = {"assignment": 30, "re-forming": 15, "moved machine": 15, "admission": 30, "place left": 20}
+    assert {what: counts[what] for what in least if counts[what] < least[what]} == {}
+
+
+def lose_third(world: World) -> None:
+    if len(world.machines) > 29:
+        world.lose_machine()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_dead_machines_of_8_groups_of_4_leave_7_groups(seed: int) -> None:
+    """The third dies in the middle of the re-forming for the first two, after any request of any machine."""
+    with clocked() as clock:
+        world = World(clock, seed, config_of(8, 4))
+        try:
+            world.tick(4)
+            world.lose_machine(0)
+            world.lose_machine(5)
+            while not world.assignments.counts["re-forming"]:
+                world.tick()
+            world.faults, world.fault_rate = [lose_third], 0.02
+            while len(world.machines) > 29:
+                world.tick()
+            settle(world)
+            assert len(world.whole()) == len(world.training) == 7
+            assert len(world.machines) == 29
+            assert found_in(world) == []
+        finally:
+            world.close()
+
+
+# ------------------------------------------------------------------------------------------------------ planted bugs
+
+
+class KeepsFormerPlaces(Places):
+    """Takes a machine that has moved for the holder of its former place, too."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._last = {PlaceId(place): MachineId(place) for place in range(layout.num_nodes)}
+
+    def apply(self, assignment: Assignment) -> None:
+        super().apply(assignment)
+        self._last |= {holding.place: holding.machine for holding in assignment.holdings}
+
+    def holder_of(self, place: PlaceId) -> MachineId | None:
+        return self._last[place]
+
+
+class StaysWhereItWas(StoreLink):
+    """Goes on in a place that another machine has been given."""
+
+    def _is_replaced(self) -> bool:
+        return False
+
+
+class GivesEarlierGroupsAway(GroupReforming):
+    """Takes a group for broken that was, in an incarnation before the present one."""
+
+    def _broken(self, store: ControlStore) -> list[Member]:
+        groups = map(GroupId, range(self._layout.num_groups))
+        return [Member(group) for group in groups if store.exists(keys.part_fenced(Member(group)))]
+
+
+class OverwritesAssignments(AssignmentList):
+    """Writes its assignment over the last one that it has read."""
+
+    def append(self, assignment: Assignment) -> Assigned | None:
+        self._store.put(keys.assignment(max(0, len(self._entries) - 1)), encode_assignment(assignment))
+        return super().append(assignment)
+
+
+def has_all_but_one(world: World, member: Member) -> bool:
+    return len(world.joined[member]) >= len(world.layout.nodes_of(member.group)) - 1
+
+
+Planted = tuple[Mapping[Any, Mapping[str, object]], Mapping[str, object], str]
+BUGS: dict[str, Planted] = {
+    "gives a machine two places": (
+        {group_reforming: {"Places": KeepsFormerPlaces}},
+        {},
+        "counts as in place",
+    ),
+    "stays in a place that another machine has": (
+        {store_link: {"StoreLink": StaysWhereItWas}},
+        {},
+        "taken by two|no end",
+    ),
+    "admits a group with a missing place": ({}, {"is_whole": has_all_but_one}, "is admitted without places"),
+    "moves machines of groups that train": (
+        {group_reforming: {"GroupReforming": GivesEarlierGroupsAway}},
+        {},
+        "are re-formed, and train",
+    ),
+    "gives a place to two machines": ({store_link: {"AssignmentList": OverwritesAssignments}}, {}, "written once"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_simulation_of_machines_finds_a_protocol_that(bug: str) -> None:
+    classes, changes, found_as = BUGS[bug]
+    with planted(classes), pytest.raises(Violation, match=found_as):
+        run_histories(range(MAX_SEEDS), **changes)

@@ -36,7 +36,7 @@ def preset_file(given: str | Path, folder: Path = Path()) -> Path:
 def suggestion(name: str) -> str:
     """Names of shipped presets that resemble this one, or where they are listed.
 
-    >>> suggestion("Wipeout-CPU-2")
+    >>> suggestion("Wipe-Outs")
     'did you mean wipeout_cpu? `spare config list` lists all presets'
     >>> suggestion("mine")
     '`spare config list` lists the presets that ship'

@@ -2,7 +2,7 @@
 # A real Slurm on this machine alone (root):
 #     cluster.sh up DIR NUM_NODES PORT [NUM_RACKS] | off DIR NODE | on DIR NODE | down DIR
 # Its nodes are slurmds on the loopback address, each with all that it starts in a PID namespace of its own: ending the
-# namespace is what losing the power of a node is. Partition `test` has those, and is the default; `h100` has 33 nodes
+# namespace is what losing the power of a node is. Partition `test` has those, and is the default; `h100` has 129 nodes
 # with 8 GPUs each, of a cloud that has none, for jobs that are only looked at. PLUGINS names the folder of Slurm's
 # plugins where that is not Debian's.
 set -euo pipefail
@@ -81,9 +81,9 @@ ResumeProgram=/bin/true
 SuspendTime=INFINITE
 GresTypes=gpu
 NodeName=n[1-$num_nodes] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + num_nodes))] CPUs=4 RealMemory=512 State=UNKNOWN
-NodeName=g[1-33] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 31))-$((port + 63))] CPUs=96 RealMemory=1024 Gres=gpu:8 State=CLOUD
+NodeName=g[1-129] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 31))-$((port + 159))] CPUs=96 RealMemory=1024 Gres=gpu:8 State=CLOUD
 PartitionName=test Nodes=n[1-$num_nodes] Default=YES MaxTime=INFINITE State=UP
-PartitionName=h100 Nodes=g[1-33] MaxTime=INFINITE State=UP
+PartitionName=h100 Nodes=g[1-129] MaxTime=INFINITE State=UP
 CONF
     # Nodes are dealt out to the racks in turn, so that the order of their names is not that of racks.
     for rack in $(seq "$num_racks"); do

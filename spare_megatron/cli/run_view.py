@@ -79,7 +79,8 @@ class NewLines:
         """The new lines, ordered by time."""
         if run_state.num_events > self._num_events or run_state.end is not None:
             self._next_at_s = now_s  # show an earlier step before the event
-        found = [*run_state.events_since(self._num_events), *self._step(run_state, now_s)]
+        # At equal times the step comes first: the last commit ends the run.
+        found = [*self._step(run_state, now_s), *run_state.events_since(self._num_events)]
         self._num_events = run_state.num_events
         new = [event for event in sorted(found, key=lambda event: event.at_s) if event.text not in self.unrecorded]
         self.unrecorded -= {event.text for event in found}

@@ -288,7 +288,7 @@ def _check_journal(folder: Path, scenario: "Scenario") -> None:
 
 def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) -> None:
     """Refuses a journal that would be too large. The names of members are most of a line."""
-    size = int(scenario.num_groups * num_steps * (4 * scenario.num_groups + 720))
+    size = int(scenario.num_groups * num_steps * (4 * scenario.num_groups + 750))
     if size > MOST_JOURNAL_BYTES:
         again = "" if num_steps == scenario.num_steps else f", {num_steps / scenario.num_steps:.1f} times each,"
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.partitions import StatePartitions
 from spare_megatron.mcore.process_groups import GroupCollection
-from spare_megatron.mcore.strips import LaneSpan, ScatterRange, scatter_ranges
+from spare_megatron.mcore.strips import ScatterRange, scatter_ranges
 from spare_megatron.mcore.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
 from spare_megatron.stacking.layout import PartitionId
 
@@ -90,11 +90,11 @@ def flat_space(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements:
     """The space in strips of at most `strip_elements`."""
     whole = tuple(segments(chunks))
     lanes = [groups.expert_lanes if is_divided_expert(one.params[0]) else groups.lanes for one in buffers(chunks)]
-    spans = [
-        LaneSpan(start=one.start, stop=one.stop, lane=sharing.rank(), num_lanes=sharing.size())
+    shared = [
+        ScatterRange(start=one.start, stop=one.stop, lane=sharing.rank(), num_lanes=sharing.size())
         for one, sharing in zip(whole, lanes, strict=True)
     ]
-    ranges = scatter_ranges(spans, strip_elements)
+    ranges = scatter_ranges(shared, strip_elements)
     of_ranges = [lanes[bisect_right(whole, one.start, key=lambda segment: segment.start) - 1] for one in ranges]
     own = whole if groups.lanes.size() == 1 else tuple(part for one in ranges for part in parts_of(whole, one.own))
     return FlatSpace(segments=whole, ranges=ranges, lanes=tuple(of_ranges), own_segments=own)

@@ -5,19 +5,9 @@ strip per lane, which that lane sums over groups and updates: the rank's own str
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spare_megatron.core.bucket_window import cut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneSpan:
-    """A part of the flat space whose parameters `num_lanes` ranks hold; this rank is number `lane` among them."""
-
-    start: int
-    stop: int
-    lane: int = 0
-    num_lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +42,15 @@ class ScatterRange:
         return self.strip(self.lane)
 
 
-def scatter_ranges(spans: Sequence[LaneSpan], strip_elements: int) -> tuple[ScatterRange, ...]:
-    """The scatter ranges of a flat space, ascending and without gaps, with strips of at most `strip_elements`.
+def scatter_ranges(shared: Sequence[ScatterRange], strip_elements: int) -> tuple[ScatterRange, ...]:
+    """The ranges that the same lanes share, cut so that strips have at most `strip_elements`, ascending without gaps.
 
-    None crosses from one span to the next, unless no other lane shares any. `spans` are adjacent and ascending.
+    `shared` are adjacent and ascending. Where no other lane shares any of them, a range may go on into the next.
     """
-    if all(span.num_lanes == 1 for span in spans):
-        spans = [LaneSpan(start=spans[0].start, stop=spans[-1].stop)]
+    if all(one.num_lanes == 1 for one in shared):
+        shared = [ScatterRange(start=shared[0].start, stop=shared[-1].stop)]
     return tuple(
-        ScatterRange(
-            start=span.start + part.start, stop=span.start + part.stop, lane=span.lane, num_lanes=span.num_lanes
-        )
-        for span in spans
-        for part in cut(span.stop - span.start, span.num_lanes * strip_elements)
+        replace(one, start=one.start + part.start, stop=one.start + part.stop)
+        for one in shared
+        for part in cut(len(one), one.num_lanes * strip_elements)
     )

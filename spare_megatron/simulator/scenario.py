@@ -291,6 +291,21 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append("repair_is_random has no mean: set repair_s, or repair_s of the causes in failures.mix")
     if scenario.num_spares and scenario.policy == "checkpoint_only":
         found.append(f"num_spares={scenario.num_spares} is never used: checkpoint_only restarts all groups at any loss")
+    found += _problems_of_membership(scenario)
+    if scenario.last_resort and scenario.policy != "spare":
+        found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
+    if scenario.last_resort and scenario.granularity == "stack":
+        found.append("last_resort takes single microbatches; set granularity to microbatch")
+    most = scenario.max_groups
+    outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < most}
+    if outside:
+        found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {most - 1}")
+    return found
+
+
+def _problems_of_membership(scenario: Scenario) -> list[str]:
+    """Those of groups re-formed, added and drained."""
+    found = []
     if scenario.machines_per_group > 1 and scenario.reform_s is None:
         found.append(f"machines_per_group={scenario.machines_per_group} is never used: set reform_s")
     if scenario.reform_s is not None and scenario.policy != "spare":
@@ -310,12 +325,4 @@ def _problems(scenario: Scenario) -> list[str]:
                 f"{name}={value} is simulated for failures.kind system or trace, not {scenario.failures.kind}, whose "
                 "clocks belong to groups that take part from the start"
             )
-    if scenario.last_resort and scenario.policy != "spare":
-        found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
-    if scenario.last_resort and scenario.granularity == "stack":
-        found.append("last_resort takes single microbatches; set granularity to microbatch")
-    most = scenario.max_groups
-    outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < most}
-    if outside:
-        found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {most - 1}")
     return found

@@ -22,7 +22,7 @@ from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.process_groups import GroupCollection, build_process_groups
 from spare_megatron.mcore.state import IncomingState, outgoing_state
-from spare_megatron.mcore.strips import LaneSpan, ScatterRange, scatter_ranges
+from spare_megatron.mcore.strips import ScatterRange, scatter_ranges
 from spare_megatron.mcore.tied_parameters import sum_inside_group
 from spare_megatron.mcore.transformer import transformer_config
 from tests.integration.mcore_group import CPU
@@ -61,8 +61,8 @@ def whole(config: RunConfig, groups: GroupCollection) -> Side:
 
 def ranges_of(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements: int) -> Sequence[ScatterRange]:
     lane, num_lanes = groups.lanes.rank(), groups.lanes.size()
-    spans = [LaneSpan(start=one.start, stop=one.stop, lane=lane, num_lanes=num_lanes) for one in segments(chunks)]
-    return scatter_ranges(spans, strip_elements)
+    shared = [ScatterRange(start=one.start, stop=one.stop, lane=lane, num_lanes=num_lanes) for one in segments(chunks)]
+    return scatter_ranges(shared, strip_elements)
 
 
 def set_gradients(side: Side, step: int) -> None:

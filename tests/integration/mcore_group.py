@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -162,14 +162,18 @@ def fill_from_lanes(trainer: GroupTrainer) -> None:
 
 def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
     """All staged buckets of one step for each way to compute it, a way being the works of its calls."""
+    return [packed.numpy() for packed, _ in _sums_of(config, step, orders)]
+
+
+def _sums_of(
+    config: RunConfig, step: int, orders: Sequence[Sequence[Sequence[Microbatch]]]
+) -> Iterator[tuple[torch.Tensor, GroupTrainer]]:
     trainer = GroupTrainer(config, CPU)
-    buffers = []
     for calls in orders:
         trainer.begin_step(step)
         for work in calls:
             trainer.compute(work)
-        buffers.append(staged(trainer).numpy())
-    return buffers
+        yield staged(trainer), trainer
 
 
 def staged(trainer: GroupTrainer) -> torch.Tensor:
@@ -187,13 +191,9 @@ def staged(trainer: GroupTrainer) -> torch.Tensor:
 
 def placed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
     """As `packed_sums`, with gradients at their places in the flat space and zeros outside of own strips."""
-    trainer = GroupTrainer(config, CPU)
     buffers = []
-    for calls in orders:
-        trainer.begin_step(step)
-        for work in calls:
-            trainer.compute(work)
-        packed, space = staged(trainer), trainer.gradients.space
+    for packed, trainer in _sums_of(config, step, orders):
+        space = trainer.gradients.space
         own = torch.tensor([element for one in space.ranges for element in one.own])
         extras = packed[len(own) :]
         whole = torch.zeros(space.ranges[-1].stop + len(extras), dtype=packed.dtype)

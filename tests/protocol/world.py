@@ -116,7 +116,13 @@ class World:
         self.is_patience_over = False  # of those who wait for a restart
         self._have_waited: set[Member] = set()
         self._protocol = protocol
-        self._setup = ControllerSetup(
+        self._setup = self._setup_of(scene, evaluation)
+        for group in map(GroupId, first):
+            self._start_group(group)
+
+    def _setup_of(self, scene: Scene, evaluation: EvaluationPolicy | None) -> ControllerSetup:
+        r_o = scene.partition_redundancy
+        return ControllerSetup(
             placement=self._placement,
             last_resort=scene.fetch is not None,
             fetch=scene.fetch or 0,
@@ -130,8 +136,6 @@ class World:
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
         )
-        for group in map(GroupId, first):
-            self._start_group(group)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
         """Starts the next incarnation of a group, in place of another that may still be there."""

@@ -3,7 +3,7 @@
 import random
 
 from spare_megatron.core.bucket_window import cut
-from spare_megatron.mcore.strips import LaneSpan, ScatterRange, scatter_ranges
+from spare_megatron.mcore.strips import ScatterRange, scatter_ranges
 
 
 def lanes_of(sizes: list[tuple[int, int]], strip_elements: int, lane: int) -> tuple[ScatterRange, ...]:
@@ -11,7 +11,7 @@ def lanes_of(sizes: list[tuple[int, int]], strip_elements: int, lane: int) -> tu
     spans, stop = [], 0
     for size, num_lanes in sizes:
         start, stop = stop, stop + size
-        spans.append(LaneSpan(start=start, stop=stop, lane=lane % num_lanes, num_lanes=num_lanes))
+        spans.append(ScatterRange(start=start, stop=stop, lane=lane % num_lanes, num_lanes=num_lanes))
     return scatter_ranges(spans, strip_elements)
 
 

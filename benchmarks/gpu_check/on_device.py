@@ -25,6 +25,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.processes import set_gpu_environment
 from spare_megatron.stacking.layout import GroupId, Layout, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.tcp_store import TcpControlStore, listen
@@ -87,7 +88,7 @@ def sum_and_abort(group: int, name: str, port: int, num_bytes: int, answer: Conn
     """Sends the memory in use with each of the communicators; all but the last were aborted in a sum of group 0."""
     device = torch.device(name)
     if device.type == "cuda":
-        nccl.prepare_process(Layout(num_groups=2))
+        set_gpu_environment(Layout(num_groups=2))
         nccl.share_gpu(group)
         torch.cuda.set_device(device)
     communicator = CrossGroupCommunicator(

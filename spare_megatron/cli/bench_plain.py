@@ -20,6 +20,7 @@ from spare_megatron.process.processes import (
     end_child,
     fork_server,
     rank_context,
+    set_gpu_environment,
     start_child,
     start_embedded_store,
     stop_children,
@@ -38,6 +39,8 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
         context = fork_server()
         store, spec = start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
         ranks_from = rank_context(config.cluster.device, context)
+        if config.cluster.device == "gpu":
+            set_gpu_environment(config.parallel)  # as for our ranks
         with never_in_children():
             ranks = [
                 start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec)
@@ -60,7 +63,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
-        nccl.prepare_process(config.parallel)  # same NCCL settings as our ranks
+        nccl.check_nccl()
         choose_deterministic_kernels(config)
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)

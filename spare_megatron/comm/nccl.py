@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.mcore.versions import check_names, check_version
-from spare_megatron.stacking.layout import Layout
 
 if dist.is_nccl_available():  # builds for CPUs have none of it
     check_names(
@@ -36,11 +35,6 @@ if dist.is_nccl_available():  # builds for CPUs have none of it
         "Work.get_future_result",
     )
 
-_OF_A_RANK: Mapping[str, str] = {
-    # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
 _BETWEEN_GROUPS: Mapping[str, str] = {
     # The executor handles what a lost group breaks; torch must not end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -61,19 +55,6 @@ _LONGEST_CALL_S = 2.0
 
 class NoLongerWanted(RuntimeError):
     pass
-
-
-def prepare_process(layout: Layout) -> None:
-    """Sets the environment of NCCL, torch and CUDA, before their first use, for a rank of a group with this layout.
-
-    Raises ImportError for an unsupported NCCL.
-    """
-    os.environ.update(_OF_A_RANK)
-    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
-        # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would
-        # only let a sum over the groups hold up the backward pass.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    check_nccl()
 
 
 def share_gpu(slot: int) -> None:

@@ -26,6 +26,7 @@ from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, StopProcess
+from spare_megatron.stacking.layout import Layout
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.store.tcp_store import serve
@@ -86,6 +87,18 @@ def rank_context(device: str, forking: BaseContext) -> BaseContext:
     spawned and import for themselves: importing transformer-engine uses a GPU, after which a fork cannot use it.
     """
     return multiprocessing.get_context("spawn") if device == "gpu" else forking
+
+
+def set_gpu_environment(layout: Layout) -> None:
+    """Sets the environment of NCCL, torch and CUDA for ranks of groups with this layout, in the process that spawns
+    them: transformer-engine uses a GPU as soon as a rank imports it, and CUDA reads its environment then.
+    """
+    # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
+    os.environ.update(TORCH_NCCL_DUMP_ON_TIMEOUT="0", TORCH_NCCL_ENABLE_MONITORING="0")
+    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
+        # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would
+        # only let a sum over the groups hold up the backward pass.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @dataclass(slots=True)

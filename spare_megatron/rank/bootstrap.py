@@ -25,7 +25,7 @@ def choose_device(spec: RankSpec) -> torch.device:
     """Makes the rank's GPU, if it has one, current. Raises `ImportError` if its NCCL version is not supported."""
     device = torch.device(spec.device)
     if device.type == "cuda":
-        nccl.prepare_process(spec.config.parallel)
+        nccl.check_nccl()
         if (sharing := spec.config.cluster.ranks_per_gpu) > 1:
             nccl.share_gpu((spec.group * spec.config.parallel.ranks_per_group + spec.rank) % sharing)
         choose_deterministic_kernels(spec.config)

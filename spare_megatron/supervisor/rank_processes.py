@@ -25,6 +25,7 @@ from spare_megatron.process.processes import (
     log_to_file,
     rank_context,
     say,
+    set_gpu_environment,
     start_child,
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
@@ -127,6 +128,8 @@ class RankProcesses:
     def __init__(self, spec: NodeSpec) -> None:
         self._spec = spec
         self._context = rank_context(spec.config.cluster.device, multiprocessing.get_context("fork"))
+        if spec.config.cluster.device == "gpu":
+            set_gpu_environment(spec.config.parallel)
         self._ends_at_s = spec.ends_at_s
         self._keys = spec.config.parallel.ranks_on(spec.node)
         most_ranks = max(len(self.of(group)) for group in spec.config.parallel.groups_on(spec.node))

@@ -313,7 +313,7 @@ def test_gpu_kernels_repeat_their_results_in_reproducible_mode_alone() -> None:
 def test_a_rank_on_a_gpu_chooses_its_kernels_first_of_all(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """cuBLAS and NCCL read their settings once."""
     seen: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(nccl, "prepare_process", lambda _layout: None)
+    monkeypatch.setattr(nccl, "check_nccl", lambda: None)
     monkeypatch.setattr(
         torch.cuda,
         "set_device",

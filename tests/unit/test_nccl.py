@@ -28,6 +28,7 @@ from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.mcore.versions import installed_version
+from spare_megatron.process.processes import set_gpu_environment
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import GroupId, Layout
@@ -413,12 +414,8 @@ def test_processes_of_ranks_start_with_a_supported_nccl_alone(
     backend = SimpleNamespace(get_runtime_nccl_version=lambda: found)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", backend, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))  # that of torch's build, whatever is loaded
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
-        monkeypatch.setenv(name, "")  # so that it is put back
-        monkeypatch.delenv(name)
     with pytest.raises(ImportError, match=r"NCCL 2\.25\.1 is installed") if is_refused else nullcontext():
-        nccl.prepare_process(Layout(num_groups=2))
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+        nccl.check_nccl()
 
 
 @pytest.mark.parametrize(
@@ -464,9 +461,8 @@ def test_every_private_name_of_torch_is_looked_up_at_import() -> None:
 def test_kernels_are_ordered_by_one_connection_only_where_megatron_needs_it(
     monkeypatch: pytest.MonkeyPatch, parallel: dict[str, int], before: str | None, after: str | None
 ) -> None:
-    monkeypatch.setattr(nccl, "check_nccl", lambda: None)
     monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before})
-    nccl.prepare_process(Layout(num_groups=2, **parallel))
+    set_gpu_environment(Layout(num_groups=2, **parallel))
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 
@@ -531,12 +527,15 @@ def test_a_main_thread_that_gets_on_is_left_alone(scene: Scene) -> None:
 
 def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """NCCL refuses two ranks of one host on a device."""
-    monkeypatch.setattr(nccl, "prepare_process", lambda _layout: None)
+    monkeypatch.setattr(nccl, "check_nccl", lambda: None)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setenv("NCCL_HOSTID", "")
     config = RunConfig(cluster=ClusterConfig(device="gpu", ranks_per_gpu=2))
     common = {"config": config, "run_dir": tmp_path, "store": TcpStoreSpec(host="127.0.0.1", port=1), "faults": ()}
     node = RankProcesses(NodeSpec(node=0, rank_main=lambda *_: None, **common))
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"  # before any rank imports what uses a GPU
     placed = []
     for group in config.parallel.groups_on(0):
         device = choose_device(

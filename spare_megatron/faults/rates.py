@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_AN_EVALUATION,
@@ -108,7 +109,9 @@ _BEFORE_THE_SUM = (
 """A group lost here is not in the sum, so others recompute its microbatches in the same step."""
 
 _HARMLESS_INTERVALS = 0.5
-"""A pause of this many heartbeat intervals costs no group, even on a busy machine."""
+"""A pause of this many heartbeat intervals costs no group, even on a busy machine; a stop must be shorter than
+`SHORT_STOP_S`, too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +337,8 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
     if kind in ("disk_full", "clock_jump", "stop_store"):
         return False
-    return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    harmless_s = _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    return seconds is None or seconds > (min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s)
 
 
 def _place(

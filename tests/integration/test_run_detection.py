@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import AppendingFile
@@ -33,6 +34,7 @@ from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
+    CALM_HEARTBEAT_S,
     HEARTBEAT_S,
     Run,
     alert_config,
@@ -80,8 +82,8 @@ def found_after_s(run: Run, group: int) -> float:
 @pytest.mark.parametrize(
     ("kind", "phase", "cause"),
     [
-        ("stop", FaultPoint.BACKWARD, "no heartbeat"),
-        ("stop", FaultPoint.IN_REDUCE, "no heartbeat"),
+        ("stop", FaultPoint.BACKWARD, "stopped"),
+        ("stop", FaultPoint.IN_REDUCE, "stopped"),
         ("hang", FaultPoint.FORWARD, HANGS),
         ("hang", FaultPoint.RECEIVE, HANGS),
         ("hang", FaultPoint.IN_REDUCE, HANGS),
@@ -92,7 +94,8 @@ def found_after_s(run: Run, group: int) -> float:
 def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
     text_corpus: Path, tmp_path: Path, kind: str, phase: FaultPoint, cause: str
 ) -> None:
-    config = faulty(text_corpus, [at(phase, kind, rank=1)])
+    heartbeat_s = CALM_HEARTBEAT_S if kind == "stop" else HEARTBEAT_S  # so that it is not found by its silence
+    config = faulty(text_corpus, [at(phase, kind, rank=1)], heartbeat_s=heartbeat_s)
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(STEPS))))
     assert_masked(run)
     assert_exact(run, range(STEPS))
@@ -106,7 +109,7 @@ def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
 @pytest.mark.parametrize(
     "fault",
     [
-        at(FaultPoint.FORWARD, "stop", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.FORWARD, "stop", seconds=SHORT_STOP_S),
         at(FaultPoint.AFTER_REDUCE, "hang", seconds=0.4 * HEARTBEAT_S),
         at(FaultPoint.FORWARD, "slow", seconds=0.4 * HEARTBEAT_S),
         at(FaultPoint.FORWARD, "clock_jump", seconds=-3600.0),
@@ -115,7 +118,8 @@ def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
     ids=lambda fault: fault.kind,
 )
 def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path, fault: FaultConfig) -> None:
-    run = complete_run(faulty(text_corpus, [fault]), tmp_path / "run")
+    heartbeat_s = CALM_HEARTBEAT_S if fault.kind == "stop" else HEARTBEAT_S
+    run = complete_run(faulty(text_corpus, [fault], heartbeat_s=heartbeat_s), tmp_path / "run")
     if fault.kind == "clock_jump":  # its records are an hour early
         assert run.summary.outcome == "finished"
         assert fenced_groups(run.journal) == set()
@@ -165,7 +169,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
 
     The last step ends only when a node without a leader has written down what its rank did around the loss.
     """
-    config = faulty(text_corpus, [at(FaultPoint.BACKWARD, "stop", rank=1)], num_nodes=8)
+    config = faulty(text_corpus, [at(FaultPoint.BACKWARD, "stop", rank=1)], num_nodes=8, heartbeat_s=CALM_HEARTBEAT_S)
     last = STEPS + 1
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=last + 1))
     run = complete_run(config, tmp_path / "run", Watch(windows=frozenset({(last, 1)})))
@@ -174,7 +178,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
     (loss,) = history_of(read_run_state(run.run_dir), "valid", now_s=0.0).losses
     assert (loss.group, loss.rank) == (1, 1)
-    assert "no heartbeat" in loss.cause
+    assert "stopped" in loss.cause
     parts = read_spans_of(run.run_dir)
     before_the_end = next(part for part in parts if (part.group, part.rank) == (0, 1))
     assert {2, 3} < {span.step for span in before_the_end.spans}

@@ -188,6 +188,7 @@ class Supervisor:
         self._close_files()
 
     def _close_files(self) -> None:
+        self._faults.close()
         self._timeline.close()
         close_or_report(self._journal, self._driver.report)
 

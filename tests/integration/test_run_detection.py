@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.failure_detector import SHORT_STOP_S
@@ -22,9 +21,6 @@ from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.journal.spans import read_spans_of
-from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.pipeline import Item, LossFunction
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.observe.history import history_of
 from spare_megatron.process.reports import RunEvent, StoreAway, StoreBack
 from spare_megatron.process.specs import RankSpec
@@ -111,7 +107,9 @@ def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
     [
         at(FaultPoint.FORWARD, "stop", seconds=SHORT_STOP_S),
         at(FaultPoint.AFTER_REDUCE, "hang", seconds=0.4 * HEARTBEAT_S),
-        at(FaultPoint.FORWARD, "slow", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.FORWARD, "slow", factor=4.0, seconds=SLACK_S),
+        at(FaultPoint.FORWARD, "slow_data", factor=20.0),
+        at(FaultPoint.FORWARD, "delay", seconds=0.4 * HEARTBEAT_S),
         at(FaultPoint.FORWARD, "clock_jump", seconds=-3600.0),
         at(FaultPoint.FORWARD, "disk_full", seconds=0.2),
     ],
@@ -127,27 +125,16 @@ def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path,
         assert_masked(run)
 
 
-def slow_rank(spec: RankSpec, reports: Connection) -> None:
-    """Runs in a rank's process: one of them takes its time for every forward pass."""
-    if (spec.group, spec.rank) == (1, 1):
-        forward = GroupTrainer._forward
-
-        def slow_forward(trainer: GroupTrainer, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
-            time.sleep(0.5 * HEARTBEAT_S)
-            return forward(trainer, chunk, item)
-
-        GroupTrainer._forward = slow_forward  # type: ignore[method-assign]
-    run_rank(spec, reports)
-
-
 def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_it(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    config = alert_config(text_corpus, LAYOUT, steps=3)
-    summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
-    assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)
-    history = history_of(read_run_state(tmp_path / "run"), "valid", now_s=0.0)
-    assert history.paces.ratio.shape == (3, 4, 2)
+    run = complete_run(
+        faulty(text_corpus, [at(FaultPoint.FORWARD, "slow", factor=8.0, step=0, rank=1)]), tmp_path / "run"
+    )
+    assert_masked(run)
+    assert fenced_groups(run.journal) == set()
+    history = history_of(read_run_state(run.run_dir), "valid", now_s=0.0)
+    assert history.paces.ratio.shape == (STEPS, 4, 2)
     slowest = find_slowest(history.paces.ratio)
     assert slowest is not None
     assert (slowest.group, slowest.rank) == (1, 1)
@@ -204,7 +191,7 @@ def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpu
     faults = [
         at(FaultPoint.AFTER_REDUCE, "stop_node", seconds=AWAY_S, step=1),
         at(
-            FaultPoint.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
+            FaultPoint.FORWARD, "delay", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
         ),  # so that it can wake up in time
     ]
     run = complete_run(faulty(text_corpus, faults, num_nodes=4, num_microbatches=8), tmp_path / "run")
@@ -216,7 +203,7 @@ def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Pa
     faults = [
         at(FaultPoint.AFTER_VOTE, "stop_store", seconds=3 * HEARTBEAT_S),
         at(
-            FaultPoint.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
+            FaultPoint.FORWARD, "delay", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
         ),  # the run outlasts the next look
     ]
     run = complete_run(faulty(text_corpus, faults), tmp_path / "run")

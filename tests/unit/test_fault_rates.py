@@ -217,7 +217,7 @@ def test_the_mix_of_llama3_draws_kinds_as_often_as_their_causes_struck() -> None
     assert total == 419
     assert sum(weights.values()) == pytest.approx(1.0)
     assert weights["slow"] == pytest.approx(6 / total)  # thermal
-    assert weights["disk_full"] == pytest.approx(3 / total)  # SSD
+    assert weights["disk_full"] == pytest.approx(3 / 2 / total)  # half of the SSDs'
     assert weights["bit_flip"] == pytest.approx(6 / 2 / total)  # half of the silent data corruption
     alone = kind_weights(configured("faults.mix=llama3", "faults.kinds=['slow', 'disk_full']"))
     assert alone == pytest.approx({"slow": 6 / 9, "disk_full": 3 / 9})

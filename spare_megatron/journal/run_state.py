@@ -29,6 +29,7 @@ from spare_megatron.journal.records import (
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
+    CulpritRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
@@ -198,6 +199,10 @@ class RunState:
         self._saved_at_s = 0.0
         self.awaited: tuple[int, ...] = ()
         """Shards that no group hosts that is left, for which training waits."""
+        self.culprit: CulpritRecord | None = None
+        """What holds the run back now."""
+        self.culprits: list[CulpritRecord] = []
+        """All that was named."""
         self.num_events = 0
         self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
@@ -256,6 +261,10 @@ class RunState:
                 self.recoveries.add_line(line)
             case RecoveryRecord():
                 self.recoveries.add_line(line)
+            case CulpritRecord():
+                self.culprit = None if record.is_over else record
+                if not record.is_over:
+                    self.culprits.append(record)
             case CadenceRecord():
                 self._cadence = at_s, record
             case CheckpointRecord():

@@ -359,10 +359,13 @@ class Supervisor:
             self._lose(group, rank, cause)
 
     def _poll_stops(self) -> None:
-        """Reads which ranks are stopped, then reschedules itself."""
+        """Reads which ranks are stopped or being killed, then reschedules itself."""
         self._timers.after(STOP_POLL_S, self._poll_stops)
-        if not self._store_watch.is_away:
-            for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):
+        if self._store_watch.is_away:
+            return
+        for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):
+            self._receive_all_reports(group)
+            if group not in self._lost:
                 self._lose(group, rank, cause)
 
     def _give_store_up(self, reason: str) -> None:

@@ -181,6 +181,10 @@ class Supervisor:
         """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
 
+    @property
+    def is_end_asked(self) -> bool:
+        return self._ranks.is_end_asked
+
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
         self._requests.stop()

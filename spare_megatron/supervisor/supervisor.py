@@ -133,7 +133,7 @@ class Supervisor:
         self._has_given_up = False  # its place
         self._store_failure = ""
         self._head_hint = 0
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
+        self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine

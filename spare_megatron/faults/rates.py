@@ -157,7 +157,8 @@ class _Machines:
         """The groups that come back once this fault has taken the machine of its place."""
         broken = self._broken() | {fault.group}
         self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
-        assignment = self._places.reform(self._empty, self._groups_per_domain)
+        # Faults are drawn so that no shard lacks a host.
+        assignment = self._places.reform(self._empty, self._groups_per_domain, unhosted={})
         for holding in assignment.holdings:
             left = self._places.held_by(holding.machine)
             assert left is not None, "no machine is idle"

@@ -133,7 +133,7 @@ class Supervisor:
         self._has_given_up = False  # its place
         self._store_failure = ""
         self._head_hint = 0
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
+        self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
@@ -180,6 +180,10 @@ class Supervisor:
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
+
+    @property
+    def is_end_asked(self) -> bool:
+        return self._ranks.is_end_asked
 
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""

@@ -421,6 +421,8 @@ FaultKind = Literal[
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "drain",
+    "resize",
 ]
 """What a fault does; `docs/campaigns.md` describes the effect of each kind."""
 

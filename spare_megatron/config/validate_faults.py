@@ -31,6 +31,7 @@ _FOR_GOOD = (
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "resize",
 )
 """Kinds that do not pass by themselves."""
 
@@ -60,9 +61,10 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
+    groups = "layout.max_groups" if config.layout.max_groups else "layout.num_groups"
     limits = (
         ("step", fault.step, config.train.steps, "train.steps"),
-        ("group", fault.group, config.layout.num_groups, "layout.num_groups"),
+        ("group", fault.group, config.layout.most_groups, groups),
         ("rank", fault.rank, config.parallel.ranks_per_group, "the ranks of a group"),
     )
     where = f"faults.trace[{index}]"
@@ -131,6 +133,8 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
     if fault.kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
         yield f"{where}.kind={fault.kind} needs a network of the node's own; set cluster.isolate_nodes=true"
+    if fault.kind == "resize" and not config.parallel.further_groups:
+        yield f"{where}.kind=resize needs further groups; set layout.max_groups above layout.num_groups"
     if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
         yield (
             f"{where}.kind={fault.kind} strikes a store that the run starts itself, but "
@@ -235,6 +239,8 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"
+        if kind == "resize" and not config.parallel.further_groups:
+            yield f"{where} needs further groups; remove it, or set layout.max_groups above layout.num_groups"
         if kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
             yield f"{where} needs a network of the node's own; remove it, or set cluster.isolate_nodes=true"
         if kind in ("cut", "stop_node", "kill_supervisor") and config.cluster.num_nodes == 1:

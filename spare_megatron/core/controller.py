@@ -373,7 +373,7 @@ class Controller:
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
         )
-        is_last = self._is_end_requested or self._is_time_over(now_s)
+        is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last)

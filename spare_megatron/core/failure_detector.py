@@ -171,22 +171,26 @@ class ProcessState:
     Attributes:
         is_stopped: A signal has stopped it, and no debugger traces it.
         num_switches: Context switches of its main thread, which stand still while it is stopped.
+        killed_by: Name of the signal that is ending it. Its exit may come much later: first its memory is freed.
     """
 
-    is_stopped: bool
-    num_switches: int
+    is_stopped: bool = False
+    num_switches: int = 0
+    killed_by: str = ""
 
 
 class StopDetector:
-    """Finds out that a process stays stopped. Poll it every `STOP_POLL_S`."""
+    """Finds out that a process stays stopped, or is being killed. Poll it every `STOP_POLL_S`."""
 
     def __init__(self) -> None:
-        self._state = ProcessState(is_stopped=False, num_switches=0)
+        self._state = ProcessState()
         self._polled_at_s = 0.0
         self._stopped_s = 0.0
 
     def poll(self, state: ProcessState, now_s: float) -> str:
         """Why the process is considered lost, for people; empty while it is not."""
+        if state.killed_by:
+            return state.killed_by
         is_still_stopped = state.is_stopped and state == self._state
         passed_s = min(now_s - self._polled_at_s, _MOST_BETWEEN_POLLS_S)
         self._stopped_s = self._stopped_s + passed_s if is_still_stopped else 0.0

@@ -58,6 +58,8 @@ class Vote:
     """In an evaluation, of each validation set over all microbatches that the group has computed."""
     leaves: bool = False
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    ends: bool = False
+    """A rank of the group is asked to end the run: the commit of this attempt is the last."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}

@@ -76,7 +76,7 @@ _STREAM = 1  # separate from the stream of the trace
 
 _CORRUPTIONS: tuple[FaultKind, ...] = ("nan", "bit_flip", "param_flip")
 
-_ALWAYS_COSTLY: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS)
+_FOR_GOOD: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS, "resize")
 
 _LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
 
@@ -166,7 +166,8 @@ class _Machines:
         """The groups that come back once this fault has taken the machine of its place."""
         broken = self._broken() | {fault.group}
         self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
-        assignment = self._places.reform(self._empty, self._groups_per_domain)
+        # Faults are drawn so that no shard lacks a host.
+        assignment = self._places.reform(self._empty, self._groups_per_domain, unhosted={})
         for holding in assignment.holdings:
             left = self._places.held_by(holding.machine)
             assert left is not None, "no machine is idle"
@@ -227,7 +228,7 @@ class _Condition:
         for group in groups:
             self.hit_until[group] = until
             if draw.costs:
-                self.num_losses[group] = self.num_losses.get(group, 0) + 1
+                self.num_losses[group] = self.num_losses.get(group, 0) + (draw.kind != "drain")
                 is_last = draw.is_for_good or self.num_losses[group] > self.num_rejoins
                 self.lost_until[group] = math.inf if is_last else until
                 if is_last:
@@ -313,8 +314,8 @@ def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
 def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Generator) -> _Draw:
     faults = config.faults
     kind = list(weights)[rng.choice(len(weights), p=list(weights.values()))]
-    lasts = kind in _ALWAYS_COSTLY or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
-    passes_after_s = None if kind in _ALWAYS_COSTLY else float(faults.max_seconds * (1.0 - rng.random()))
+    lasts = kind in _FOR_GOOD or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
+    passes_after_s = None if kind in _FOR_GOOD else float(faults.max_seconds * (1.0 - rng.random()))
     seconds = None if lasts else passes_after_s
     jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
     unreachable: set[FaultPoint] = (
@@ -342,10 +343,11 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    if kind in ("disk_full", "clock_jump", "stop_store", *_SLOW):
+    if kind in ("disk_full", "clock_jump", "stop_store", "resize", *_SLOW):
         return False
     harmless_s = _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
-    return seconds is None or seconds > (min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s)
+    limit_s = min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s
+    return kind == "drain" or seconds is None or seconds > limit_s
 
 
 def _place(

@@ -144,6 +144,7 @@ class Reduction:
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
                 finding=finding,
+                ends=self._progress.is_end_asked(),
             )
         self._raise_if_unsound(opinion.finding, step)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
@@ -212,6 +213,7 @@ class Reduction:
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
                 leaves=self._progress.is_leave_asked(),
+                ends=opinion.ends,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))

@@ -12,6 +12,7 @@ from spare_megatron.core.failure_detector import (
     StopDetector,
     first_to_stop,
 )
+from spare_megatron.process.processes import describe_exit
 from spare_megatron.process.reports import RankKey
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
@@ -23,7 +24,11 @@ _QUIET_INTERVALS = 10.0
 _TRACER = re.compile(rb"^TracerPid:\t(\d+)", re.MULTILINE)
 _SWITCHES = re.compile(rb"^(?:non)?voluntary_ctxt_switches:\t(\d+)", re.MULTILINE)
 _FILE_BYTES = 4096
-_NOT_STOPPED = ProcessState(is_stopped=False, num_switches=0)
+_FLAGS, _EXIT_CODE = 9 - 3, 52 - 3
+"""Places of these fields of `stat` behind the name of the program."""
+_IS_EXITING = 0x4
+"""PF_EXITING of the kernel, of a thread that no longer runs a program."""
+_SIGNAL_OF_CODE = 0x7F
 
 
 def read_state(pid: int) -> ProcessState:
@@ -31,11 +36,14 @@ def read_state(pid: int) -> ProcessState:
     several times as long to read, is read of a stopped process alone.
     """
     try:
-        if _read(pid, "stat").rpartition(b")")[2].split()[0] != b"T":
-            return _NOT_STOPPED
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
+        if int(fields[_FLAGS]) & _IS_EXITING and (number := int(fields[_EXIT_CODE]) & _SIGNAL_OF_CODE):
+            return ProcessState(killed_by=describe_exit(-number))
+        if fields[0] != b"T":
+            return ProcessState()
         status = _read(pid, "status")
     except OSError:  # it has ended
-        return _NOT_STOPPED
+        return ProcessState()
     is_traced = _TRACER.findall(status) != [b"0"]
     return ProcessState(is_stopped=not is_traced, num_switches=sum(map(int, _SWITCHES.findall(status))))
 
@@ -116,15 +124,17 @@ class RankWatch:
                 yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
 
     def find_stopped(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
-        """Yields likewise the groups with a process that a signal has stopped; to be called every `STOP_POLL_S`."""
+        """Yields likewise the groups with a process that a signal has stopped or is ending; to be called every
+        `STOP_POLL_S`.
+        """
         pids = self._ranks.pids
-        causes = {
-            key: detector.poll(self._read_state(pids[key]), now_s) for key, detector in self._stop_detectors.items()
-        }
+        states = {key: self._read_state(pids[key]) for key in self._stop_detectors}
+        causes = {key: detector.poll(states[key], now_s) for key, detector in self._stop_detectors.items()}
         for (group, rank), cause in causes.items():
             if cause and group not in known:
                 pulse = self._ranks.pulse((group, rank))
-                yield group, rank, f"{cause} in {pulse.operation} of step {pulse.step}"
+                is_killed = bool(states[group, rank].killed_by)
+                yield group, rank, cause if is_killed else f"{cause} in {pulse.operation} of step {pulse.step}"
 
     def _judge(self, key: RankKey, pulse: Pulse, holding: Collection[RankKey], now_s: float) -> str:
         group = key[0]

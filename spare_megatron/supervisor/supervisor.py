@@ -134,7 +134,7 @@ class Supervisor:
         self._has_given_up = False  # its place
         self._store_failure = ""
         self._head_hint = 0
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
+        self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
@@ -182,6 +182,10 @@ class Supervisor:
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
+
+    @property
+    def is_end_asked(self) -> bool:
+        return self._ranks.is_end_asked
 
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
@@ -363,10 +367,13 @@ class Supervisor:
             self._lose(group, rank, cause)
 
     def _poll_stops(self) -> None:
-        """Reads which ranks are stopped, then reschedules itself."""
+        """Reads which ranks are stopped or being killed, then reschedules itself."""
         self._timers.after(STOP_POLL_S, self._poll_stops)
-        if not self._store_watch.is_away:
-            for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):
+        if self._store_watch.is_away:
+            return
+        for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):
+            self._receive_all_reports(group)
+            if group not in self._lost:
                 self._lose(group, rank, cause)
 
     def _give_store_up(self, reason: str) -> None:

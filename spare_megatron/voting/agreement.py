@@ -53,7 +53,7 @@ class GroupOpinion:
 
     `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete, and `terms` empty. Per
     rank, `num_complete` buckets are summed and passes took `compute_s` seconds. `finding`: the worst about the group's
-    own gradients.
+    own gradients. `ends`: some rank is asked to end the run.
     """
 
     is_complete: bool
@@ -62,6 +62,7 @@ class GroupOpinion:
     compute_s: tuple[float, ...] = ()
     finding: GradientFinding = GradientFinding.SOUND
     terms: tuple[LossSum, ...] = ()
+    ends: bool = False
 
 
 class GroupAgreement:
@@ -133,6 +134,7 @@ class GroupAgreement:
         terms: Sequence[LossSum | None] = (),
         finding: GradientFinding,
         compute_s: float = 0.0,
+        ends: bool = False,
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
 
@@ -146,6 +148,7 @@ class GroupAgreement:
             terms: The same of each further term of the loss.
             finding: About this rank's own gradients.
             compute_s: Seconds of its forward and backward passes in the step.
+            ends: Whether this rank is asked to end the run.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         unknown = (-math.inf, -math.inf)
@@ -153,10 +156,10 @@ class GroupAgreement:
         num_ranks = self._ranks.size()
         of_ranks = [0.0] * 2 * num_ranks
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
-        own = [float(not is_complete), work, -work, float(finding)]
+        own = [float(not is_complete), work, -work, float(finding), float(ends)]
         mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
-        has_failed, highest, negated_lowest, worst, *others = mine.tolist()
+        has_failed, highest, negated_lowest, worst, is_end_asked, *others = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         of_ranks, known = others[: 2 * num_ranks], others[2 * num_ranks :]
@@ -169,6 +172,7 @@ class GroupAgreement:
             num_complete=tuple(map(int, of_ranks[:num_ranks])),
             compute_s=tuple(of_ranks[num_ranks:]),
             finding=GradientFinding(int(worst)),
+            ends=bool(is_end_asked),
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:

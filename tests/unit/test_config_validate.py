@@ -218,6 +218,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[0].step=20 lies outside 0 to 19; train.steps is 20",
         ),
         (["faults.trace=[{phase='forward', group=4}]"], "faults.trace[0].group=4 lies outside 0 to 3"),
+        (
+            ["layout.max_groups=6", "data.access=shared", "faults.trace=[{phase='forward', group=6}]"],
+            "faults.trace[0].group=6 lies outside 0 to 5; layout.max_groups is 6",
+        ),
         (["faults.trace=[{phase='forward', rank=-1}]"], "faults.trace[0].rank=-1 lies outside 0 to 0"),
         (["faults.trace=[{phase='send'}]"], "faults.trace[0].phase=send is never reached"),
         (

@@ -280,3 +280,18 @@ def test_a_process_that_a_debugger_has_stopped_is_not_counted_as_stopped() -> No
             child.kill()
             child.wait()
     assert not read_state(traced.pid).is_stopped, "it has ended"
+
+
+@pytest.mark.parametrize(("code", "found"), [("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"), ("os._exit(3)", "")])
+def test_a_killed_process_is_found_before_it_has_gone_and_one_that_exits_is_not(code: str, found: str) -> None:
+    """Memory of a GPU takes a while to be freed. Until it is reaped, an ended process shows what one does that ends."""
+    child = subprocess.Popen([sys.executable, "-c", f"import os, signal; {code}"])
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        ranks = FakeRanks()
+        ranks.pulses, ranks.pids = {(GROUP, 0): shown(0, progress=0)}, {(GROUP, 0): child.pid}
+        watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
+        watch.start_watching(GROUP)
+        assert list(watch.find_stopped(0.0, ())) == ([(GROUP, 0, found)] if found else [])
+    finally:
+        child.wait()

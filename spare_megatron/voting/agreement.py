@@ -52,14 +52,15 @@ class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
     `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete, and `terms` empty. Per
-    rank, `num_complete` buckets are summed and passes took `compute_s` seconds. `finding`: the worst about the group's
-    own gradients.
+    rank, `num_complete` buckets are summed and passes took `compute_s` seconds. `pace_s`: seconds per microbatch of the
+    slowest rank. `finding`: the worst about the group's own gradients.
     """
 
     is_complete: bool
     loss: LossSum | None
     num_complete: tuple[int, ...]
     compute_s: tuple[float, ...] = ()
+    pace_s: float = 0.0
     finding: GradientFinding = GradientFinding.SOUND
     terms: tuple[LossSum, ...] = ()
 
@@ -133,6 +134,7 @@ class GroupAgreement:
         terms: Sequence[LossSum | None] = (),
         finding: GradientFinding,
         compute_s: float = 0.0,
+        num_passes: float = 0.0,
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
 
@@ -146,6 +148,7 @@ class GroupAgreement:
             terms: The same of each further term of the loss.
             finding: About this rank's own gradients.
             compute_s: Seconds of its forward and backward passes in the step.
+            num_passes: Microbatches that it has passed forward and backward in them.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         unknown = (-math.inf, -math.inf)
@@ -153,10 +156,11 @@ class GroupAgreement:
         num_ranks = self._ranks.size()
         of_ranks = [0.0] * 2 * num_ranks
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
-        own = [float(not is_complete), work, -work, float(finding)]
+        pace_s = compute_s / num_passes if num_passes else 0.0
+        own = [float(not is_complete), work, -work, float(finding), pace_s]
         mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
-        has_failed, highest, negated_lowest, worst, *others = mine.tolist()
+        has_failed, highest, negated_lowest, worst, pace_s, *others = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         of_ranks, known = others[: 2 * num_ranks], others[2 * num_ranks :]
@@ -168,6 +172,7 @@ class GroupAgreement:
             terms=tuple(sums[1:]),
             num_complete=tuple(map(int, of_ranks[:num_ranks])),
             compute_s=tuple(of_ranks[num_ranks:]),
+            pace_s=pace_s,
             finding=GradientFinding(int(worst)),
         )
 

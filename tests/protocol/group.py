@@ -18,6 +18,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     CheckpointCandidate,
     ComputePatch,
     ComputeStep,
@@ -190,7 +191,7 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
-            case DrainGroups():
+            case DrainGroups() | ChangePaces():
                 pass
             case AdmitGroups():
                 yield from self._give_state()

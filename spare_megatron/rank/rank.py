@@ -69,7 +69,7 @@ class _Rank:
         self._log = DecisionLog(self._store)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
-        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec.device))
+        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec))
         self._journal = JournalWriter(
             spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
         )

@@ -18,6 +18,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     CheckpointCandidate,
     ComputePatch,
     ComputeStep,
@@ -85,6 +86,7 @@ class Group:
         self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
         self._evaluation = world.evaluation_type()
         self._computed: list[str] = []  # digests of this step's plans
+        self._has_work = False  # in this step
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
         self._lacks_params = False
@@ -190,8 +192,8 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
-            case DrainGroups():
-                pass
+            case DrainGroups() | ChangePaces():
+                self._world.invariants.counts[type(action).__name__] += 1
             case AdmitGroups():
                 yield from self._give_state()
             case SaveCheckpoint(step=step, member=member):
@@ -258,7 +260,8 @@ class Group:
         work = plan.work.of(self.group)
         self._world.computes(self.group, work)
         if not is_patch:
-            self._computed = []
+            self._computed, self._has_work = [], False
+        self._has_work |= bool(work)
         if plan.is_evaluation:
             if not is_patch:
                 self._evaluation.begin()
@@ -450,6 +453,7 @@ class Group:
             state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
+            pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
         )
         if self.held is not None:

@@ -417,6 +417,7 @@ FaultKind = Literal[
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "sum_flip",
 ]
 """What a fault does; `docs/campaigns.md` describes the effect of each kind."""
 

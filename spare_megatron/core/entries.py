@@ -12,7 +12,7 @@ from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 2
+VERSION = 3
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -98,6 +98,7 @@ class Retry:
         kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
+        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
     """
 
     step: int
@@ -105,6 +106,7 @@ class Retry:
     kept: tuple[int, ...] = ()
     recompute: bool = False
     gather: bool = False
+    wrong_sums: tuple[GroupId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 2}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 3}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
@@ -206,8 +208,8 @@ def decode_entry(text: str) -> Entry:
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
-    if "kept" in values:
-        values["kept"] = tuple(values["kept"])
+    for name in values.keys() & {"kept", "wrong_sums"}:
+        values[name] = tuple(values[name])
     for name in values.keys() & {"restored", "released", "proven"}:
         values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)

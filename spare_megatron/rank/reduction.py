@@ -129,6 +129,7 @@ class Reduction:
             self._agree_on(finding, step)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
+        wrong = self._buckets.first_wrong_sum()
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
@@ -144,6 +145,7 @@ class Reduction:
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
                 finding=finding,
+                wrong_sum=wrong,
             )
         self._raise_if_unsound(opinion.finding, step)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
@@ -195,7 +197,7 @@ class Reduction:
                 attempt=action.attempt,
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
-                evidence=self._buckets.communicator.evidence,
+                evidence=_wrong_sums(opinion) or self._buckets.communicator.evidence,
                 incarnation=self._agreement.member.incarnation,
                 num_complete=list(opinion.num_complete),
             )
@@ -212,6 +214,7 @@ class Reduction:
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
                 leaves=self._progress.is_leave_asked(),
+                has_wrong_sum=opinion.has_wrong_sum,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
@@ -235,3 +238,9 @@ class Reduction:
             kept=list(action.kept),
         )
         self._reports.write_if_leader(record)
+
+
+def _wrong_sums(opinion: GroupOpinion) -> str:
+    """Which sums contradict their checksums."""
+    found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
+    return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)

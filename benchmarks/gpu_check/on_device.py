@@ -43,7 +43,7 @@ def _ask(
     scene: Scene, task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[str, str] | None = None
 ) -> list[Any]:
     """What a process for each of `ways` sends, all at once. Raises RuntimeError if one ends early, TimeoutError."""
-    context = multiprocessing.get_context("forkserver" if scene.is_dry else "spawn")  # CUDA cannot be forked
+    context: Any = multiprocessing.get_context("forkserver" if scene.is_dry else "spawn")  # CUDA cannot be forked
     context.set_forkserver_preload([__name__])
     os.environ.update({"OMP_NUM_THREADS": "1", **(environment or {})})
     pipes, processes = [], []

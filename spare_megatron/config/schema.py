@@ -424,6 +424,7 @@ FaultKind = Literal[
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "sum_flip",
     "drain",
     "resize",
 ]

@@ -243,7 +243,7 @@ class _Rank:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            corrupt(self._parts.trainer, fault.kind, fault.bit)
+            corrupt(self._parts.trainer, fault.kind, fault.bit, self._parts.buckets.at_hand)
             return
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)

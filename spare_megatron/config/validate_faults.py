@@ -6,6 +6,7 @@ from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
     PHASES_OF_A_JOIN,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
@@ -31,6 +32,7 @@ _FOR_GOOD = (
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "sum_flip",
     "resize",
 )
 """Kinds that do not pass by themselves."""
@@ -171,6 +173,11 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
             f"{where}.kind={fault.kind} strikes the local gradient sums, which are no longer read at "
             f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
         )
+    if fault.kind == "sum_flip" and fault.phase not in PHASES_OF_A_BUCKET:
+        yield (
+            f"{where}.kind=sum_flip strikes a bucket that is staged, and none is at phase={fault.phase}; choose one of "
+            f"{', '.join(sorted(PHASES_OF_A_BUCKET))}"
+        )
     if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
         yield (
             f"{where}.kind=moment_flip strikes moments, which the first update creates, but {where}.step="
@@ -178,9 +185,12 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
         )
     if fault.bit is None:
         return
-    if fault.kind not in ("bit_flip", "param_flip", "moment_flip"):
+    if fault.kind not in ("bit_flip", "param_flip", "moment_flip", "sum_flip"):
         yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
-    num_bits = 64 if fault.kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
+    is_of_sums = fault.kind in ("bit_flip", "sum_flip")
+    num_bits = 64 if is_of_sums and config.reduce.mode == "reproducible" else 32
+    if fault.kind == "sum_flip" and config.reduce.mode == "fast_bf16":
+        num_bits = 16
     if not 0 <= fault.bit < num_bits:
         yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
 
@@ -235,7 +245,7 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
             yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind == "moment_flip":
+        if kind in ("moment_flip", "sum_flip"):
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"

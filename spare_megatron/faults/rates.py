@@ -13,6 +13,7 @@ from spare_megatron.config.schema import FaultKind, RunConfig
 from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
     FaultPoint,
@@ -91,8 +92,8 @@ _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
 
 _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
 
-_NOT_IN_EVERY_STEP = PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES
-_PHASES = tuple(phase for phase in FaultPoint if phase not in _NOT_IN_EVERY_STEP)
+_NEVER_DRAWN = PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES | PHASES_OF_A_BUCKET
+_PHASES = tuple(phase for phase in FaultPoint if phase not in _NEVER_DRAWN)
 
 _PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
 """Without IN_GATHER, which is not reached if another group is lost in the same gather."""

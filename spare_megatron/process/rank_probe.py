@@ -79,5 +79,10 @@ class RankProbe:
         """Ends a committed step. Returns as `take_split`."""
         return self._beacon.end_step()
 
+    @property
+    def num_forward(self) -> int:
+        """Forward passes of the step so far, each of one microbatch through one chunk."""
+        return self._beacon.spans.passes.num_forward
+
     def take_split(self) -> dict[Operation, float]:
         return self._beacon.take_split()

@@ -19,8 +19,8 @@ Mark = TypeVar("Mark")
 class PassTimes(Generic[Mark]):
     """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included and the reading
     of data not. `mark` returns a mark in what the device computes, `between_s` the seconds between two marks once both
-    are past. `stretch` gets
-    the seconds of each pass and may sleep for longer, which is a part of the pass; None on ranks without such faults.
+    are past. `stretch` gets the seconds of each pass and may sleep for longer, which is a part of the pass; None on
+    ranks without such faults.
     """
 
     def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:
@@ -28,11 +28,11 @@ class PassTimes(Generic[Mark]):
         self._between_s = between_s
         self._began: Mark | None = None
         self._passes: list[tuple[Mark, Mark]] = []
-        self.num_forward = 0
-        """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
         self.reading_s = 0.0
         """Seconds that passes of the step were interrupted to read data."""
         self.stretch: Callable[[float], None] | None = None
+        self.num_forward = 0
+        """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
 
     def begin_step(self) -> None:
         self._began = None

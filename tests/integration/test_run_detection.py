@@ -41,7 +41,7 @@ from tests.integration.whole_run import (
     read_run,
 )
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
 LAYOUT = LayoutConfig(num_groups=4, pipeline_parallel=2)
 STEPS = 5

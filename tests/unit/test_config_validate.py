@@ -316,6 +316,18 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["faults.trace=[{phase='backward', kind='moment_flip', step=0}]"],
             "faults.trace[0].kind=moment_flip strikes moments, which the first update creates, but",
         ),
+        (
+            ["faults.trace=[{phase='in_reduce', kind='sum_flip'}]"],
+            "faults.trace[0].kind=sum_flip strikes a bucket that is staged, and none is at phase=in_reduce; choose one",
+        ),
+        (
+            [
+                "reduce.mode=fast_bf16",
+                "model.precision=bf16",
+                "faults.trace=[{phase='staged', kind='sum_flip', bit=16}]",
+            ],
+            "faults.trace[0].bit=16 lies outside 0 to 15",
+        ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
         (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 lies outside 0.00098 (1 KiB) to 1.04858e+06 (1 TiB); change"),

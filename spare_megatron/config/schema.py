@@ -570,6 +570,14 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchConfig:
+    """What happens when something happens to the run."""
+
+    on_event: tuple[str, ...] = ()
+    """Command and arguments to run on the driver's machine for each event, which it gets as JSON on standard input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
     """Traces of torch's profiler, in `profile` in the run directory: a file for each step and rank."""
 
@@ -602,6 +610,7 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)

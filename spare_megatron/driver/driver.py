@@ -14,6 +14,7 @@ from spare_megatron.config.store_space import shortage
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import StopHalted
 from spare_megatron.core.start import EarlyLoss, Start
+from spare_megatron.driver.culprits import Culprits
 from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -33,6 +34,7 @@ from spare_megatron.process.reports import (
     LeftNodeGone,
     MachineMoved,
     NodeEnded,
+    NodeMeasured,
     NodeMissing,
     NodeReport,
     RankRaised,
@@ -106,6 +108,7 @@ class Driver:
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
         self._machines = {node: node for node in range(config.parallel.num_nodes)}  # by the place that they hold
+        self._culprits = Culprits(journal, on_event)
         self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""
@@ -273,6 +276,9 @@ class Driver:
                 return
             case LeftNodeGone(members=members):
                 self._last_lost |= dict(members)  # its supervisor is not waited for
+                return
+            case NodeMeasured():
+                self._culprits.add(report)
                 return
             case NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)

@@ -365,6 +365,26 @@ class PlacesRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritRecord:
+    """What holds the run back, as the driver finds; written when that changes."""
+
+    machine: int
+    cause: str
+    """`compute`, `data`, `link` or `host`."""
+    of_group: int | None = None
+    """None if the machine is meant as a whole."""
+    rank: int | None = None
+    """None if ranks of the group on this machine look alike."""
+    excess_s: float = 0.0
+    """Seconds by which it makes each step longer."""
+    factor: float = 0.0
+    """Its time over that of its like; 0 if unknown."""
+    detail: str = ""
+    is_over: bool = False
+    """Whether it does so no longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
     """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.cadence.Cadence`."""
 
@@ -484,6 +504,7 @@ Record = (
     | LossRecord
     | StartRecord
     | PlacesRecord
+    | CulpritRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord

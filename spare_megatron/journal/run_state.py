@@ -30,6 +30,7 @@ from spare_megatron.journal.records import (
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
+    CulpritRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
@@ -206,6 +207,10 @@ class RunState:
         self.paces: Mapping[str, int] = {}
         """Group -> pace by which work is dealt, in thousandths of that of the groups' like, where it is another one."""
         self._paces_of_step = 0
+        self.culprit: CulpritRecord | None = None
+        """What holds the run back now."""
+        self.culprits: list[CulpritRecord] = []
+        """All that was named."""
         self.num_events = 0
         self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
@@ -266,6 +271,10 @@ class RunState:
                 self.recoveries.add_line(line)
             case RecoveryRecord():
                 self.recoveries.add_line(line)
+            case CulpritRecord():
+                self.culprit = None if record.is_over else record
+                if not record.is_over:
+                    self.culprits.append(record)
             case CadenceRecord():
                 self._cadence = at_s, record
             case CheckpointRecord():

@@ -80,5 +80,9 @@ class RankProbe:
         """Forward passes of the step so far, each of one microbatch through one chunk."""
         return self._beacon.spans.passes.num_forward
 
+    def end_step(self) -> dict[Operation, float]:
+        """Ends a committed step. Returns as `take_split`."""
+        return self._beacon.end_step()
+
     def take_split(self) -> dict[Operation, float]:
         return self._beacon.take_split()

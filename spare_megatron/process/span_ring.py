@@ -28,14 +28,17 @@ class PassTimes(Generic[Mark]):
         self._between_s = between_s
         self._began: Mark | None = None
         self._passes: list[tuple[Mark, Mark]] = []
-        self.stretch: Callable[[float], None] | None = None
         self.num_forward = 0
         """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
+        self.reading_s = 0.0
+        """Seconds that passes of the step were interrupted to read data."""
+        self.stretch: Callable[[float], None] | None = None
 
     def begin_step(self) -> None:
         self._began = None
         self._passes.clear()
         self.num_forward = 0
+        self.reading_s = 0.0
 
     @property
     def is_in_pass(self) -> bool:
@@ -150,6 +153,7 @@ class SpanRecorder:
             yield
         finally:
             if is_reading:
+                self.passes.reading_s += time.monotonic() - began_s
                 self.passes.start_pass()
             self._add(_OPERATION_CODES[operation], began_s, self._turn(), None)
             if self.ranges is not None:

@@ -41,6 +41,8 @@ class RunRecord:
     num_steps: int
     placement: str
     granularity: str
+    deal_by_pace: bool = False
+    """Whether slow groups get less work; False in earlier versions."""
     reduce_mode: str
     faults: list[dict[str, Any]]
     """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
@@ -207,6 +209,16 @@ class EntryRecord:
     group: int
     index: int
     entry: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacesRecord:
+    """The paces by which work is dealt from this step on, as a group's fold of the log came to them."""
+
+    group: int
+    step: int
+    permille: dict[str, int]
+    """Group -> time per microbatch in thousandths of that of the groups' like, which those not named have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +475,7 @@ Record = (
     | VoteRecord
     | EvaluationRecord
     | EntryRecord
+    | PacesRecord
     | UpdateRecord
     | ParamsRecord
     | RecoveryRecord
@@ -525,6 +538,7 @@ _LATER_TERMS = {
     "max_groups": 0,
     "lanes": 1,
     "row_size": 1,
+    "deal_by_pace": False,
 }
 """Terms that earlier versions did not have, with what they meant then."""
 

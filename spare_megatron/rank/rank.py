@@ -69,7 +69,7 @@ class _Rank:
         self._log = DecisionLog(self._store)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
-        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec.device))
+        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec))
         self._journal = JournalWriter(
             spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
         )
@@ -243,7 +243,7 @@ class _Rank:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            corrupt(self._parts.trainer, fault.kind, fault.bit)
+            corrupt(self._parts.trainer, fault.kind, fault.bit, self._parts.buckets.at_hand)
             return
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)

@@ -21,7 +21,7 @@ from tests.matrix.membership import run_membership_cell
 from tests.matrix.pauses import run_pause_cell
 from tests.matrix.trial import run_cell, run_without_faults, why_not_here
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 NUM_CELLS = 10
 

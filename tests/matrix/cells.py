@@ -9,6 +9,7 @@ import numpy as np
 from spare_megatron.config.schema import FaultConfig, FaultKind
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
     FaultPoint,
@@ -32,8 +33,9 @@ PHASES_OF_EVERY_STEP = tuple(
     phase
     for phase in FaultPoint
     if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES
+    and phase not in PHASES_OF_A_BUCKET
 )
-"""Phases that some rank of every group reaches in every step."""
+"""Phases that some rank of every group reaches in every step; those of single buckets lie around `in_reduce`."""
 
 KINDS: tuple[FaultKind, ...] = ("kill", "stop", "raise", "hang", "cut")
 

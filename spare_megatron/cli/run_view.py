@@ -141,6 +141,9 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
     reason = "" if run_state.end is None else run_state.end.reason
     outcome = f"{run_state.outcome}: {reason}" if reason else run_state.outcome
     yield f"{step_line(run_state, now_s)}  ({outcome})"
+    if run_state.paces:
+        shown = ", ".join(f"group {group} {pace / 1000:.2f}" for group, pace in run_state.paces.items())
+        yield f"work is dealt by pace, in times that of the groups' like: {shown}"
     if run_state.awaited and run_state.end is None:
         yield f"paused: no group left hosts {shards_named(run_state.awaited)}"
     for name, last in run_state.evaluated.items():

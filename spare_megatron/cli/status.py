@@ -132,6 +132,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "name": None if run_state.run is None else run_state.run.name,
         "num_steps": None if run_state.run is None else run_state.run.num_steps,
         "groups": run_state.groups(),
+        "paces": {group: pace / 1000 for group, pace in run_state.paces.items()},
         "goodput": None if goodput is None else goodput.goodput,
         "wall_s": None if goodput is None else goodput.wall_s,
         "lost_s": {} if goodput is None else goodput.lost_s,

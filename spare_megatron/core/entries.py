@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
 from spare_megatron.core.evaluation import SetSum
+from spare_megatron.core.pace_evidence import PaceException
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 2
+VERSION = 3
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -64,6 +65,8 @@ class Commit:
     """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
     leaving: tuple[Member, ...] = ()
     """Members that leave once others host their state partitions; all of them, in every commit until then."""
+    paces: tuple[PaceException, ...] = ()
+    """Groups that computed this step at another pace than that by which work is dealt to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,7 @@ class Retry:
         kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
+        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
     """
 
     step: int
@@ -105,6 +109,7 @@ class Retry:
     kept: tuple[int, ...] = ()
     recompute: bool = False
     gather: bool = False
+    wrong_sums: tuple[GroupId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +182,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 2}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 3}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
@@ -203,11 +208,12 @@ def decode_entry(text: str) -> Entry:
         ("leaving", Member),
         ("save_ends", SaveEnd),
         ("sums", SetSum),
+        ("paces", PaceException),
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
-    if "kept" in values:
-        values["kept"] = tuple(values["kept"])
+    for name in values.keys() & {"kept", "wrong_sums"}:
+        values[name] = tuple(values[name])
     for name in values.keys() & {"restored", "released", "proven"}:
         values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)

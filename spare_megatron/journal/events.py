@@ -11,6 +11,7 @@ from spare_megatron.journal.records import (
     EndRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     PlacesRecord,
     Record,
     RestartRecord,
@@ -107,6 +108,19 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
 def text_of_pause(step: int, shards: Collection[int]) -> str:
     """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
     return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
+
+
+def text_of_paces(record: PacesRecord) -> str:
+    """Text of a change of the paces by which work is dealt.
+
+    >>> text_of_paces(PacesRecord(group=0, step=9, permille={"3": 1984}))
+    'from step 9 on work is dealt by pace: for a microbatch group 3 takes 1.98 times as long as its like'
+    """
+    if not record.permille:
+        return f"from step {record.step} on all groups are dealt the same work again: none is slower than its like"
+    first, *others = (f"group {group} takes {pace / 1000:.2f} times" for group, pace in record.permille.items())
+    paces = ", ".join((f"{first} as long as its like", *others))
+    return f"from step {record.step} on work is dealt by pace: for a microbatch {paces}"
 
 
 def text_of_places(record: PlacesRecord) -> str:

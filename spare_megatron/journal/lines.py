@@ -16,6 +16,7 @@ from spare_megatron.journal.records import (
     EvaluationRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     ParamsRecord,
     PlacesRecord,
     RankRecord,
@@ -33,7 +34,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 
@@ -48,6 +49,7 @@ KINDS: dict[str, type[Record]] = {
     "vote": VoteRecord,
     "evaluation": EvaluationRecord,
     "entry": EntryRecord,
+    "paces": PacesRecord,
     "update": UpdateRecord,
     "params": ParamsRecord,
     "recovery": RecoveryRecord,

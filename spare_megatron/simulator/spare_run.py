@@ -15,6 +15,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -174,6 +175,8 @@ class SpareRun:
             case DrainGroups(members=members):
                 self._incarnations.update(member.group for member in members)
                 self._world.drain(tuple(member.group for member in members))
+            case ChangePaces():
+                pass  # the next plan says it
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case AttemptFinish(attempt=attempt, plan_digest=plan_digest):

@@ -69,7 +69,7 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
     newcomer = GroupTrainer(config, CPU)
     hand_over(donor, newcomer)
     found = [(one.rest_of_state().hexdigest(), one.params_sha256()) for one in (donor, other, newcomer)]
-    corrupt(newcomer, "moment_flip", 0)
+    corrupt(newcomer, "moment_flip", 0, None)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     _count_one_more(newcomer._optimizer)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))

@@ -408,7 +408,11 @@ FaultKind = Literal[
     "raise",
     "hang",
     "stop",
+    "delay",
     "slow",
+    "slow_data",
+    "slow_host",
+    "slow_link",
     "disk_full",
     "clock_jump",
     "cut",
@@ -420,6 +424,9 @@ FaultKind = Literal[
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "sum_flip",
+    "drain",
+    "resize",
 ]
 """What a fault does; `docs/campaigns.md` describes the effect of each kind."""
 
@@ -440,6 +447,8 @@ class FaultConfig:
     """Effect on the rank, its node or the control store."""
     seconds: float | None = None
     """Duration in seconds, or the offset of a clock jump; absent lasts for good."""
+    factor: float | None = None
+    """How many times slower a slow rank, host or link is; above 1."""
     bit: int | None = None
     """Bit that a flip inverts, counted from the lowest, 0; if absent the second highest, a float's top exponent bit."""
 
@@ -459,7 +468,8 @@ class FaultsConfig:
     shape: float = 0.78
     """Shape of the Weibull distribution; below 1 faults come in bursts."""
     kinds: tuple[FaultKind, ...] = ()
-    """Kinds to draw from; one listed twice is drawn twice as often. Empty draws all kinds that the run can survive."""
+    """Kinds to draw from; one listed twice is drawn twice as often. Empty draws all kinds that the run can survive and
+    that every machine can inject."""
     mix: Literal["listed", "llama3"] = "listed"
     """Frequency of kinds: as listed in `kinds`, or as their causes interrupted the training of Llama 3."""
     max_seconds: float = 0.4

@@ -117,6 +117,7 @@ class Controller:
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # a group with wrong state contributed to the attempt
+        self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(
@@ -248,6 +249,7 @@ class Controller:
         has_changed = self._paces.fold(commit.paces, self.members, self._idle())
         self.step += 1
         self.attempt += 1
+        self._wrong_sums = ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         actions += self._own(
@@ -321,7 +323,7 @@ class Controller:
         )
         self.step = step
         self.attempt += 1
-        self._is_discarded = False
+        self._is_discarded, self._wrong_sums = False, ()
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
@@ -335,19 +337,22 @@ class Controller:
     def _resume(self, resume: Resume) -> tuple[Action, ...]:
         self.attempt += 1
         self.pause = None
-        self._is_discarded = False
+        self._is_discarded, self._wrong_sums = False, ()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
-        self._is_discarded = False
+        self._is_discarded, self._wrong_sums = False, retry.wrong_sums
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build)
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
+            if retry.wrong_sums:
+                groups = ", ".join(map(str, retry.wrong_sums))
+                reason += f"; in the last one sums contradicted their checksums on groups {groups}"
             return (StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         if self._is_over and self._saves.lacks_last(self.step):
@@ -355,7 +360,7 @@ class Controller:
             state = (*state, self._save(self._clock.at_s, is_last=True))
             self._votes_on_end = True
         if retry.recompute or (self._is_over and not self._is_evaluating):
-            return (*build, *state, *self._begin())
+            return (*build, *state, *self._begin(is_anew=retry.recompute))
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
@@ -387,8 +392,9 @@ class Controller:
             is_over=self._is_over,
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
+            wrong_sums=self._wrong_sums,
         )
-        is_last = self._is_end_requested or self._is_time_over(now_s)
+        is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last)
@@ -436,12 +442,15 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- planning
 
-    def _begin(self) -> tuple[Action, ...]:
-        """Begins the evaluation that is due, else the next step, else the end of the run."""
+    def _begin(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        """Begins the evaluation that is due, else the next step, else the end of the run.
+
+        `is_anew`: groups have computed it already, and do it again.
+        """
         if self._is_over and not self._is_evaluating and self.voters:
             return self._end()
         try:
-            plan = self._plan()
+            plan = self._plan(after=f"attempt {self.attempt}" if is_anew else "")
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out)
         attempt = self._attempt()
@@ -492,13 +501,13 @@ class Controller:
     def _dealing(self) -> Dealing:
         return self._evaluation_dealing if self._is_evaluating and self._evaluation_dealing else self._step_dealing
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, *, after: str = "") -> StepPlan:
         if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
             self._deal_step()
         probe = None if self._is_evaluating else self._paces.probe
         work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        self._plans = [make_plan(self.step, self.epoch, work, is_evaluation=self._is_evaluating)]
+        self._plans = [make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating)]
         return self._plans[0]
 
     def _plan_patch(self) -> StepPlan:

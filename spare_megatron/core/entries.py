@@ -101,6 +101,7 @@ class Retry:
         kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
+        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
     """
 
     step: int
@@ -108,6 +109,7 @@ class Retry:
     kept: tuple[int, ...] = ()
     recompute: bool = False
     gather: bool = False
+    wrong_sums: tuple[GroupId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +212,8 @@ def decode_entry(text: str) -> Entry:
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
-    if "kept" in values:
-        values["kept"] = tuple(values["kept"])
+    for name in values.keys() & {"kept", "wrong_sums"}:
+        values[name] = tuple(values[name])
     for name in values.keys() & {"restored", "released", "proven"}:
         values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)

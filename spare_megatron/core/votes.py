@@ -23,7 +23,7 @@ class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty.
 
     Attributes:
-        state: Without partitions, all other state; set if state has been copied, or after the last step.
+        state: Without partitions, all other state.
         copied_from: The donor whose state, and so digests, the group has taken over since the last commit.
     """
 
@@ -61,6 +61,10 @@ class Vote:
     excluded; 0 if unknown."""
     leaves: bool = False
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    ends: bool = False
+    """A rank of the group is asked to end the run: the commit of this attempt is the last."""
+    has_wrong_sum: bool = False
+    """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}
@@ -97,7 +101,7 @@ class Attempted:
     """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
     A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
-    the attempt decides whether the run can end.
+    the attempt decides whether the run can end. `wrong_sums`: the groups that found wrong sums in the attempt before.
     """
 
     step: int
@@ -108,6 +112,7 @@ class Attempted:
     is_over: bool
     is_evaluation: bool = False
     ownership: Ownership | None = None
+    wrong_sums: tuple[GroupId, ...] = ()
 
     @property
     def is_shared(self) -> bool:

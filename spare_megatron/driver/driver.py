@@ -65,6 +65,8 @@ from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
 """How long the driver waits for the exit of a control store that no node reaches, before it kills the store."""
+_END_POLL_S = 0.5
+"""How often the driver looks whether it is asked to end the run."""
 _STORE_POLL_S, _STORE_ANSWER_S = 600.0, 1.0
 """How often the driver asks etcd for its size, and how long it blocks for an answer."""
 
@@ -198,6 +200,7 @@ class Driver:
         """Handles reports until every supervisor has ended or its node is lost."""
         pipes = {child.reports: node for node, child in self._nodes.items()}
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
+        self._forward_end_request()
         store_sentinel = [] if store is None else [store.process.sentinel]
         while not self._is_over(sentinels.values()):
             ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._timers.pause_s())
@@ -358,6 +361,14 @@ class Driver:
             self._timers.after(seconds, lambda: _signal(pids, signal.SIGCONT))
             if then is not None:
                 self._timers.after(seconds, then)
+
+    def _forward_end_request(self) -> None:
+        """Has all supervisors end the run once this process is asked to; `RanksStarted` reminds of later ones."""
+        if end_signal.is_pending():
+            for node in self._nodes:
+                self._order(node, EndEarly())
+        else:
+            self._timers.after(_END_POLL_S, self._forward_end_request)
 
     def _order(self, node: int, order: DriverOrder) -> None:
         with contextlib.suppress(OSError):  # the node is lost

@@ -360,6 +360,8 @@ class PlacesRecord:
     """What the choice was made from: places of broken groups, each with its machine, null if it had none."""
     idle: list[int] = field(default_factory=list)
     """Likewise, machines without a place."""
+    shards: list[int] = field(default_factory=list)
+    """Likewise, shards without a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

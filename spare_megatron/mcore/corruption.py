@@ -8,14 +8,14 @@ from torch import Tensor
 from spare_megatron.config.schema import FaultKind
 from spare_megatron.mcore.trainer import GroupTrainer
 
-CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip"})
+CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip", "sum_flip"})
 """The fault kinds that `corrupt` injects."""
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
-    """Changes one value of a rank: a local gradient sum, a parameter or a first moment.
+def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None, staged: Tensor | None) -> None:
+    """Changes one value of a rank: a local gradient sum, a parameter, a first moment or one of the bucket `staged`.
 
     `bit` is the one to flip, 0 being the lowest; None is the second highest, the top of a float's exponent.
     """
@@ -28,6 +28,8 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
             flip_bit(trainer.kept_values(), bit)
         case "moment_flip":
             flip_bit(trainer.moments(), bit)
+        case "sum_flip":
+            flip_bit([] if staged is None else [staged], bit)
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:

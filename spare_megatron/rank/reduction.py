@@ -132,6 +132,7 @@ class Reduction:
             self._agree_on(finding, step)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
+        wrong = self._buckets.first_wrong_sum()
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
@@ -148,6 +149,8 @@ class Reduction:
                 compute_s=self._probe.compute_s(),
                 num_passes=self._probe.num_forward / self._num_chunks,
                 finding=finding,
+                ends=self._progress.is_end_asked(),
+                wrong_sum=wrong,
             )
         self._raise_if_unsound(opinion.finding, step)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
@@ -199,7 +202,7 @@ class Reduction:
                 attempt=action.attempt,
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
-                evidence=self._buckets.communicator.evidence,
+                evidence=_wrong_sums(opinion) or self._buckets.communicator.evidence,
                 incarnation=self._agreement.member.incarnation,
                 num_complete=list(opinion.num_complete),
             )
@@ -217,6 +220,8 @@ class Reduction:
                 copied_from=digests.copied_from,
                 pace_ns=round(opinion.pace_s * 1e9),
                 leaves=self._progress.is_leave_asked(),
+                ends=opinion.ends,
+                has_wrong_sum=opinion.has_wrong_sum,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
@@ -240,3 +245,9 @@ class Reduction:
             kept=list(action.kept),
         )
         self._reports.write_if_leader(record)
+
+
+def _wrong_sums(opinion: GroupOpinion) -> str:
+    """Which sums contradict their checksums."""
+    found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
+    return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)

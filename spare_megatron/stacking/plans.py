@@ -113,7 +113,7 @@ class StepPlan:
 
 
 def make_plan(step: int, epoch: int, work: Work, *, after: str = "", is_evaluation: bool = False) -> StepPlan:
-    """A plan whose digest extends `after`, the digest of the plan that it patches."""
+    """A plan whose digest extends `after`: that of the plan that it patches, or what tells it from an earlier one."""
     kind = "evaluation|" if is_evaluation else ""
     digest = hashlib.sha256(f"{kind}{after}|{step}|{epoch}|{work.digest}".encode()).hexdigest()[:16]
     return StepPlan(step=step, epoch=epoch, work=work, digest=digest, is_evaluation=is_evaluation)

@@ -135,6 +135,10 @@ class Group:
         """A local gradient sum becomes unsound. False if none is to be summed any more."""
         return self._buckets.spoil(random)
 
+    def flip(self, what: str) -> None:
+        """As `Buckets.flip`."""
+        self._buckets.flip(what)
+
     def corrupt(self, random: Random) -> None:
         """Its parameters, or one of its state partitions, change unnoticed, to values that no group has."""
         if self.held is not None and self.held.corrupt(random, len(self._world.groups), self.name):
@@ -439,7 +443,9 @@ class Group:
             if self._buckets.has_posted_unsound:
                 raise RaisesForGradients
             num_complete = (self._buckets.window.num_complete,)
-        is_reduced = not isinstance(action, AttemptReduce) or self._buckets.sums() is not None
+        has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._buckets.has_wrong_sum
+        self._world.invariants.counts["wrong sum"] += has_wrong_sum
+        is_reduced = not isinstance(action, AttemptReduce) or (self._buckets.sums() is not None and not has_wrong_sum)
         is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
         vote = Vote(
@@ -455,6 +461,7 @@ class Group:
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
             pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
+            has_wrong_sum=has_wrong_sum,
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

@@ -236,6 +236,18 @@ class Scene:
         )
 
     @classmethod
+    def draw_flips(cls, random: Random) -> "Scene":
+        """One in which sums change on their way, and little else happens.
+
+        The fault `flip` is none of `FAULTS`: it strikes what a group sends or receives next. `flip always` strikes all
+        that one receives, which names it where sums come to all groups.
+        """
+        scene = cls.draw_unsound(random)
+        always = 0 if scene.partition_redundancy else random.choice((0, 0, 1))
+        faults = {**scene.fault_budget, "unsound": 0, "flip": random.randint(1, 3), "flip always": always}
+        return replace(scene, fault_budget=faults)
+
+    @classmethod
     def draw_drains(cls, random: Random) -> "Scene":
         """One in which groups are asked to leave, and others come back, beside a few losses.
 

@@ -17,6 +17,7 @@ NUM_WIPE_OUT_HISTORIES = 150
 NUM_PAUSE_HISTORIES = 200
 NUM_CORRUPTION_HISTORIES = 100
 NUM_UNSOUND_HISTORIES = 150
+NUM_FLIP_HISTORIES = 100
 NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
 NUM_DRAIN_HISTORIES = 60
@@ -107,6 +108,14 @@ def test_no_history_of_unsound_gradients_violates_an_invariant() -> None:
     assert sample.violations == {}
     least = {"unsound": 200, "sum with an unsound part": 200, "raises for its gradients": 100, "FinishRun": 200}
     least |= {"retry that keeps buckets": 30, "step with buckets of several attempts": 30, "admission": 20}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+    assert sample.counts["Halt"] == 0
+
+
+def test_no_history_of_wrong_sums_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_FLIP_HISTORIES), draw=Scene.draw_flips)
+    assert sample.violations == {}
+    least = {"flip": 150, "wrong sum": 150, "fence for wrong sums": 1, "FinishRun": 150}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
     assert sample.counts["Halt"] == 0
 

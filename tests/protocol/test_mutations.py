@@ -17,6 +17,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_LANES,
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHARED_DATA,
+    MUTATIONS_OF_SUMS,
     Protocol,
 )
 from tests.protocol.mutations_of_membership import MUTATIONS_OF_DRAINS, MUTATIONS_OF_PAUSES
@@ -69,6 +70,8 @@ FOUND_AS = {
     "leaves votes to lost relays": "no progress|no end",
     "applies sums with unsound parts": "which counts",
     "keeps sums with unsound parts": "which counts",
+    "commits a wrong sum": "which counts",
+    "keeps buckets of a wrong sum": "though the members hold",
     "counts half a row": "which counts",
     "votes without the patch of a lane": "which counts",
     "counts an evaluation into a gradient": "which counts|named twice",
@@ -213,6 +216,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_PAUSES, Scene.draw_pauses),
         (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
         (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),
+        (MUTATIONS_OF_SUMS, Scene.draw_flips),
     )
     for mutation, protocol in mutations.items()
 }

@@ -340,6 +340,9 @@ class World:
             case "drain" if alive:
                 group = self._groups[self._random.choice(alive).name]
                 group.leaves = not group.leaves or self._random.random() < 0.5
+            case "flip" | "flip always" if alive:
+                what = self._random.choice(("sent", "received")) if fault == "flip" else "always"
+                self._groups[self._random.choice(alive).name].flip(what)
             case "unsound" if alive:
                 if not self._groups[self._random.choice(alive).name].spoil(self._random):
                     return

@@ -158,6 +158,10 @@ class Controller:
                 self._is_end_requested = True
                 return ()
 
+    @property
+    def deals_by_pace(self) -> bool:
+        return self._setup.rounds is not None
+
     def _deal(self, num_microbatches: int) -> Dealing:
         setup = self._setup
         fetch = setup.fetch if setup.last_resort else None
@@ -397,7 +401,7 @@ class Controller:
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)
-        if isinstance(entry, Commit) and self._setup.rounds is not None:
+        if isinstance(entry, Commit) and self.deals_by_pace:
             measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns}
             if paces := exceptions(measured, self._paces.dealt):
                 entry = replace(entry, paces=paces)

@@ -1,9 +1,11 @@
 """A group's vote on an attempt, and its encoding for the control store."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from spare_megatron.core.audits import AuditWord, Boundary, Dispute
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -58,6 +60,8 @@ class Vote:
     """In an evaluation, of each validation set over all microbatches that the group has computed."""
     leaves: bool = False
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    audits: tuple[AuditWord, ...] = ()
+    """Of the audited microbatches that the group has computed in the step, its own and others'."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}
@@ -86,6 +90,11 @@ def decode_vote(text: str) -> Vote:
     for name in ("num_complete", "restored"):
         if name in values:
             values[name] = tuple(values[name])
+    if "audits" in values:
+        values["audits"] = tuple(
+            AuditWord(shard, index, digest, tuple(Boundary(*one) for one in boundaries))
+            for shard, index, digest, boundaries in values["audits"]
+        )
     return Vote(**values)
 
 
@@ -105,6 +114,10 @@ class Attempted:
     is_over: bool
     is_evaluation: bool = False
     ownership: Ownership | None = None
+    disputes: tuple[Dispute, ...] = ()
+    """About microbatches that this attempt has had computed again."""
+    hosts: Sequence[Sequence[GroupId]] | None = None
+    """Of each shard; None if every group can read all data."""
 
     @property
     def is_shared(self) -> bool:

@@ -31,6 +31,9 @@ _FOR_GOOD = (
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "activation_flip",
+    "stuck_bit",
+    "drift",
 )
 """Kinds that do not pass by themselves."""
 
@@ -161,7 +164,7 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
         )
     if fault.bit is None:
         return
-    if fault.kind not in ("bit_flip", "param_flip", "moment_flip"):
+    if fault.kind not in ("bit_flip", "param_flip", "moment_flip", "activation_flip", "stuck_bit"):
         yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
     num_bits = 64 if fault.kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
     if not 0 <= fault.bit < num_bits:
@@ -218,7 +221,7 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
             yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind == "moment_flip":
+        if kind in ("moment_flip", "activation_flip", "stuck_bit", "drift"):
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"

@@ -8,6 +8,7 @@ from typing import Any
 
 from spare_megatron import __version__
 from spare_megatron.journal.records import (
+    AuditRecord,
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
@@ -33,7 +34,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 
@@ -46,6 +47,7 @@ KINDS: dict[str, type[Record]] = {
     "rank": RankRecord,
     "contribution": ContributionRecord,
     "vote": VoteRecord,
+    "audit": AuditRecord,
     "evaluation": EvaluationRecord,
     "entry": EntryRecord,
     "update": UpdateRecord,

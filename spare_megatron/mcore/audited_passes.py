@@ -91,9 +91,12 @@ class AuditedPasses:
         }
         self._found: dict[Microbatch, dict[_Place, Tensor]] = {}
         self._now: dict[_Place, Tensor] | None = None  # of the microbatch whose backward pass runs
+        self.num_added = 0
+        """Microbatches whose gradients the sums have got since `forget`."""
 
     def forget(self) -> None:
         self._found.clear()
+        self.num_added = 0
 
     @contextmanager
     def watching(self, items: Collection[Item]) -> Iterator[None]:
@@ -123,6 +126,7 @@ class AuditedPasses:
         """The backward pass of this item begins, of which this is the gradient of the chunk's output."""
         self._now = self._found[item.microbatch.unit] if item.is_digested else None
         self._sums.is_counting = not item.is_audit
+        self.num_added += self._sums.is_counting and not item.is_padding and chunk is self._chunks[0]
         if self._now is not None:
             self._now["backward", chunk.stage] = digest64(gradient)
 

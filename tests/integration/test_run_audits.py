@@ -1,10 +1,13 @@
 """Groups that compute wrongly without losing precision: audits find them before the step is committed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from spare_megatron.cli.main import app
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import AuditRecord, FaultRecord
@@ -48,4 +51,12 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     assert "agree on other values; first wrong at stage 1, forward pass, rank 1" in fence["reason"]
     assert again["recompute"]
     assert losses_of(run.journal) == losses_of(calm.journal)
+    asked_for = CliRunner().invoke(app, ["audit", str(tmp_path / "run"), "--json"])
+    found = json.loads(asked_for.output)
+    assert asked_for.exit_code == 1
+    assert [(one["group"], one["step"]) for one in found["culprits"]] == [(2, AUDITED)]
+    assert (found["compared"], found["audited_steps"], found["halted"]) == (3, AUDITED + 1, "")
+    assert {(one["shard"], one["index"]) for one in found["mismatches"]} == {
+        tuple(one["microbatch"]) for one in asked["disputes"]
+    }
     assert run.summary.params_sha256 == calm.summary.params_sha256

@@ -421,7 +421,8 @@ class Invariants:
 
     def voted(self, process: str, attempt: int, vote: Vote, *, is_wrong: bool) -> None:
         """A process sends its vote; `is_wrong`: it has computed audited microbatches wrongly."""
-        params = None if process in self._corrupted else self._params.get((self._generation, self.step))
+        is_late = attempt != self.attempt
+        params = None if process in self._corrupted or is_late else self._params.get((self._generation, self.step))
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
         key = (incarnation_of(process), attempt)
         if key in self._votes:

@@ -414,7 +414,11 @@ FaultKind = Literal[
     "raise",
     "hang",
     "stop",
+    "delay",
     "slow",
+    "slow_data",
+    "slow_host",
+    "slow_link",
     "disk_full",
     "clock_jump",
     "cut",
@@ -449,6 +453,8 @@ class FaultConfig:
     """Effect on the rank, its node or the control store."""
     seconds: float | None = None
     """Duration in seconds, or the offset of a clock jump; absent lasts for good."""
+    factor: float | None = None
+    """How many times slower a slow rank, host or link is; above 1."""
     bit: int | None = None
     """Bit that a flip inverts or that is stuck, counted from the lowest, 0; if absent the second highest, a float's top
     exponent bit."""
@@ -469,7 +475,8 @@ class FaultsConfig:
     shape: float = 0.78
     """Shape of the Weibull distribution; below 1 faults come in bursts."""
     kinds: tuple[FaultKind, ...] = ()
-    """Kinds to draw from; one listed twice is drawn twice as often. Empty draws all kinds that the run can survive."""
+    """Kinds to draw from; one listed twice is drawn twice as often. Empty draws all kinds that the run can survive and
+    that every machine can inject."""
     mix: Literal["listed", "llama3"] = "listed"
     """Frequency of kinds: as listed in `kinds`, or as their causes interrupted the training of Llama 3."""
     max_seconds: float = 0.4

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_AN_EVALUATION,
@@ -79,6 +80,11 @@ _ALWAYS_COSTLY: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_C
 
 _LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
 
+_SLOW: tuple[FaultKind, ...] = ("slow", "slow_data", "slow_host", "slow_link")
+
+_FACTORS = (1.5, 4.0)
+"""Between these the factor of a slow fault is drawn."""
+
 _OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
 
 _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
@@ -108,7 +114,9 @@ _BEFORE_THE_SUM = (
 """A group lost here is not in the sum, so others recompute its microbatches in the same step."""
 
 _HARMLESS_INTERVALS = 0.5
-"""A pause of this many heartbeat intervals costs no group, even on a busy machine."""
+"""A pause of this many heartbeat intervals costs no group, even on a busy machine; a stop must be shorter than
+`SHORT_STOP_S`, too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,7 @@ class _Draw:
     seconds: float | None
     seconds_else: float | None
     """Duration to use where a lasting fault is not allowed; None if it does not last or cannot pass."""
+    factor: float | None
     bit: int | None
     is_of_domain: bool
     costs: bool
@@ -325,6 +334,7 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
         phase=phases[rng.integers(len(phases))],
         seconds=None if seconds is None else jump * seconds,
         seconds_else=passes_after_s if lasts else None,
+        factor=float(rng.uniform(*_FACTORS)) if kind in _SLOW else None,
         bit=int(rng.integers(num_bits)) if kind in ("bit_flip", "param_flip") else None,
         is_of_domain=lasts and kind in _OF_A_DOMAIN and bool(rng.random() < faults.domain_share),
         costs=_may_cost(config, kind, seconds),
@@ -332,9 +342,10 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    if kind in ("disk_full", "clock_jump", "stop_store"):
+    if kind in ("disk_full", "clock_jump", "stop_store", *_SLOW):
         return False
-    return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    harmless_s = _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    return seconds is None or seconds > (min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s)
 
 
 def _place(
@@ -381,6 +392,7 @@ def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.ra
         phase=draw.phase,
         kind=draw.kind,
         seconds=draw.seconds,
+        factor=draw.factor,
         bit=draw.bit,
         ordinal=1 + int(rng.integers(num_times)),
     )

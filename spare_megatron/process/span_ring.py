@@ -18,7 +18,8 @@ Mark = TypeVar("Mark")
 
 class PassTimes(Generic[Mark]):
     """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included. `mark` returns
-    a mark in what the device computes, `between_s` the seconds between two marks that are both past.
+    a mark in what the device computes, `between_s` the seconds between two marks once both are past. `stretch` gets
+    the seconds of each pass and may sleep for longer, which is a part of the pass; None on ranks without such faults.
     """
 
     def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:
@@ -26,6 +27,7 @@ class PassTimes(Generic[Mark]):
         self._between_s = between_s
         self._began: Mark | None = None
         self._passes: list[tuple[Mark, Mark]] = []
+        self.stretch: Callable[[float], None] | None = None
 
     def begin_step(self) -> None:
         self._began = None
@@ -37,6 +39,8 @@ class PassTimes(Generic[Mark]):
     def end_pass(self) -> None:
         """Ends the pass, also one that raised."""
         if self._began is not None:
+            if self.stretch is not None:
+                self.stretch(self._between_s(self._began, self._mark()))
             self._passes.append((self._began, self._mark()))
             self._began = None
 
@@ -166,14 +170,15 @@ class SpanRecorder:
 
     def _turn(self) -> float:
         """Ends the backward pass that is under way, if any; returns the time."""
+        if self._backward is None:
+            return time.monotonic()
+        microbatch, began_s = self._backward
+        self._backward = None
+        self.passes.end_pass()
         now_s = time.monotonic()
-        if self._backward is not None:
-            microbatch, began_s = self._backward
-            self._backward = None
-            self.passes.end_pass()
-            self._add(_CODES[BACKWARD], began_s, now_s, microbatch)
-            if self.ranges is not None:
-                self.ranges.pop()
+        self._add(_CODES[BACKWARD], began_s, now_s, microbatch)
+        if self.ranges is not None:
+            self.ranges.pop()
         return now_s
 
     def _add(self, code: int, began_s: float, ended_s: float, microbatch: Microbatch | None) -> None:

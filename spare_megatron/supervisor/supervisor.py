@@ -5,7 +5,7 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
-from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, STOP_POLL_S
 from spare_megatron.core.reforming import MachineId, can_reform
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.events import groups_named
@@ -188,6 +188,7 @@ class Supervisor:
         self._close_files()
 
     def _close_files(self) -> None:
+        self._faults.close()
         self._timeline.close()
         close_or_report(self._journal, self._driver.report)
 
@@ -210,6 +211,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Handles events until no rank is left and no fence or restart is pending."""
         self._poll()
+        self._poll_stops()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
             inboxes = [*self._driver.pipes, self._inbox, self._requests.inbox]
@@ -355,6 +357,16 @@ class Supervisor:
             return
         for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
             self._lose(group, rank, cause)
+
+    def _poll_stops(self) -> None:
+        """Reads which ranks are stopped or being killed, then reschedules itself."""
+        self._timers.after(STOP_POLL_S, self._poll_stops)
+        if self._store_watch.is_away:
+            return
+        for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):
+            self._receive_all_reports(group)
+            if group not in self._lost:
+                self._lose(group, rank, cause)
 
     def _give_store_up(self, reason: str) -> None:
         """Gives the store up. Ranks notice by themselves, save their state and end; `_SAVING_S` limits that."""

@@ -15,6 +15,7 @@ import spare_megatron
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_faults import rate_problems
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_AN_EVALUATION,
@@ -216,10 +217,20 @@ def test_the_mix_of_llama3_draws_kinds_as_often_as_their_causes_struck() -> None
     assert total == 419
     assert sum(weights.values()) == pytest.approx(1.0)
     assert weights["slow"] == pytest.approx(6 / total)  # thermal
-    assert weights["disk_full"] == pytest.approx(3 / total)  # SSD
+    assert weights["disk_full"] == pytest.approx(3 / 2 / total)  # half of the SSDs'
     assert weights["bit_flip"] == pytest.approx(6 / 2 / total)  # half of the silent data corruption
     alone = kind_weights(configured("faults.mix=llama3", "faults.kinds=['slow', 'disk_full']"))
     assert alone == pytest.approx({"slow": 6 / 9, "disk_full": 3 / 9})
+
+
+def test_a_stop_of_half_a_second_may_cost_its_group_however_long_heartbeats_are() -> None:
+    """Its supervisor sees it, where a hang shows by silence alone."""
+    lasting = configured("control.heartbeat_interval_s=10", "faults.max_seconds=2", "spare.rejoins=0")
+    for kind, is_risky in (("stop", True), ("hang", False)):
+        faults = draw_faults(replace(lasting, faults=replace(lasting.faults, kinds=(kind,))))
+        longer = [fault for fault in faults if fault.seconds is not None and fault.seconds > SHORT_STOP_S]
+        assert (len(longer) < 6) == is_risky, "no group comes back"
+        assert len([fault for fault in faults if fault.seconds is not None]) > 20
 
 
 def test_a_mix_without_any_of_the_listed_kinds_is_refused() -> None:

@@ -25,7 +25,7 @@ LEAST_CHANGE = 80
 STEPS_TO_ACT = 3
 """Slow steps before the pace of a group changes, at least."""
 REST_STEPS = 8
-"""Steps from one change of paces to the next, at least."""
+"""Steps from one change of a group's pace to its next, at least."""
 PROBE_STEPS = 64
 """Steps without work after which a group gets some, so that it is measured."""
 
@@ -52,11 +52,13 @@ _LN_2, _LN_2_LESS = 694, 693
 _EVIDENCE = (
     (
         *(-867, -546, -163, 233, 611, 958, 1273, 1557, 1815, 2049, 2263, 2461, 2644, 2813, 2972, 3120, 3260),
-        *(3392, 3516, 3635, 3747, 3855, 3957, 4055, 4150, 4240, 4327, 4411, 4491, 4570, 4645, 4718, 4789),
+        *(3392, 3516, 3635, 3747, 3855, 3957, 4055, 4150, 4240, 4327, 4411, 4491, 4570, 4645, 4718, 4789, 4857),
+        *(4924, 4989, 5052, 5113, 5172, 5230, 5287, 5342, 5396, 5449, 5500, 5551, 5600, 5648, 5695),
     ),
     (
         *(-234, -63, 142, 353, 554, 739, 907, 1059, 1196, 1321, 1435, 1541, 1638, 1729, 1813, 1892, 1967),
-        *(2037, 2104, 2167, 2227, 2284, 2339, 2391, 2441, 2490, 2536, 2581, 2624, 2665, 2706, 2745, 2782),
+        *(2037, 2104, 2167, 2227, 2284, 2339, 2391, 2441, 2490, 2536, 2581, 2624, 2665, 2706, 2745, 2782, 2819),
+        *(2854, 2889, 2922, 2955, 2987, 3018, 3048, 3078, 3106, 3134, 3162, 3189, 3215, 3241, 3266),
     ),
 )
 """ln(a u^(a - 1)), rounded down, for a = 0.25 (large factors) and 0.6 (small ones), at 0, 1/2, 1, ... means."""
@@ -127,7 +129,8 @@ class PaceEvidence:
         self._idle: dict[GroupId, int] = {}  # steps without work
         self._scale = _FIRST_SCALE * _UNIT
         self._num_steps = self._num_far = self._num_measured = 0
-        self._rest = 0
+        self._far: set[GroupId] = set()  # in the last step
+        self._changed_in: dict[GroupId, int] = {}  # number of the step
 
     def fold(self, found: Iterable[PaceException], members: Collection[GroupId], idle: Collection[GroupId]) -> bool:
         """Counts the exceptions of a committed step, in which the members in `idle` computed nothing; returns whether
@@ -144,12 +147,11 @@ class PaceEvidence:
             if not any(about.sums):
                 del self._about[group]
         self._measure(of_step, len(members) - len(idle))
-        self._rest = max(self._rest - 1, 0)
-        return not self._rest and self._act(threshold)
+        return self._act(threshold)
 
     def keep(self, members: Collection[GroupId]) -> None:
         """Forgets groups that are gone: they come back as fast as their like."""
-        for kept in (self.dealt, self._about, self._idle):
+        for kept in (self.dealt, self._about, self._idle, self._changed_in):
             for group in kept.keys() - set(members):
                 del kept[group]
 
@@ -185,10 +187,12 @@ class PaceEvidence:
         """Updates the mean deviation and the share of far ones."""
         if num_measured <= 0:
             return
-        deviations = [_deviation(pace, self.dealt.get(group, LIKE)) * _UNIT for group, pace in of_step.items()]
-        clipped = sum(min(deviation, _CLIP * self._scale) for deviation in deviations)
+        deviations = {group: _UNIT * _deviation(pace, self.dealt.get(group, LIKE)) for group, pace in of_step.items()}
+        clipped = sum(min(deviation, _CLIP * self._scale) for deviation in deviations.values())
         mean = (clipped + (num_measured - len(deviations)) * _USUAL * _UNIT) // num_measured
-        self._num_far += sum(deviation >= _FAR * self._scale for deviation in deviations)
+        far = {group for group, deviation in deviations.items() if deviation >= _FAR * self._scale}
+        self._num_far += len(far - self._far)  # a group that is slow for good counts once
+        self._far = far
         self._num_measured += num_measured
         if self._num_measured > 5 * _FIRST_FAR:
             self._num_far, self._num_measured = self._num_far // 2, self._num_measured // 2
@@ -198,20 +202,20 @@ class PaceEvidence:
 
     def _act(self, threshold: int) -> bool:
         """Changes the paces of all groups with half the evidence that is needed, if there is enough about one."""
-        if not any(max(about.sums) >= threshold and self._differs(group) for group, about in self._about.items()):
+        likely = [g for g, about in self._about.items() if 2 * max(about.sums) >= threshold and self._may_change(g)]
+        if not any(max(self._about[group].sums) >= threshold for group in likely):
             return False
-        for group, about in sorted(self._about.items()):
-            if 2 * max(about.sums) >= threshold and self._differs(group):
-                estimate = about.estimate()
-                del self._about[group]
-                self.dealt.pop(group, None)
-                if _deviation(estimate, LIKE) >= LEAST_EXCEPTION:
-                    self.dealt[group] = estimate
-        self._rest = REST_STEPS
+        for group in likely:
+            estimate = self._about.pop(group).estimate()
+            self.dealt.pop(group, None)
+            if _deviation(estimate, LIKE) >= LEAST_EXCEPTION:
+                self.dealt[group] = estimate
+            self._changed_in[group] = self._num_steps
         return True
 
-    def _differs(self, group: GroupId) -> bool:
-        return _deviation(self._about[group].estimate(), self.dealt.get(group, LIKE)) >= LEAST_CHANGE
+    def _may_change(self, group: GroupId) -> bool:
+        rested = self._num_steps - self._changed_in.get(group, -REST_STEPS) >= REST_STEPS
+        return rested and _deviation(self._about[group].estimate(), self.dealt.get(group, LIKE)) >= LEAST_CHANGE
 
 
 def _deviation(pace: int, other: int) -> int:

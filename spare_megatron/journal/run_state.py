@@ -204,13 +204,13 @@ class RunState:
         self._saved_at_s = 0.0
         self.awaited: tuple[int, ...] = ()
         """Shards that no group hosts that is left, for which training waits."""
+        self.paces: Mapping[str, int] = {}
+        """Group -> pace by which work is dealt, in thousandths of that of the groups' like, where it is another one."""
+        self._paces_of_step = 0
         self.culprit: CulpritRecord | None = None
         """What holds the run back now."""
         self.culprits: list[CulpritRecord] = []
         """All that was named."""
-        self.paces: Mapping[str, int] = {}
-        """Group -> pace by which work is dealt, in thousandths of that of the groups' like, where it is another one."""
-        self._paces_of_step = 0
         self.num_events = 0
         self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart

@@ -31,8 +31,6 @@ class PassTimes(Generic[Mark]):
         self.reading_s = 0.0
         """Seconds that passes of the step were interrupted to read data."""
         self.stretch: Callable[[float], None] | None = None
-        self.num_forward = 0
-        """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
 
     def begin_step(self) -> None:
         self._began = None

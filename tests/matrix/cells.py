@@ -193,11 +193,14 @@ class MembershipCell:
 
 
 def _membership_phases(change: str, *, is_stacked: bool, is_own: bool) -> Sequence[FaultPoint]:
-    # A gather that breaks before an admission leaves no group whose state the newcomer could take: it is lost, too.
-    of_partitions = (FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER) if is_stacked and change == "drain" else ()
     if change == "grow" and is_own:  # so small a batch has no work for it
         return (*_OF_EACH_ATTEMPT, FaultPoint.AFTER_COMMIT)
-    return (*PHASES_OF_EVERY_STEP, *of_partitions)
+    if change == "grow" and is_stacked:
+        # A gather that breaks before an admission leaves no group whose state the newcomer could take: it is lost, too.
+        return [
+            phase for phase in PHASES_OF_EVERY_STEP if phase not in (FaultPoint.AFTER_VOTE, FaultPoint.AFTER_COMMIT)
+        ]
+    return (*PHASES_OF_EVERY_STEP, *((FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER) if is_stacked else ()))
 
 
 MEMBERSHIP_CELLS: tuple[MembershipCell, ...] = tuple(

@@ -69,6 +69,8 @@ class GradientSums(Protocol):
     space: FlatSpace
     buckets: tuple[range, ...]
     experts: ExpertCounts
+    is_counting: bool
+    """False while the gradients of a microbatch that is not to be counted come: they have to become zeros."""
 
     def reset(self) -> None:
         pass
@@ -218,6 +220,7 @@ class _Staged(ABC):
         self.buckets = tuple(one.own for one in self.space.ranges)
         self._dtype = dtype
         self._device = device
+        self.is_counting = True
         self._num_kept = self._num_kept_by_all = 0
         self._next = 0  # next bucket to stage; the last bucket once all are staged
         self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
@@ -572,6 +575,8 @@ class FixedPointSums(_Staged):
         sums = self._sums[flat.start : flat.stop]
 
         def add(gradient: Tensor) -> None:
+            if not self.is_counting:
+                return
             first = min(max(self._kept_end - flat.start, 0), len(sums))
             if first < len(sums):
                 self._add(sums[first:], gradient.reshape(-1)[first:])

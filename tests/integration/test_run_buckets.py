@@ -122,7 +122,7 @@ def test_sums_in_bf16_count_more_microbatches_than_bf16_can(text_corpus: Path, t
     for lanes, overlap in ((1, False), (2, True)):
         layout = LayoutConfig(num_groups=3, data_parallel=lanes)
         config = bucketed(text_corpus, faults, mode="fast_bf16", overlap=overlap, layout=layout, **settings)
-        config = replace(config, train=replace(config.train, steps=3))
+        config = replace(config, train=replace(config.train, steps=2))
         run = run_of(config, tmp_path / f"overlap-{overlap}")
         assert_masked(run)
         assert max(kept_by(run)[1][0]) > 0

@@ -11,6 +11,7 @@ from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import (
     CORRECT,
     MUTATIONS,
+    MUTATIONS_OF_AUDITS,
     MUTATIONS_OF_COMPARISONS,
     MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
@@ -73,6 +74,10 @@ FOUND_AS = {
     "commits a wrong sum": "which counts",
     "keeps buckets of a wrong sum": "though the members hold",
     "counts half a row": "which counts",
+    "counts an audit into a sum": "which counts",
+    "votes with digests of another attempt": "that is none of step",
+    "judges by one word against one": "which computes right",
+    "commits what is disputed": "the sum of a fenced group|have computed microbatches differently|the members voted",
     "votes without the patch of a lane": "which counts",
     "counts an evaluation into a gradient": "which counts|named twice",
     "keeps the value of a retried evaluation": "learns",
@@ -207,6 +212,7 @@ RARE = {
 PROTOCOLS_BY_SCENES = {
     mutation: (protocol, draw)
     for mutations, draw in (
+        (MUTATIONS_OF_AUDITS, Scene.draw_audits),
         (MUTATIONS_OF_COMPARISONS, Scene.draw_corruptions),
         (MUTATIONS_OF_DRAINS, Scene.draw_drains),
         (MUTATIONS_OF_EVALUATIONS, Scene.draw_evaluations),

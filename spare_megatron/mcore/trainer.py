@@ -368,7 +368,7 @@ class GroupTrainer:
 
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(FaultPoint.FORWARD)
-        if chunk is self.chunks[0] and not (item.is_padding or item.is_audit):
+        if chunk is self.chunks[0] and item.is_counted:
             self._seen.append(item.microbatch)
         if self._is_random:
             tensor_rank = self.process_groups.tp.rank()
@@ -384,7 +384,7 @@ class GroupTrainer:
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
-        with nullcontext() if item.is_padding else self.gradients.experts.counting():
+        with self.gradients.experts.counting() if item.is_counted else nullcontext():
             output, terms = self._program.forward_step(batch, chunk.module, context)
         if chunk.is_last:
             output = self._loss(terms, item)

@@ -20,7 +20,9 @@ from spare_megatron.journal.summary import Summary
 BUCKETS_MIB = (128, 32, 256)
 _WITHOUT_TE = "not gpu-te and not transformer_engine"
 """Of tests/gpu, those that need no transformer-engine."""
-_OUTCOME = re.compile(r"(tests/gpu/.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
+_OUTCOME = re.compile(r"\[gw\d+\].*? (PASSED|FAILED|SKIPPED|ERROR) (tests/gpu/\S+)")
+_PROCESSORS_PER_TEST = 3
+"""Most tests start a few ranks, which import for seconds."""
 _SHORT = "missing_member and cpu"
 _FAULT_STEP = 6
 """The first steps are spared: without a known step time a hung rank is found only by a timeout."""
@@ -39,6 +41,8 @@ def run_tests(scene: Scene) -> None:
     if not scene.is_dry and not has_transformer_engine():
         chosen += ["-k", _WITHOUT_TE]
         scene.report(left_out="tests of transformer-engine, which is not installed")
+    at_once = max(1, min(6, (os.cpu_count() or 1) // _PROCESSORS_PER_TEST))
+    chosen += ["--numprocesses", str(at_once), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider", "--durations=0", *chosen]
     counts: Counter[str] = Counter()
     failed: list[str] = []
@@ -47,7 +51,7 @@ def run_tests(scene: Scene) -> None:
         for line in tests.stdout:
             print(line, end="")
             if found := _OUTCOME.match(line):
-                name, outcome = found.groups()
+                outcome, name = found.groups()
                 counts[outcome.lower()] += 1
                 failed += [name] if outcome in ("FAILED", "ERROR") else []
                 scene.report(tests=dict(counts), failed=failed)

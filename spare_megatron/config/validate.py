@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from spare_megatron.config.audits import audit_problems
 from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
@@ -56,6 +57,10 @@ class Machine:
     has_corpus: bool
     can_isolate: bool = False
     """The process is root and has `ip`, `bridge` and `nsenter`, so it can give nodes separate networks."""
+    no_slow_host: str = ""
+    """Why a fault cannot limit the processors of ranks; empty if it can, or if no fault of the run does so."""
+    no_slow_link: str = ""
+    """Likewise for the link of a node."""
     can_listen: bool = True
     """`control.listen_address` is an address of this machine."""
     corpus_failure: str = ""
@@ -91,6 +96,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_outside_range(config),
         *_infinite(config),
         *_redundancy(config),
+        *audit_problems(on_device(config, machine)),
         *spare_problems(config),
         *reforming_problems(config),
         *ramp_problems(config),
@@ -113,6 +119,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_profile(config),
         *snapshot_problems(config),
         *_isolation(config, machine),
+        *_slow_faults(machine),
         *_device(config, machine),
         *([machine.program_failure] if machine.program_failure else []),
         *data_problems(
@@ -347,6 +354,12 @@ def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
             f"control.store={config.control.store} cannot be reached with cluster.isolate_nodes=true; set the first to "
             f"embedded or the second to false"
         )
+
+
+def _slow_faults(machine: Machine) -> Iterator[str]:
+    for kind, reason in (("slow_host", machine.no_slow_host), ("slow_link", machine.no_slow_link)):
+        if reason:
+            yield f"faults of kind {kind} are not possible on this machine: {reason}; choose others"
 
 
 def _device(config: RunConfig, machine: Machine) -> Iterator[str]:

@@ -8,11 +8,14 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
+from spare_megatron.core.audits import Dispute, Statement
 from spare_megatron.core.evaluation import SetSum
+from spare_megatron.core.pace_evidence import PaceException
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 2
+VERSION = 3
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -64,6 +67,8 @@ class Commit:
     """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
     leaving: tuple[Member, ...] = ()
     """Members that leave once others host their state partitions; all of them, in every commit until then."""
+    paces: tuple[PaceException, ...] = ()
+    """Groups that computed this step at another pace than that by which work is dealt to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,8 @@ class Fence:
     """The exception that ended it, if the program or the data may be at fault and other groups may raise it, too."""
     discard: bool = False
     """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
+    is_outvoted: bool = False
+    """It has computed a microbatch to other values than the groups that agree about it, or than itself before."""
 
     def hits(self, member: Member) -> bool:
         """Whether this entry fences the member.
@@ -98,6 +105,9 @@ class Retry:
         kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
+        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
+        disputes: Audited microbatches that groups have computed to different values. The groups that these name compute
+            them in the next attempt, whose sums are not committed.
     """
 
     step: int
@@ -105,6 +115,8 @@ class Retry:
     kept: tuple[int, ...] = ()
     recompute: bool = False
     gather: bool = False
+    wrong_sums: tuple[GroupId, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +189,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 2}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 3}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
@@ -203,11 +215,23 @@ def decode_entry(text: str) -> Entry:
         ("leaving", Member),
         ("save_ends", SaveEnd),
         ("sums", SetSum),
+        ("paces", PaceException),
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
-    if "kept" in values:
-        values["kept"] = tuple(values["kept"])
+    for name in values.keys() & {"kept", "wrong_sums"}:
+        values[name] = tuple(values[name])
+    if "disputes" in values:
+        values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])
     for name in values.keys() & {"restored", "released", "proven"}:
         values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)
+
+
+def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int) -> Dispute:
+    return Dispute(
+        microbatch=Microbatch(*microbatch),
+        statements=tuple(Statement(group, digest) for group, digest, _ in statements),
+        asked=tuple(asked),
+        num_rounds=num_rounds,
+    )

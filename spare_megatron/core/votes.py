@@ -1,9 +1,11 @@
 """A group's vote on an attempt, and its encoding for the control store."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from spare_megatron.core.audits import AuditWord, Boundary, Dispute
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -23,7 +25,7 @@ class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty.
 
     Attributes:
-        state: Without partitions, all other state; set if state has been copied, or after the last step.
+        state: Without partitions, all other state.
         copied_from: The donor whose state, and so digests, the group has taken over since the last commit.
     """
 
@@ -56,8 +58,17 @@ class Vote:
     copied_from: GroupId | None = None
     sums: tuple[SetSum, ...] = ()
     """In an evaluation, of each validation set over all microbatches that the group has computed."""
+    pace_ns: int = 0
+    """Nanoseconds per microbatch of the group's slowest rank in the step so far, waits for other stages and for data
+    excluded; 0 if unknown."""
     leaves: bool = False
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    ends: bool = False
+    """A rank of the group is asked to end the run: the commit of this attempt is the last."""
+    has_wrong_sum: bool = False
+    """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
+    audits: tuple[AuditWord, ...] = ()
+    """Of the audited microbatches that the group has computed in the step, its own and others'."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}
@@ -86,6 +97,11 @@ def decode_vote(text: str) -> Vote:
     for name in ("num_complete", "restored"):
         if name in values:
             values[name] = tuple(values[name])
+    if "audits" in values:
+        values["audits"] = tuple(
+            AuditWord(shard, index, digest, tuple(Boundary(*one) for one in boundaries))
+            for shard, index, digest, boundaries in values["audits"]
+        )
     return Vote(**values)
 
 
@@ -94,7 +110,7 @@ class Attempted:
     """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
     A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
-    the attempt decides whether the run can end.
+    the attempt decides whether the run can end. `wrong_sums`: the groups that found wrong sums in the attempt before.
     """
 
     step: int
@@ -105,6 +121,11 @@ class Attempted:
     is_over: bool
     is_evaluation: bool = False
     ownership: Ownership | None = None
+    wrong_sums: tuple[GroupId, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
+    """About microbatches that this attempt has had computed again."""
+    hosts: Sequence[Sequence[GroupId]] | None = None
+    """Of each shard; None if every group can read all data."""
 
     @property
     def is_shared(self) -> bool:

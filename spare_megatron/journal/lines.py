@@ -8,14 +8,17 @@ from typing import Any
 
 from spare_megatron import __version__
 from spare_megatron.journal.records import (
+    AuditRecord,
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
+    CulpritRecord,
     EndRecord,
     EntryRecord,
     EvaluationRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     ParamsRecord,
     PlacesRecord,
     RankRecord,
@@ -33,7 +36,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 
@@ -46,8 +49,10 @@ KINDS: dict[str, type[Record]] = {
     "rank": RankRecord,
     "contribution": ContributionRecord,
     "vote": VoteRecord,
+    "audit": AuditRecord,
     "evaluation": EvaluationRecord,
     "entry": EntryRecord,
+    "paces": PacesRecord,
     "update": UpdateRecord,
     "params": ParamsRecord,
     "recovery": RecoveryRecord,
@@ -56,6 +61,7 @@ KINDS: dict[str, type[Record]] = {
     "loss": LossRecord,
     "start": StartRecord,
     "places": PlacesRecord,
+    "culprit": CulpritRecord,
     "cadence": CadenceRecord,
     "checkpoint": CheckpointRecord,
     "snapshot": SnapshotRecord,

@@ -41,6 +41,8 @@ class RunRecord:
     num_steps: int
     placement: str
     granularity: str
+    deal_by_pace: bool = False
+    """Whether slow groups get less work; False in earlier versions."""
     reduce_mode: str
     faults: list[dict[str, Any]]
     """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
@@ -102,6 +104,8 @@ class RunRecord:
     """Steps between evaluations; 0 if there are none, as in earlier versions."""
     eval_microbatches_per_shard: int = 0
     """Microbatches of a shard in an evaluation, over all validation sets."""
+    audit_every_steps: int = 0
+    """Steps between audits; 0 if there are none, as in earlier versions."""
     ramp: list[int] = field(default_factory=list)
     """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
     `microbatches_per_shard`; empty if there are as many in every step."""
@@ -187,6 +191,21 @@ class VoteRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    """What a group votes with in an attempt of a step with audits; written before its vote."""
+
+    group: int
+    step: int
+    attempt: int
+    digests: list[list[Any]]
+    """Shard, index, and digest (16 hex digits) of each audited microbatch that the group has computed, its own and
+    those of others."""
+    num_added: int
+    """Microbatches whose gradients the leader has added to its sums in this step; those of others are none of them."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
     """What a group found in an evaluation after `step` committed steps; written before its vote, which carries it."""
 
@@ -207,6 +226,16 @@ class EntryRecord:
     group: int
     index: int
     entry: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacesRecord:
+    """The paces by which work is dealt from this step on, as a group's fold of the log came to them."""
+
+    group: int
+    step: int
+    permille: dict[str, int]
+    """Group -> time per microbatch in thousandths of that of the groups' like, which those not named have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +377,28 @@ class PlacesRecord:
     """What the choice was made from: places of broken groups, each with its machine, null if it had none."""
     idle: list[int] = field(default_factory=list)
     """Likewise, machines without a place."""
+    shards: list[int] = field(default_factory=list)
+    """Likewise, shards without a host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritRecord:
+    """What holds the run back, as the driver finds; written when that changes."""
+
+    machine: int
+    cause: str
+    """`compute`, `data`, `link` or `host`."""
+    of_group: int | None = None
+    """None if the machine is meant as a whole."""
+    rank: int | None = None
+    """None if ranks of the group on this machine look alike."""
+    excess_s: float = 0.0
+    """Seconds by which it makes each step longer."""
+    factor: float = 0.0
+    """Its time over that of its like; 0 if unknown."""
+    detail: str = ""
+    is_over: bool = False
+    """Whether it does so no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,8 +510,10 @@ Record = (
     | RankRecord
     | ContributionRecord
     | VoteRecord
+    | AuditRecord
     | EvaluationRecord
     | EntryRecord
+    | PacesRecord
     | UpdateRecord
     | ParamsRecord
     | RecoveryRecord
@@ -469,6 +522,7 @@ Record = (
     | LossRecord
     | StartRecord
     | PlacesRecord
+    | CulpritRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord
@@ -517,12 +571,14 @@ _LATER_TERMS = {
     "masks": "",
     "program": "",
     "offset": 0,
+    "audit_every_steps": 0,
     "eval_every_steps": 0,
     "eval_microbatches_per_shard": 0,
     "ramp": [],
     "max_groups": 0,
     "lanes": 1,
     "row_size": 1,
+    "deal_by_pace": False,
 }
 """Terms that earlier versions did not have, with what they meant then."""
 

@@ -20,6 +20,8 @@ class StepUnderWay:
         is_evaluation: It is the evaluation after `step` committed steps.
         num_recomputed: Microbatches recomputed by all groups.
         epoch: Epoch of the last attempt.
+        has_audits: Some group audits another one in this step.
+        audited: The microbatches of which this group has digests.
     """
 
     step: int
@@ -31,6 +33,8 @@ class StepUnderWay:
     num_recomputed: int = 0
     epoch: int = 0
     is_evaluation: bool = False
+    has_audits: bool = False
+    audited: list[Microbatch] = field(default_factory=list)
 
     @property
     def spent_s(self) -> float:
@@ -48,6 +52,7 @@ class RankProgress:
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
         save_ends: Finished saves of the group, which its votes report until a commit records them.
         is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
+        is_end_asked: Likewise whether this rank is asked to end the run.
     """
 
     head: int = 0
@@ -57,6 +62,7 @@ class RankProgress:
     gather_evidence: str = ""
     save_ends: list[SaveEnd] = field(default_factory=list)
     is_leave_asked: Callable[[], bool] = lambda: False
+    is_end_asked: Callable[[], bool] = lambda: False
     step: StepUnderWay | None = None
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.core.actions import AttemptReduce, BuildCommunicator
+from spare_megatron.core.audits import AuditWord
 from spare_megatron.core.events import Event, VotesRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
@@ -19,6 +20,7 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.stacking.layout import PartitionId
@@ -32,7 +34,8 @@ from spare_megatron.voting.voting import Voting
 class Reduction:
     """Carries out BuildCommunicator and AttemptReduce. It decides nothing.
 
-    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed.
+    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed;
+    `num_chunks`: of the model on each rank.
     """
 
     def __init__(
@@ -40,19 +43,23 @@ class Reduction:
         *,
         buckets: BucketExchange,
         voting: Voting,
+        audits: GroupAudits,
         repairs: GroupRepairs | None,
         digests: StateDigests,
         reports: RankReports,
         overlaps: bool,
+        num_chunks: int,
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
         self._buckets = buckets
         self._agreement, self._voting = voting.agreement, voting
+        self._audits = audits
         self._repairs = repairs
         self._digests = digests
         self._reports = reports
         self._overlaps = overlaps
+        self._num_chunks = num_chunks
         self._probe = probe
         self._progress = progress
         self._attempt = -1
@@ -129,6 +136,7 @@ class Reduction:
             self._agree_on(finding, step)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
+        wrong = self._buckets.first_wrong_sum()
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
@@ -143,12 +151,17 @@ class Reduction:
                 loss=self._buckets.loss_sum(),
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
+                num_passes=self._probe.num_forward / self._num_chunks,
                 finding=finding,
+                ends=self._progress.is_end_asked(),
+                wrong_sum=wrong,
             )
         self._raise_if_unsound(opinion.finding, step)
+        with self._probe.during(Operation.SETTLE):
+            words = self._audits.words(action.attempt, action.disputed)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
-        votes = self._cast(action, opinion, work_digest, digests, restored=restored)
+        votes = self._cast(action, opinion, work_digest, digests, restored=restored, audits=words)
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)
         return votes
 
@@ -186,6 +199,7 @@ class Reduction:
         *,
         lacks_params: bool = False,
         restored: tuple[PartitionId, ...] = (),
+        audits: tuple[AuditWord, ...] = (),
     ) -> list[Event]:
         all_votes: list[VotesRead | None] = []
         if self._agreement.is_leader:
@@ -195,7 +209,7 @@ class Reduction:
                 attempt=action.attempt,
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
-                evidence=self._buckets.communicator.evidence,
+                evidence=_wrong_sums(opinion) or self._buckets.communicator.evidence,
                 incarnation=self._agreement.member.incarnation,
                 num_complete=list(opinion.num_complete),
             )
@@ -211,7 +225,11 @@ class Reduction:
                 slice_digests=digests.partitions,
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
+                pace_ns=round(opinion.pace_s * 1e9),
                 leaves=self._progress.is_leave_asked(),
+                ends=opinion.ends,
+                has_wrong_sum=opinion.has_wrong_sum,
+                audits=audits,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
@@ -235,3 +253,9 @@ class Reduction:
             kept=list(action.kept),
         )
         self._reports.write_if_leader(record)
+
+
+def _wrong_sums(opinion: GroupOpinion) -> str:
+    """Which sums contradict their checksums."""
+    found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
+    return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)

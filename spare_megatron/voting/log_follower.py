@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from spare_megatron.config.audits import audit_policy
 from spare_megatron.config.evaluation import units_per_shard
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
@@ -37,6 +38,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
         microbatches_per_shard=config.unit_ramp.largest,
         ramp=config.unit_ramp,
+        rounds=config.rounds if spare.deal_by_pace else None,
         num_steps=config.train.steps,
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",
@@ -56,6 +58,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         partitions=partitions,
         snapshots=_snapshots(config),
         evaluation=_evaluation(config),
+        audits=audit_policy(config),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import LEAST_STEPS
-from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.journal.records import FaultRecord, LossRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
@@ -161,8 +161,15 @@ def test_whatever_is_found_leaves_the_bits_of_the_run_without_faults(text_corpus
         wrong("nan", FaultPoint.BACKWARD, 1, 0),
         wrong("param_flip", FaultPoint.AFTER_COMMIT, 4, 1, bit=10),
         wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 2),
+        wrong("sum_flip", FaultPoint.STAGED, 2, 3, bit=7),
+        wrong("sum_flip", FaultPoint.SUMMED, 3, 4, bit=0),
     ]
     run = finished(text_corpus, tmp_path / "run", faults, layout, steps=steps, mode="reproducible")
     assert fences_of(run).keys() == {0, 1, 2}
+    retries = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry" and entry["wrong_sums"]]
+    found_by = [(entry["step"], entry["recompute"], list(entry["wrong_sums"])) for entry in retries]
+    assert found_by == [(2, True, [1, 2, 3, 4]), (3, True, [4])], "one was sent to all, the other came to one wrong"
+    evidence = {vote.evidence for vote in run.journal.of(VoteRecord) if vote.step in (2, 3) and vote.evidence}
+    assert evidence == {"rank 0: the sum of bucket 0 contradicts its checksum"}
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -18,7 +18,9 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     CheckpointCandidate,
+    ComputeAudits,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -84,7 +86,9 @@ class Group:
         self._world = world
         self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
         self._evaluation = world.evaluation_type()
+        self.audits = world.audits_type(self.name)
         self._computed: list[str] = []  # digests of this step's plans
+        self._has_work = False  # in this step
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
         self._lacks_params = False
@@ -133,6 +137,10 @@ class Group:
         """A local gradient sum becomes unsound. False if none is to be summed any more."""
         return self._buckets.spoil(random)
 
+    def flip(self, what: str) -> None:
+        """As `Buckets.flip`."""
+        self._buckets.flip(what)
+
     def corrupt(self, random: Random) -> None:
         """Its parameters, or one of its state partitions, change unnoticed, to values that no group has."""
         if self.held is not None and self.held.corrupt(random, len(self._world.groups), self.name):
@@ -161,6 +169,9 @@ class Group:
                 if into is not None:
                     self._buckets.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
+            case ComputeAudits():
+                yield None
+                self._compute_audits(action)
             case BuildCommunicator(key=key, members=members):
                 communicator = self._world.communicators.named(key, members)
                 self._links.begin(communicator)
@@ -190,18 +201,13 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
-            case DrainGroups():
-                pass
+            case DrainGroups() | ChangePaces():
+                self._world.invariants.counts[type(action).__name__] += 1
             case AdmitGroups():
                 yield from self._give_state()
-            case SaveCheckpoint(step=step, member=member):
+            case SaveCheckpoint():
                 yield None
-                self._state_reports.save(step, lacks_params=self._lacks_params)
-                self._state_reports.is_whole |= action.is_last and self.held is None
-                if not self._lacks_params:
-                    self._has_params(step)
-                    if member == self.member:
-                        self._saving.begin(action, self._links.head, self._content)
+                self._save(action)
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
@@ -210,6 +216,20 @@ class Group:
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
+
+    def _compute_audits(self, action: ComputeAudits) -> None:
+        asked = () if self._lacks_params else action.asked_of(self.group)
+        self._world.computes(self.group, asked)
+        for microbatch in asked:
+            self.audits.compute(self._params, action.step, microbatch)
+
+    def _save(self, action: SaveCheckpoint) -> None:
+        self._state_reports.save(action.step, lacks_params=self._lacks_params)
+        self._state_reports.is_whole |= action.is_last and self.held is None
+        if not self._lacks_params:
+            self._has_params(action.step)
+            if action.member == self.member:
+                self._saving.begin(action, self._links.head, self._content)
 
     def _await_hosts(self, action: AwaitHosts) -> Steps:
         """Reads who waits, once that changes or patience is over, until an entry is written."""
@@ -258,7 +278,8 @@ class Group:
         work = plan.work.of(self.group)
         self._world.computes(self.group, work)
         if not is_patch:
-            self._computed = []
+            self._computed, self._has_work = [], False
+        self._has_work |= bool(work)
         if plan.is_evaluation:
             if not is_patch:
                 self._evaluation.begin()
@@ -266,7 +287,13 @@ class Group:
         elif is_patch:
             self._buckets.patch(self._world.lanes.compute(plan, work, is_patch=True))
         else:
-            self._buckets.compute(self._world.lanes.compute(plan, work, is_patch=False))
+            self.audits.begin()
+            audits = plan.audited_by(self.group)
+            self._world.computes(self.group, audits)
+            for microbatch in sorted({*audits, *plan.audited_of(self.group)}):
+                self.audits.compute(self._params, plan.step, microbatch)
+            counted = self.audits.counted(work, plan, self.group)
+            self._buckets.compute(self._world.lanes.compute(plan, counted, is_patch=False))
         self._computed.append(plan.digest)
 
     def _update(self, action: UpdateModel) -> None:
@@ -436,7 +463,9 @@ class Group:
             if self._buckets.has_posted_unsound:
                 raise RaisesForGradients
             num_complete = (self._buckets.window.num_complete,)
-        is_reduced = not isinstance(action, AttemptReduce) or self._buckets.sums() is not None
+        has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._buckets.has_wrong_sum
+        self._world.invariants.counts["wrong sum"] += has_wrong_sum
+        is_reduced = not isinstance(action, AttemptReduce) or (self._buckets.sums() is not None and not has_wrong_sum)
         is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
         vote = Vote(
@@ -450,12 +479,15 @@ class Group:
             state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
+            pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
+            has_wrong_sum=has_wrong_sum,
+            audits=self.audits.words() if isinstance(action, AttemptReduce) and not self._lacks_params else (),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)
         yield None
-        self._world.invariants.voted(self.name, action.attempt, vote)
+        self._world.invariants.voted(self.name, action.attempt, vote, is_wrong=self.audits.is_wrong)
         last_votes = yield from self._relaying.vote(action, vote)
         return [] if last_votes is None else [(yield from self._links.with_waiting(last_votes))]
 

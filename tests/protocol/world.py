@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from spare_megatron.core.audits import AuditPolicy
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
@@ -77,6 +79,7 @@ class World:
         self.reliance_type = protocol.reliance_type
         self.window_type, self.buckets_type = protocol.window_type, protocol.buckets_type
         self.evaluation_type = protocol.evaluation_type
+        self.audits_type = protocol.audits_type
         self.refusal_in_log = protocol.refusal_in_log
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
@@ -130,11 +133,13 @@ class World:
             ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
+            rounds=None if scene.slow is None else Rounds(fill=1),
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
+            audits=AuditPolicy(every_steps=scene.audit_every_steps, seed=7) if scene.audit_every_steps else None,
         )
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
@@ -154,6 +159,11 @@ class World:
         self._processes.append(Process(name, member, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
 
     # ----------------------------------------------------------------------------------------------- for the groups
+
+    def pace_ns(self, group: GroupId, step: int) -> int:
+        """What the group measures in a step; no two groups the same."""
+        factors = [one.factor for one in self._scene.slow or () if one.group == group and one.first <= step < one.end]
+        return (10_000 + 10 * group) * max(factors, default=1)
 
     def now_s(self, process: str) -> float:
         return self.num_moves + self._clock_skew_s[process]
@@ -333,6 +343,11 @@ class World:
             case "drain" if alive:
                 group = self._groups[self._random.choice(alive).name]
                 group.leaves = not group.leaves or self._random.random() < 0.5
+            case "flip" | "flip always" if alive:
+                what = self._random.choice(("sent", "received")) if fault == "flip" else "always"
+                self._groups[self._random.choice(alive).name].flip(what)
+            case "miscompute" if alive:
+                self._groups[self._random.choice(alive).name].audits.spoil(self._random)
             case "unsound" if alive:
                 if not self._groups[self._random.choice(alive).name].spoil(self._random):
                     return

@@ -128,12 +128,14 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "masks": "",
         "program": "",
         "offset": 0,
+        "audit_every_steps": 0,
         "eval_every_steps": 0,
         "eval_microbatches_per_shard": 0,
         "ramp": [],
         "max_groups": 0,
         "lanes": 1,
         "row_size": 1,
+        "deal_by_pace": False,
     }
     assert digest_of_terms({**terms, **later}) == earlier
     assert digest_of_terms({**terms, **later, "order": 2}) != earlier

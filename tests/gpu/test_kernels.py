@@ -1,4 +1,4 @@
-"""The fused kernel of fixed-point sums against torch on the CPU, bit by bit: on a GPU, and in Triton's interpreter."""
+"""The Triton kernels against torch on the CPU, bit by bit: on a GPU, and in Triton's interpreter."""
 
 import math
 import os
@@ -19,7 +19,8 @@ GPU = pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_the_kernel_adds_what_the_cpu_adds_and_keeps_the_same_largest_magnitude(device: str) -> None:
+def test_kernels_compute_what_the_cpu_computes(device: str) -> None:
+    """Fixed-point sums with the largest magnitude, and the sums of a digest's blocks."""
     pytest.importorskip("triton", reason=NOT_HERE)
     # In a process of its own: Triton decides at its import whether it interprets.
     environment = {
@@ -48,9 +49,24 @@ def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monk
         fixed_point_kernel.check(torch.device("cpu"))
 
 
+def compare_digests(device: str) -> int:
+    """Returns the number of comparisons; raises AssertionError at the first difference."""
+    from spare_megatron.mcore import digest_kernel, digests
+
+    generator, here = torch.Generator().manual_seed(7), torch.device("cpu")
+    multipliers = digests.multipliers_on(here)
+    for num_blocks in (1, 2, 5):
+        shape = (num_blocks, digests.BLOCK_WORDS)
+        words = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+        (expected,) = digests.block_sums(words.view(-1), num_blocks)
+        found = digest_kernel.sum_blocks(words.to(device), multipliers.to(device))
+        assert torch.equal(found.cpu(), expected)
+    return 3
+
+
 def compare(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore import fixed_point_kernel, gradients
+    from spare_megatron.mcore import fixed_point, fixed_point_kernel
 
     generator = torch.Generator().manual_seed(7)
     num_compared = 0
@@ -61,7 +77,7 @@ def compare(device: str) -> int:
             added, expected = before.to(device), before.clone()
             found, expected_largest = largest.to(device), largest.clone()
             fixed_point_kernel.add_rounded(added, values.to(device), scale, found)
-            gradients.add_rounded(expected, values, scale, expected_largest)
+            fixed_point.add_rounded(expected, values, scale, expected_largest)
             fits = values.float().abs() * scale <= 2.0**62  # what does not is flagged, and its sum void
             assert torch.equal(added.cpu()[fits], expected[fits]), (values.dtype, values.shape, scale)
             assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected_largest.nan_to_num(nan=-1.0))
@@ -87,4 +103,4 @@ def cases(generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    print(compare(sys.argv[1]))
+    print(compare(sys.argv[1]) + compare_digests(sys.argv[1]))

@@ -1,5 +1,6 @@
 """Groups that compute wrongly: what is found before it is counted, what costs its group, and what goes unnoticed."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,16 +116,21 @@ def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Pat
 # ----------------------------------------------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
-def test_a_flipped_bit_of_a_parameter_is_found_by_the_next_comparison(
-    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+@pytest.mark.parametrize(
+    ("layout", "kind", "bit", "what"),
+    [(ONE_RANK, "moment_flip", 0, "state"), (STAGES, "param_flip", 10, "parameters")],
+    ids=["moment", "parameter"],
+)
+def test_a_flipped_bit_of_the_state_is_found_by_the_next_comparison(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, kind: str, bit: int, what: str
 ) -> None:
-    fault = wrong("param_flip", FaultPoint.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=10)
+    """The bit of the moment changes no parameter in this update; it is found before any that it may change counts."""
+    fault = wrong(kind, FaultPoint.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=bit)
     run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=Watch(dump_steps=frozenset({2, 3})))
     assert_exact(run, [2, 3])
     fence = fences_of(run)[3]
     assert (fence["discard"], fence["error"]) == (True, "")
-    assert "its parameters before step 2 differ from those of 3 groups" in fence["reason"]
+    assert re.search(rf"its {what} before step 2 differs? from (those|that) of 3 groups", fence["reason"])
     assert [loss.cause for loss in run.journal.of(LossRecord)] == ["found itself fenced; the log entry says why"]
 
 

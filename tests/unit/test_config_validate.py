@@ -155,7 +155,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (
             ["optimizer.sharding=stacked", "reduce.bucket_mib=0.001", "layout.num_groups=300"],
-            "reduce.bucket_mib=0.001 must be at least 0.0011 with optimizer.sharding=stacked and layout.num_groups=300",
+            "reduce.bucket_mib=0.001 must be at least 0.0092 with optimizer.sharding=stacked and layout.num_groups=300",
         ),
         (["reduce.mode=fast_bf16"], "reduce.mode=fast_bf16 rounds the gradients of model.precision=fp32 to bf16; set"),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),

@@ -28,10 +28,10 @@ class Part:
 
 _ALL = (
     Part(name="versions", limit_s=50, measures="versions and devices", code="versions.examine"),
-    Part(name="tests", limit_s=300, measures="tests/gpu on one GPU", code="training.run_tests"),
+    Part(name="tests", limit_s=420, measures="tests/gpu on one GPU", code="training.run_tests"),
     Part(
         name="two-groups",
-        limit_s=160,
+        limit_s=120,
         measures="two groups on one GPU, a kill and a hang, without and with reduce.overlap",
         code="training.lose_groups",
     ),
@@ -49,14 +49,14 @@ _ALL = (
     ),
     Part(
         name="step-1p3b",
-        limit_s=330,
+        limit_s=270,
         measures="step of 1.3B parameters beside plain Megatron, one group",
         code="training.time_steps_of_1p3b",
         not_on_cpu="on a CPU it would train the tiny model of step-125m",
     ),
     Part(
         name="costs",
-        limit_s=180,
+        limit_s=160,
         measures="digest, norms, staging and snapshot copy of 1.3B parameters",
         code="on_device.time_costs",
     ),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,20 @@ from benchmarks.gpu_check.scene import ROOT, SPARE, NotRun, Scene, mib, seconds
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.summary import Summary
-from spare_megatron.mcore.versions import installed_version
 
 BUCKETS_MIB = (128, 32, 256)
 _WITHOUT_TE = "not gpu-te and not transformer_engine"
 """Of tests/gpu, those that need no transformer-engine."""
-_OUTCOME = re.compile(r"(tests/gpu/.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
+_OUTCOME = re.compile(r"\[gw\d+\].*? (PASSED|FAILED|SKIPPED|ERROR) (tests/gpu/\S+)")
+_PROCESSORS_PER_TEST = 3
+"""Most tests start a few ranks, which import for seconds."""
 _SHORT = "missing_member and cpu"
 _FAULT_STEP = 6
 """The first steps are spared: without a known step time a hung rank is found only by a timeout."""
 
 
 def has_transformer_engine() -> bool:
-    return installed_version("transformer-engine") is not None
+    return find_spec("transformer_engine") is not None  # `mcore` would import torch and Megatron to look for it
 
 
 # ------------------------------------------------------------------------------------------------------------ tests
@@ -39,6 +41,8 @@ def run_tests(scene: Scene) -> None:
     if not scene.is_dry and not has_transformer_engine():
         chosen += ["-k", _WITHOUT_TE]
         scene.report(left_out="tests of transformer-engine, which is not installed")
+    at_once = max(1, min(6, (os.cpu_count() or 1) // _PROCESSORS_PER_TEST))
+    chosen += ["--numprocesses", str(at_once), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider", "--durations=0", *chosen]
     counts: Counter[str] = Counter()
     failed: list[str] = []
@@ -47,7 +51,7 @@ def run_tests(scene: Scene) -> None:
         for line in tests.stdout:
             print(line, end="")
             if found := _OUTCOME.match(line):
-                name, outcome = found.groups()
+                outcome, name = found.groups()
                 counts[outcome.lower()] += 1
                 failed += [name] if outcome in ("FAILED", "ERROR") else []
                 scene.report(tests=dict(counts), failed=failed)

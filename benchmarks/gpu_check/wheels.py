@@ -28,6 +28,7 @@ _IMPORTED = (
     "spare_megatron.config.resolved",
     "spare_megatron.rank.rank",
     "pytest_timeout",
+    "xdist",
     "tests.conftest",
     "tests.gpu.test_communicators",
     "tests.gpu.test_one_device",

@@ -56,6 +56,10 @@ class Machine:
     has_corpus: bool
     can_isolate: bool = False
     """The process is root and has `ip`, `bridge` and `nsenter`, so it can give nodes separate networks."""
+    no_slow_host: str = ""
+    """Why a fault cannot limit the processors of ranks; empty if it can, or if no fault of the run does so."""
+    no_slow_link: str = ""
+    """Likewise for the link of a node."""
     can_listen: bool = True
     """`control.listen_address` is an address of this machine."""
     corpus_failure: str = ""
@@ -113,6 +117,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_profile(config),
         *snapshot_problems(config),
         *_isolation(config, machine),
+        *_slow_faults(machine),
         *_device(config, machine),
         *([machine.program_failure] if machine.program_failure else []),
         *data_problems(
@@ -347,6 +352,12 @@ def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
             f"control.store={config.control.store} cannot be reached with cluster.isolate_nodes=true; set the first to "
             f"embedded or the second to false"
         )
+
+
+def _slow_faults(machine: Machine) -> Iterator[str]:
+    for kind, reason in (("slow_host", machine.no_slow_host), ("slow_link", machine.no_slow_link)):
+        if reason:
+            yield f"faults of kind {kind} are not possible on this machine: {reason}; choose others"
 
 
 def _device(config: RunConfig, machine: Machine) -> Iterator[str]:

@@ -33,10 +33,13 @@ _FOR_GOOD = (
     "param_flip",
     "moment_flip",
     "sum_flip",
+    "resize",
 )
 """Kinds that do not pass by themselves."""
 
 _MOST_SECONDS = 1e6
+_SLOW = ("slow", "slow_data", "slow_host", "slow_link")
+_MOST_FACTOR = 1e6
 
 
 def fault_problems(config: RunConfig) -> Iterator[str]:
@@ -60,9 +63,10 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
+    groups = "layout.max_groups" if config.layout.max_groups else "layout.num_groups"
     limits = (
         ("step", fault.step, config.train.steps, "train.steps"),
-        ("group", fault.group, config.layout.num_groups, "layout.num_groups"),
+        ("group", fault.group, config.layout.most_groups, groups),
         ("rank", fault.rank, config.parallel.ranks_per_group, "the ranks of a group"),
     )
     where = f"faults.trace[{index}]"
@@ -88,6 +92,7 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
     if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)
+    yield from _wrong_factor(where, fault)
     yield from _impossible_corruption(config, where, fault)
 
 
@@ -128,15 +133,17 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
 
 
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind == "cut" and not config.cluster.isolate_nodes:
-        yield f"{where}.kind=cut needs a network that can be cut; set cluster.isolate_nodes=true"
+    if fault.kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
+        yield f"{where}.kind={fault.kind} needs a network of the node's own; set cluster.isolate_nodes=true"
+    if fault.kind == "resize" and not config.parallel.further_groups:
+        yield f"{where}.kind=resize needs further groups; set layout.max_groups above layout.num_groups"
     if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
         yield (
             f"{where}.kind={fault.kind} strikes a store that the run starts itself, but "
             f"control.store={config.control.store}; set that to embedded or choose another kind"
         )
     if fault.seconds is None:
-        if fault.kind in ("slow", "clock_jump"):
+        if fault.kind in ("delay", "clock_jump"):
             yield f"{where}.kind={fault.kind} needs {where}.seconds, the delay or offset; set it"
     elif fault.kind in _FOR_GOOD:
         yield f"{where}.seconds={fault.seconds} has no effect on kind={fault.kind}, which is permanent; remove it"
@@ -148,6 +155,16 @@ def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterat
             f"{where}.seconds={fault.seconds} must be above 0 and at most {_MOST_SECONDS:g}; change it, or remove it "
             f"for a permanent fault"
         )
+
+
+def _wrong_factor(where: str, fault: FaultConfig) -> Iterator[str]:
+    if fault.kind not in _SLOW:
+        if fault.factor is not None:
+            yield f"{where}.factor={fault.factor} has no effect on kind={fault.kind}; remove it"
+    elif fault.factor is None:
+        yield f"{where}.kind={fault.kind} needs {where}.factor, how many times slower it is; set it above 1"
+    elif not 1.0 < fault.factor <= _MOST_FACTOR:
+        yield f"{where}.factor={fault.factor} must be above 1 and at most {_MOST_FACTOR:g}; change it"
 
 
 def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
@@ -232,8 +249,10 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"
-        if kind == "cut" and not config.cluster.isolate_nodes:
-            yield f"{where} needs a network that can be cut; remove it, or set cluster.isolate_nodes=true"
+        if kind == "resize" and not config.parallel.further_groups:
+            yield f"{where} needs further groups; remove it, or set layout.max_groups above layout.num_groups"
+        if kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
+            yield f"{where} needs a network of the node's own; remove it, or set cluster.isolate_nodes=true"
         if kind in ("cut", "stop_node", "kill_supervisor") and config.cluster.num_nodes == 1:
             yield f"{where} hits the only node; remove it, or raise cluster.num_nodes"
 

@@ -15,6 +15,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -37,6 +38,7 @@ from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Resume, Retry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EndRequested, EntryRead, Event, HostsRead, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
@@ -44,6 +46,7 @@ from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
@@ -76,6 +79,8 @@ class ControllerSetup:
     evaluation: EvaluationPolicy | None = None
     ramp: BatchRamp | None = None
     """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
+    rounds: Rounds | None = None
+    """What the time of a group's work follows from; None deals the same work to slow groups as to fast ones."""
 
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -96,6 +101,7 @@ class Controller:
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
         self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
+        self._paces = PaceEvidence()
         self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
         self._deal_step()
         policy = setup.evaluation
@@ -151,6 +157,10 @@ class Controller:
             case EndRequested():
                 self._is_end_requested = True
                 return ()
+
+    @property
+    def deals_by_pace(self) -> bool:
+        return self._setup.rounds is not None
 
     def _deal(self, num_microbatches: int) -> Dealing:
         setup = self._setup
@@ -236,6 +246,7 @@ class Controller:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
+        has_changed = self._paces.fold(commit.paces, self.members, self._idle())
         self.step += 1
         self.attempt += 1
         self._wrong_sums = ()
@@ -260,6 +271,8 @@ class Controller:
             staying = tuple(voter for voter in self.voters if voter not in commit.drain)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
         actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
+        if has_changed:
+            actions.append(ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
         return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
 
     def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
@@ -298,6 +311,7 @@ class Controller:
         for voter in set(self.voters) - set(restart.members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(restart.members))
+        self._paces.start_over()  # other machines may have taken the places
         self.restarts.on_restart(step, self._clock.at_s)
         self.pause = None
         self._last_error = ""
@@ -363,6 +377,7 @@ class Controller:
     def _change_voters(self, voters: Iterable[Member]) -> None:
         self.voters = tuple(sorted(voters))
         self.members = tuple(voter.group for voter in self.voters)
+        self._paces.keep(self.members)
         self.epoch += 1
 
     # ------------------------------------------------------------------------------------------------- deciding
@@ -379,13 +394,17 @@ class Controller:
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
         )
-        is_last = self._is_end_requested or self._is_time_over(now_s)
+        is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)
+        if isinstance(entry, Commit) and self.deals_by_pace:
+            measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns}
+            if paces := exceptions(measured, self._paces.dealt):
+                entry = replace(entry, paces=paces)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
     def _let_leave(self, commit: Commit) -> Commit:
@@ -485,16 +504,27 @@ class Controller:
     def _plan(self, *, after: str = "") -> StepPlan:
         if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
             self._deal_step()
-        work = self._dealing.work(self.members)
+        probe = None if self._is_evaluating else self._paces.probe
+        work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
         self._plans = [make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating)]
         return self._plans[0]
 
     def _plan_patch(self) -> StepPlan:
-        patch, after = self._dealing.patch(self.members, self._orphans), self._plan_digest
+        patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest
         self._orphans = []
         self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self._is_evaluating))
         return self._plans[-1]
+
+    @property
+    def _dealt_paces(self) -> Paces:
+        """Those by which work is dealt; they change between two steps alone."""
+        rounds = self._setup.rounds
+        return Paces(permille=dict(self._paces.dealt), rounds=rounds) if rounds and self._paces.dealt else EVEN
+
+    def _idle(self) -> list[GroupId]:
+        """The groups that are known to be slow and have computed nothing in this step."""
+        return [group for group in self._paces.dealt if not any(plan.work.of(group) for plan in self._plans)]
 
     @property
     def _plan_digest(self) -> str:

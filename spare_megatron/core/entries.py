@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
 from spare_megatron.core.evaluation import SetSum
+from spare_megatron.core.pace_evidence import PaceException
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
@@ -64,6 +65,8 @@ class Commit:
     """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
     leaving: tuple[Member, ...] = ()
     """Members that leave once others host their state partitions; all of them, in every commit until then."""
+    paces: tuple[PaceException, ...] = ()
+    """Groups that computed this step at another pace than that by which work is dealt to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +208,7 @@ def decode_entry(text: str) -> Entry:
         ("leaving", Member),
         ("save_ends", SaveEnd),
         ("sums", SetSum),
+        ("paces", PaceException),
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])

@@ -2,8 +2,8 @@
 
 Heartbeats show that a process is scheduled, progress that its main thread advances. Time that threads wait for a
 processor does not count as silence, nor for progress that of the group's other ranks, but a share of it always does.
-Counters move and are read every 1/4 heartbeat interval; 1.5 intervals without a change mean lost, so a stopped process
-is found within 2.
+Counters move and are read every 1/4 heartbeat interval; 1.5 intervals without a change mean lost, so a silent process
+is found within 2. That a signal has stopped a process is known from the kernel, and counts sooner.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,18 @@ from enum import StrEnum
 BEATS_PER_INTERVAL = 4
 """How often counters move, and are read, per heartbeat interval."""
 
+STOP_POLL_S = 0.1
+"""How often a supervisor reads whether the processes of its ranks are stopped."""
+
+SHORT_STOP_S = 0.4
+"""A process that is stopped for no longer costs no group, even if it is continued a little late."""
+
 ENDED = "ended"
 """The last heartbeat of a node that ends by itself."""
 
+_STOP_LIMIT_S = 0.5
+_MOST_BETWEEN_POLLS_S = 2 * STOP_POLL_S
+"""How much of the time between two polls counts at most: a watcher that was delayed or suspended has seen no more."""
 _LIMIT_INTERVALS = 1.5
 _LEAST_SHARE = 0.2
 """Share of the elapsed time that counts at least, however long threads lack a processor."""
@@ -153,6 +162,40 @@ class FailureDetector:
             is_quick = pulse.operation in _POLLING
             return min(_STALL_FACTOR * self._interval_s, self._first_limit_s) if is_quick else self._first_limit_s
         return max(_LIMIT_INTERVALS * self._interval_s, _STALL_FACTOR * pulse.slowest_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """What the kernel reports of a process.
+
+    Attributes:
+        is_stopped: A signal has stopped it, and no debugger traces it.
+        num_switches: Context switches of its main thread, which stand still while it is stopped.
+        killed_by: Name of the signal that is ending it. Its exit may come much later: first its memory is freed.
+    """
+
+    is_stopped: bool = False
+    num_switches: int = 0
+    killed_by: str = ""
+
+
+class StopDetector:
+    """Finds out that a process stays stopped, or is being killed. Poll it every `STOP_POLL_S`."""
+
+    def __init__(self) -> None:
+        self._state = ProcessState()
+        self._polled_at_s = 0.0
+        self._stopped_s = 0.0
+
+    def poll(self, state: ProcessState, now_s: float) -> str:
+        """Why the process is considered lost, for people; empty while it is not."""
+        if state.killed_by:
+            return state.killed_by
+        is_still_stopped = state.is_stopped and state == self._state
+        passed_s = min(now_s - self._polled_at_s, _MOST_BETWEEN_POLLS_S)
+        self._stopped_s = self._stopped_s + passed_s if is_still_stopped else 0.0
+        self._state, self._polled_at_s = state, now_s
+        return f"stopped for {self._stopped_s:.1f} s" if self._stopped_s >= _STOP_LIMIT_S else ""
 
 
 def first_to_stop(pulses: Mapping[int, Pulse]) -> int:

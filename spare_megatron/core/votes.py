@@ -56,8 +56,13 @@ class Vote:
     copied_from: GroupId | None = None
     sums: tuple[SetSum, ...] = ()
     """In an evaluation, of each validation set over all microbatches that the group has computed."""
+    pace_ns: int = 0
+    """Nanoseconds per microbatch of the group's slowest rank in the step so far, waits for other stages and for data
+    excluded; 0 if unknown."""
     leaves: bool = False
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    ends: bool = False
+    """A rank of the group is asked to end the run: the commit of this attempt is the last."""
     has_wrong_sum: bool = False
     """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
 

@@ -24,6 +24,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus, step_of
 from spare_megatron.config.validate import Machine, on_device
 from spare_megatron.driver.driver import Driver
+from spare_megatron.driver.event_command import EventCommand
 from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
@@ -38,7 +39,9 @@ from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.observe.metrics import OnStep
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.lock import LOCK, locked
+from spare_megatron.process.network import why_no_slow_link
 from spare_megatron.process.processes import close_or_report, report_held
+from spare_megatron.process.processor_quota import why_no_quota
 from spare_megatron.process.reports import (
     CheckpointRejected,
     KernelsChosen,
@@ -69,10 +72,13 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     program, program_failure = judge_program(config.program)
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
+    fault_kinds = {fault.kind for fault in config.faults.trace}.union(config.faults.kinds)
     return Machine(
         num_gpus=num_machines * len(visible_gpus()),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in map(shutil.which, ("ip", "bridge", "nsenter")),
+        no_slow_host=why_no_quota() if "slow_host" in fault_kinds else "",
+        no_slow_link=why_no_slow_link() if "slow_link" in fault_kinds else "",
         can_listen=_can_listen(config.control.listen_address),
         corpus_failure=corpus_failure,
         corpus=corpus,
@@ -180,8 +186,11 @@ def _run(
                 storage.on_lost(event)
             case _:
                 metrics.on_event(event)
+                if command is not None:
+                    command.on_event(event)
                 on_event(event)
 
+    command = EventCommand(config.watch.on_event, run_dir, dispatch) if config.watch.on_event else None
     with named_errors("--run-dir", run_dir):
         journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(dispatch))
         metrics = Telemetry(config, record, open_sinks(config, run_dir, dispatch, on_step))
@@ -198,6 +207,9 @@ def _run(
         close_or_report(journal, dispatch)
         storage.report_lost()
         summary = conclude(run_dir, end)
+        if command is not None:
+            command.put({"event": "end", "outcome": summary.outcome, "reason": summary.outcome_reason})
+            command.close()
     return summary
 
 

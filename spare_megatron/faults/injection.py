@@ -6,15 +6,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, FaultPoint
 from spare_megatron.faults.trace import Fault
 
 _FOR_GOOD_S = 1e6
+_LONGEST_SLEEP_S = 0.05
+"""So often a slow rank shows progress: slow is not lost."""
+
+Slowable = Literal["slow", "slow_data"]
+"""Kinds that stretch what a rank does itself: its passes, or its reading of data."""
 
 
 class InjectedFault(RuntimeError):
     """The exception of a fault of kind `raise`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slowness:
+    factor: float
+    until_s: float
 
 
 class Injector:
@@ -31,7 +44,10 @@ class Injector:
         self._pending = list(faults)
         self._report = report
         self._request = request
-        self._slow: tuple[int, FaultPoint, float] | None = None
+        self._delay: tuple[int, FaultPoint, float] | None = None
+        self.can_slow = frozenset(fault.kind for fault in faults).intersection(get_args(Slowable))
+        """Kinds of which `stretch` must be called."""
+        self._slowness: dict[str, _Slowness] = {}
         self._step = -1
         self._num_reached: Counter[FaultPoint] = Counter()
 
@@ -50,13 +66,25 @@ class Injector:
         """Carries out the faults due at this phase, each at most once; raises InjectedFault for the kind `raise`."""
         if phase not in self.phases:
             return
-        if self._slow is not None and self._slow[:2] == (self._step, phase):
-            time.sleep(self._slow[2])
+        if self._delay is not None and self._delay[:2] == (self._step, phase):
+            time.sleep(self._delay[2])
         self._num_reached[phase] += 1
         for fault in [fault for fault in self._pending if self._is_reached(fault, phase)]:
             self._pending.remove(fault)
             self._report(fault)
             self._carry_out(fault)
+
+    def stretch(self, kind: Slowable, seconds: float, progress: Callable[[], None]) -> None:
+        """Makes what took `seconds` take the factor of the fault that slows it, if one does. Calls `progress` often."""
+        slowness = self._slowness.get(kind)
+        if slowness is None or time.monotonic() >= slowness.until_s:
+            return
+        left_s = (slowness.factor - 1.0) * seconds
+        while left_s > 0.0:
+            began_s = time.monotonic()
+            time.sleep(min(left_s, _LONGEST_SLEEP_S))
+            left_s -= time.monotonic() - began_s  # a sleep may be longer than asked for
+            progress()
 
     def _is_reached(self, fault: Fault, phase: FaultPoint) -> bool:
         if fault.phase is not phase:
@@ -76,8 +104,11 @@ class Injector:
                 )
             case "hang":
                 time.sleep(_FOR_GOOD_S if fault.seconds is None else fault.seconds)
-            case "slow":
-                self._slow = (fault.step, fault.phase, fault.seconds or 0.0)
+            case "delay":
+                self._delay = (fault.step, fault.phase, fault.seconds or 0.0)
+            case "slow" | "slow_data":
+                lasts_s = _FOR_GOOD_S if fault.seconds is None else fault.seconds
+                self._slowness[fault.kind] = _Slowness(fault.factor or 1.0, time.monotonic() + lasts_s)
             case "clock_jump":
                 _set_wall_clock_ahead(fault.seconds or 0.0)
             case _:

@@ -36,7 +36,9 @@ _ANYWHERE: tuple[FaultKind, ...] = (
     "raise",
     "hang",
     "stop",
+    "delay",
     "slow",
+    "slow_data",
     "disk_full",
     "clock_jump",
     "nan",
@@ -50,16 +52,16 @@ _LIKE: Mapping[str, tuple[FaultKind, ...]] = {
     "hbm": ("raise", "nan"),
     "software": ("raise", "kill"),
     "switch_or_cable": ("cut", "hang"),
-    "host_maintenance": ("kill_supervisor", "stop_node", "stop"),
+    "host_maintenance": ("kill_supervisor", "stop_node", "stop", "drain"),
     "sram": ("nan", "raise"),
     "system_processor": ("kill", "stop"),
-    "nic": ("cut", "hang"),
+    "nic": ("cut", "hang", "slow_link"),
     "nccl_watchdog": ("hang",),
     "silent_data_corruption": ("bit_flip", "param_flip"),
     "thermal": ("slow",),
-    "ssd": ("disk_full",),
+    "ssd": ("disk_full", "slow_data"),
     "psu": ("kill_supervisor", "kill"),
-    "cpu": ("stop", "kill"),
+    "cpu": ("stop", "kill", "slow_host"),
     "chassis": ("kill_supervisor", "kill"),
     "io_board": ("cut", "kill"),
     "dependency": ("stop_store", "raise"),
@@ -69,10 +71,14 @@ _LIKE: Mapping[str, tuple[FaultKind, ...]] = {
 
 
 def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
-    """Every kind that this run can survive."""
+    """Every kind that this run can survive, apart from those that not every machine can inject."""
     kinds = _ANYWHERE
     if config.optimizer.sharding == "stacked" and config.optimizer.redundancy < LEAST_HOSTS_TO_COMPARE:
         kinds = tuple(kind for kind in kinds if kind != "param_flip")
+    if config.spare.rejoins:
+        kinds += ("drain",)
+    if config.parallel.further_groups:
+        kinds += ("resize",)
     if config.control.store == "embedded":
         kinds += ("stop_store",)
     if config.cluster.num_nodes > 1:

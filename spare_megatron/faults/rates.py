@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
@@ -76,9 +77,14 @@ _STREAM = 1  # separate from the stream of the trace
 
 _CORRUPTIONS: tuple[FaultKind, ...] = ("nan", "bit_flip", "param_flip")
 
-_ALWAYS_COSTLY: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS)
+_FOR_GOOD: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS, "resize")
 
 _LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
+
+_SLOW: tuple[FaultKind, ...] = ("slow", "slow_data", "slow_host", "slow_link")
+
+_FACTORS = (1.5, 4.0)
+"""Between these the factor of a slow fault is drawn."""
 
 _OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
 
@@ -109,7 +115,9 @@ _BEFORE_THE_SUM = (
 """A group lost here is not in the sum, so others recompute its microbatches in the same step."""
 
 _HARMLESS_INTERVALS = 0.5
-"""A pause of this many heartbeat intervals costs no group, even on a busy machine."""
+"""A pause of this many heartbeat intervals costs no group, even on a busy machine; a stop must be shorter than
+`SHORT_STOP_S`, too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +129,7 @@ class _Draw:
     seconds: float | None
     seconds_else: float | None
     """Duration to use where a lasting fault is not allowed; None if it does not last or cannot pass."""
+    factor: float | None
     bit: int | None
     is_of_domain: bool
     costs: bool
@@ -158,7 +167,8 @@ class _Machines:
         """The groups that come back once this fault has taken the machine of its place."""
         broken = self._broken() | {fault.group}
         self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
-        assignment = self._places.reform(self._empty, self._groups_per_domain)
+        # Faults are drawn so that no shard lacks a host.
+        assignment = self._places.reform(self._empty, self._groups_per_domain, unhosted={})
         for holding in assignment.holdings:
             left = self._places.held_by(holding.machine)
             assert left is not None, "no machine is idle"
@@ -219,7 +229,7 @@ class _Condition:
         for group in groups:
             self.hit_until[group] = until
             if draw.costs:
-                self.num_losses[group] = self.num_losses.get(group, 0) + 1
+                self.num_losses[group] = self.num_losses.get(group, 0) + (draw.kind != "drain")
                 is_last = draw.is_for_good or self.num_losses[group] > self.num_rejoins
                 self.lost_until[group] = math.inf if is_last else until
                 if is_last:
@@ -305,8 +315,8 @@ def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
 def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Generator) -> _Draw:
     faults = config.faults
     kind = list(weights)[rng.choice(len(weights), p=list(weights.values()))]
-    lasts = kind in _ALWAYS_COSTLY or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
-    passes_after_s = None if kind in _ALWAYS_COSTLY else float(faults.max_seconds * (1.0 - rng.random()))
+    lasts = kind in _FOR_GOOD or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
+    passes_after_s = None if kind in _FOR_GOOD else float(faults.max_seconds * (1.0 - rng.random()))
     seconds = None if lasts else passes_after_s
     jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
     unreachable: set[FaultPoint] = (
@@ -326,6 +336,7 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
         phase=phases[rng.integers(len(phases))],
         seconds=None if seconds is None else jump * seconds,
         seconds_else=passes_after_s if lasts else None,
+        factor=float(rng.uniform(*_FACTORS)) if kind in _SLOW else None,
         bit=int(rng.integers(num_bits)) if kind in ("bit_flip", "param_flip") else None,
         is_of_domain=lasts and kind in _OF_A_DOMAIN and bool(rng.random() < faults.domain_share),
         costs=_may_cost(config, kind, seconds),
@@ -333,9 +344,11 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    if kind in ("disk_full", "clock_jump", "stop_store"):
+    if kind in ("disk_full", "clock_jump", "stop_store", "resize", *_SLOW):
         return False
-    return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    harmless_s = _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    limit_s = min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s
+    return kind == "drain" or seconds is None or seconds > limit_s
 
 
 def _place(
@@ -382,6 +395,7 @@ def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.ra
         phase=draw.phase,
         kind=draw.kind,
         seconds=draw.seconds,
+        factor=draw.factor,
         bit=draw.bit,
         ordinal=1 + int(rng.integers(num_times)),
     )

@@ -39,6 +39,7 @@ class Fault:
         step: Step at which the rank is hit, from 0; for a repair or a phase between steps, the first one possible.
         rank: Rank inside the group.
         seconds: How long it lasts, or how far the clock jumps; None for good.
+        factor: How many times slower it makes what it slows; None for kinds that slow nothing.
         ordinal: Which time in this step the rank reaches the phase, from 1.
         bit: Bit to flip, from 0, the lowest; None for the second highest.
     """
@@ -50,6 +51,7 @@ class Fault:
     kind: FaultKind
     ordinal: int = 1
     seconds: float | None = None
+    factor: float | None = None
     bit: int | None = None
 
 
@@ -84,6 +86,7 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
             phase=fault.phase,
             kind=fault.kind,
             seconds=fault.seconds,
+            factor=fault.factor,
             bit=fault.bit,
             ordinal=_choose_ordinal(config, fault, step, share[3]),
         )

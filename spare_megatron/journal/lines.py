@@ -11,11 +11,13 @@ from spare_megatron.journal.records import (
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
+    CulpritRecord,
     EndRecord,
     EntryRecord,
     EvaluationRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     ParamsRecord,
     PlacesRecord,
     RankRecord,
@@ -33,7 +35,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 
@@ -48,6 +50,7 @@ KINDS: dict[str, type[Record]] = {
     "vote": VoteRecord,
     "evaluation": EvaluationRecord,
     "entry": EntryRecord,
+    "paces": PacesRecord,
     "update": UpdateRecord,
     "params": ParamsRecord,
     "recovery": RecoveryRecord,
@@ -56,6 +59,7 @@ KINDS: dict[str, type[Record]] = {
     "loss": LossRecord,
     "start": StartRecord,
     "places": PlacesRecord,
+    "culprit": CulpritRecord,
     "cadence": CadenceRecord,
     "checkpoint": CheckpointRecord,
     "snapshot": SnapshotRecord,

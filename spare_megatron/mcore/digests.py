@@ -52,11 +52,16 @@ class TensorsDigest:
 def block_sums(tensor: Tensor, piece_blocks: int) -> Iterator[Tensor]:
     """Both sums of each block, a row each, in order; `piece_blocks` at a time, and a last short block by itself."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
-    multipliers = _multipliers(tensor.device)
+    multipliers = multipliers_on(tensor.device)
     end = data.numel() - data.numel() % _BLOCK_BYTES
-    for start in range(0, end, piece_blocks * _BLOCK_BYTES):
-        words = _words(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
-        yield _sums(words, multipliers)
+    if end and _has_kernel(tensor.device):
+        from spare_megatron.mcore.digest_kernel import sum_blocks  # needs Triton
+
+        yield sum_blocks(_aligned(data[:end]).view(torch.int32).view(-1, BLOCK_WORDS), multipliers)
+    else:
+        for start in range(0, end, piece_blocks * _BLOCK_BYTES):
+            words = _words(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
+            yield _sums(words, multipliers)
     if end < data.numel():
         words = _words(data[end:])
         yield _sums(words.view(1, -1), multipliers[:, : len(words)])
@@ -68,16 +73,27 @@ def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
     return torch.stack([of_lane(words, lane) for lane in multipliers], dim=1)
 
 
+def _has_kernel(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from spare_megatron.mcore.digest_kernel import is_usable  # needs Triton
+
+    return is_usable(device)
+
+
 def _words(data: Tensor) -> Tensor:
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    elif data.storage_offset() % 4:
-        data = data.clone()
-    return data.view(torch.int32).to(torch.int64)
+    return _aligned(data).view(torch.int32).to(torch.int64)
+
+
+def _aligned(data: Tensor) -> Tensor:
+    """The bytes, copied if they do not begin at a word."""
+    return data.clone() if data.storage_offset() % 4 else data
 
 
 @cache
-def _multipliers(device: torch.device) -> Tensor:
+def multipliers_on(device: torch.device) -> Tensor:
     """Two rows of odd numbers."""
     odd = pseudo_random(1, 2 * BLOCK_WORDS) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64).reshape(2, BLOCK_WORDS)).to(device)

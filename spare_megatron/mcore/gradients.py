@@ -2,10 +2,10 @@
 
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
 local sum survives a failed attempt. The last elements of a staged bucket are checksums of integer sums
-(`mcore.checksums`), whether its local sums are unsound, its
-number of microbatches and, in the last bucket, the loss, where need be the tokens that count for it, and the sums and
-counts of further terms: a group that is lost after the reduction cannot report them otherwise, and no rank waits for
-its device to judge what it sends. They are never in bf16, which would not count beyond 256.
+(`mcore.checksums`), whether its local sums are unsound, its number of microbatches and, in the last bucket, the loss,
+where need be the tokens that count for it, sums and counts of further terms, and the tokens of each expert: a group
+that is lost after the reduction cannot report them otherwise, and no rank waits for its device to judge what it sends.
+They are never in bf16, which would not count beyond 256.
 """
 
 import math
@@ -21,6 +21,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.checksums import SumChecks
+from spare_megatron.mcore.experts import ExpertCounts
 from spare_megatron.mcore.fixed_point import FixedPoint, choose_add_rounded, fixed_point
 from spare_megatron.mcore.flat_gradients import FlatParameter, FlatSpace, Segment, flat_parameters, flat_space, parts_of
 from spare_megatron.mcore.host_copies import HostCopies
@@ -38,6 +39,8 @@ _PER_TERM = 3
 
 _TOKENS_BASE = 2**12
 """A count of tokens is summed as two digits to this base: exact in fp32 up to 2^36 tokens of 2^12 groups."""
+
+_DIGITS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class GradientSums(Protocol):
 
     space: FlatSpace
     buckets: tuple[range, ...]
+    experts: ExpertCounts
 
     def reset(self) -> None:
         pass
@@ -142,7 +146,10 @@ class GradientSums(Protocol):
         """Counts and loss of the sums over groups that have arrived."""
 
     def finish(self, factor: float = 1.0) -> None:
-        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips."""
+        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips.
+
+        The tokens of experts become those of the sums.
+        """
 
     def local_sums(self) -> Sequence[Tensor]:
         """Flat views of the local gradient sums of buckets still to be staged."""
@@ -173,7 +180,8 @@ def make_gradient_sums(
 class _Staged(ABC):
     """`all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None.
 
-    The extras begin with sum and count of each of `num_terms` terms, whose sums a subclass adds to `_term_sums`.
+    The extras begin with sum and count of each of `num_terms` terms, whose sums a subclass adds to `_term_sums`, and
+    the tokens of experts.
     """
 
     _term_sums: Tensor
@@ -194,7 +202,9 @@ class _Staged(ABC):
         self._chunks, self._groups = chunks, groups
         self.space = flat_space(chunks, groups, max(bucket_bytes // dtype.itemsize, 1))
         self._all_count = all_count
-        self._num_extras = _PER_TERM * num_terms + NUM_EXTRAS + 2 * (all_count is None)
+        self.experts = ExpertCounts((chunk.module for chunk in chunks), device)
+        self._of_experts = slice(_PER_TERM * num_terms, _PER_TERM * num_terms + _DIGITS * self.experts.tokens.numel())
+        self._num_extras = self._of_experts.stop + NUM_EXTRAS + _DIGITS * (all_count is None)
         self._term_counts = torch.zeros(num_terms, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.buckets = tuple(one.own for one in self.space.ranges)
@@ -267,6 +277,10 @@ class _Staged(ABC):
                 of_terms[0].copy_(self._term_sums)
                 of_terms[1].copy_(self._term_counts // _TOKENS_BASE)
                 of_terms[2].copy_(self._term_counts % _TOKENS_BASE)
+        of_experts = extras[self._of_experts].view(_DIGITS, *self.experts.tokens.shape).fill_(0)
+        if self._is_last(bucket):
+            of_experts[0].copy_(self.experts.tokens // _TOKENS_BASE)
+            of_experts[1].copy_(self.experts.tokens % _TOKENS_BASE)
         extras[_UNSOUND].fill_(0)
         if bucket in self._is_unsound:
             extras[_UNSOUND].copy_(self._is_unsound[bucket])
@@ -298,13 +312,18 @@ class _Staged(ABC):
 
     def _sum_lanes(self, local: Sequence[Segment], counted: Sequence[Tensor]) -> None:
         """Has a subclass's local sums and what it counts summed over lanes."""
-        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts]
+        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts, self.experts.tokens]
         self._lanes = LaneSums(self.space, self._groups.lanes, local, self._counted)
 
     def _reset_counts(self) -> None:
         for sums in self._counted:
             sums.zero_()
         self._lanes.reset()
+
+    def _finish_experts(self) -> None:
+        digits = torch.tensor(self._extras_of[-1][self._of_experts], dtype=torch.int64)
+        high, low = digits.view(_DIGITS, *self.experts.tokens.shape)
+        self.experts.tokens.copy_(high * _TOKENS_BASE + low)
 
     def _add_tokens(self, num_tokens: Tensor | None) -> None:
         assert (num_tokens is None) == (self._all_count is not None), (
@@ -415,6 +434,7 @@ class FloatSums(_Staged):
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
     def finish(self, factor: float = 1.0) -> None:
+        self._finish_experts()
         for segment in self.space.own_segments:
             segment.gradients.mul_(factor)
 
@@ -530,6 +550,7 @@ class FixedPointSums(_Staged):
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
     def finish(self, factor: float = 1.0) -> None:
+        self._finish_experts()
         for segment in self.space.own_segments:
             segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 

@@ -1,6 +1,7 @@
-"""Network namespaces for the nodes of a run on one machine, so that a fault can cut a node off: a veth pair each to a
-bridge in the hub's namespace, which holds the control store. All of it disappears with the processes. resolv.conf is
-empty there, or every lookup would wait for a name server. Needs root and iproute2.
+"""Network namespaces for the nodes of a run on one machine, so that a fault can cut a node off or slow its link.
+
+Each has a veth pair to a bridge in the hub's namespace, which holds the control store. All of it disappears with the
+processes. resolv.conf is empty there, or every lookup would wait for a name server. Needs root and iproute2.
 """
 
 import contextlib
@@ -16,6 +17,12 @@ _INTERFACE = "eth0"
 _BRIDGE = "hub"
 _BRIDGE_MAC = "02:00:00:00:00:01"
 _DISABLED, _FORWARDING = 0, 3  # states of a bridge's port
+FULL_RATE_BITS_PER_S = 1e9
+"""A link that is slowed by a factor carries this rate divided by it; one that is not slowed has no limit."""
+_BURST_S = 0.01
+_LEAST_BURST_BYTES = 16_384
+_QUEUE_MS = 400
+"""Packets that would wait for longer are dropped, as by a switch whose buffers are full."""
 _COMMAND_TIMEOUT_S = 60.0
 """The kernel has one lock for changes of all networks, and holds it for seconds where grace periods of RCU are slow."""
 _CLONE_NEWNS = 0x00020000
@@ -83,9 +90,34 @@ class NodeNetwork:
     def mend(self) -> None:
         self._set_port(_FORWARDING)
 
+    def slow(self, factor: float) -> None:
+        """Limits what the link carries, either way, by a token bucket (tc-tbf(8))."""
+        _run("tc", "qdisc", "replace", "dev", _INTERFACE, "root", *_bucket(factor))
+        _run(*self._in_hub, "tc", "qdisc", "replace", "dev", self._plug, "root", *_bucket(factor))
+
+    def restore(self) -> None:
+        """Lifts the limit of `slow`."""
+        _run("tc", "qdisc", "del", "dev", _INTERFACE, "root")
+        _run(*self._in_hub, "tc", "qdisc", "del", "dev", self._plug, "root")
+
     def _set_port(self, state: int) -> None:
         # Not `ip link set ... type bridge_slave state`: it also reports a change of the link, which enables the port.
         _run(*self._in_hub, "bridge", "link", "set", "dev", self._plug, "state", str(state))
+
+
+def why_no_slow_link() -> str:
+    """Why the kernel or a missing program would refuse `NodeNetwork.slow`; empty if neither would."""
+    try:
+        _run("unshare", "--net", "tc", "qdisc", "replace", "dev", "lo", "root", *_bucket(1.0))
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _bucket(factor: float) -> tuple[str, ...]:
+    rate = FULL_RATE_BITS_PER_S / factor
+    burst_bytes = max(_LEAST_BURST_BYTES, round(_BURST_S * rate / 8))
+    return ("tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst_bytes}b", "latency", f"{_QUEUE_MS}ms")
 
 
 def _ip(*arguments: str) -> None:

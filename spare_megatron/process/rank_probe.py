@@ -1,5 +1,8 @@
 """A rank's probe: at the instrumented points of a step it injects faults and updates the heartbeat page."""
 
+import contextlib
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from spare_megatron.core.failure_detector import Operation
@@ -17,6 +20,8 @@ class RankProbe:
     def __init__(self, injector: Injector, beacon: HeartbeatWriter) -> None:
         self._injector = injector
         self._beacon = beacon
+        if "slow" in injector.can_slow:
+            beacon.spans.passes.stretch = lambda seconds: injector.stretch("slow", seconds, beacon.progress)
 
     @property
     def phases(self) -> frozenset[FaultPoint]:
@@ -41,7 +46,16 @@ class RankProbe:
         self._beacon.wait_for_groups()
 
     def during(self, operation: Operation, *, in_backward: bool = False) -> AbstractContextManager[None]:
-        return self._beacon.during(operation, in_backward=in_backward)
+        pending = self._beacon.during(operation, in_backward=in_backward)
+        is_data = operation is Operation.STORAGE and "slow_data" in self._injector.can_slow
+        return self._slow_data(pending) if is_data else pending
+
+    @contextlib.contextmanager
+    def _slow_data(self, pending: AbstractContextManager[None]) -> Iterator[None]:
+        with pending:
+            began_s = time.monotonic()
+            yield
+            self._injector.stretch("slow_data", time.monotonic() - began_s, self._beacon.progress)
 
     def forward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         return self._beacon.spans.forward(microbatch)
@@ -60,6 +74,15 @@ class RankProbe:
     def compute_s(self) -> float:
         """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""
         return self._beacon.spans.passes.total_s()
+
+    @property
+    def num_forward(self) -> int:
+        """Forward passes of the step so far, each of one microbatch through one chunk."""
+        return self._beacon.spans.passes.num_forward
+
+    def end_step(self) -> dict[Operation, float]:
+        """Ends a committed step. Returns as `take_split`."""
+        return self._beacon.end_step()
 
     def take_split(self) -> dict[Operation, float]:
         return self._beacon.take_split()

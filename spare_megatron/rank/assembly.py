@@ -138,6 +138,7 @@ class Assembly:
             repairs=repairs,
             digests=digests,
             reports=reports,
+            num_chunks=self._config.layout.virtual_pipeline,
             overlaps=self._config.reduce.overlap,
             probe=probe,
             progress=progress,

@@ -32,7 +32,8 @@ from spare_megatron.voting.voting import Voting
 class Reduction:
     """Carries out BuildCommunicator and AttemptReduce. It decides nothing.
 
-    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed.
+    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed;
+    `num_chunks`: of the model on each rank.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Reduction:
         digests: StateDigests,
         reports: RankReports,
         overlaps: bool,
+        num_chunks: int,
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
@@ -53,6 +55,7 @@ class Reduction:
         self._digests = digests
         self._reports = reports
         self._overlaps = overlaps
+        self._num_chunks = num_chunks
         self._probe = probe
         self._progress = progress
         self._attempt = -1
@@ -144,7 +147,9 @@ class Reduction:
                 loss=self._buckets.loss_sum(),
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
+                num_passes=self._probe.num_forward / self._num_chunks,
                 finding=finding,
+                ends=self._progress.is_end_asked(),
                 wrong_sum=wrong,
             )
         self._raise_if_unsound(opinion.finding, step)
@@ -213,7 +218,9 @@ class Reduction:
                 slice_digests=digests.partitions,
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
+                pace_ns=round(opinion.pace_s * 1e9),
                 leaves=self._progress.is_leave_asked(),
+                ends=opinion.ends,
                 has_wrong_sum=opinion.has_wrong_sum,
             )
             with self._probe.during(Operation.VOTE):

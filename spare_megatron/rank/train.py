@@ -14,6 +14,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -103,6 +104,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             return executors.log.await_hosts(action)
         case ComputePatch():
             executors.steps.compute_patch(action)
+        case ChangePaces():
+            executors.log.change_paces(action)
         case DrainGroups():
             pass  # of other groups
         case AdmitGroups():

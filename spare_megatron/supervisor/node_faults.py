@@ -1,14 +1,25 @@
-"""Injects the faults of a trace that strike from outside a rank: suspended ranks, cut networks, killed supervisors."""
+"""Injects the faults of a trace that strike from outside a rank: suspended ranks, cut or slow networks, hosts with
+fewer processors, killed supervisors, and groups that are asked to leave or to join.
+"""
 
 import contextlib
 import os
 import signal
 from collections.abc import Callable
 
+from spare_megatron.faults.trace import Fault
 from spare_megatron.process.network import NodeNetwork
+from spare_megatron.process.processes import say
+from spare_megatron.process.processor_quota import ProcessorQuota
 from spare_megatron.process.reports import FaultWanted, GoOn
+from spare_megatron.process.requests import asked_to_leave, request
+from spare_megatron.process.specs import NodeSpec
 from spare_megatron.process.timers import Timers
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
+
+_LEAVING_S = 0.5
+"""How often a group that is asked to leave is looked at."""
 
 
 class NodeFaults:
@@ -16,15 +27,20 @@ class NodeFaults:
 
     def __init__(
         self,
+        spec: NodeSpec,
         ranks: RankProcesses,
         timers: Timers,
         network: NodeNetwork | None,
         pass_on: Callable[[FaultWanted], None],
     ) -> None:
+        self._run_dir = spec.run_dir
+        self._further = spec.config.parallel.further_groups
         self._ranks = ranks
         self._timers = timers
         self._network = network
         self._pass_on = pass_on
+        self._quota: ProcessorQuota | None = None
+        self._num_slowed = 0
 
     def inflict(self, wanted: FaultWanted) -> None:
         seconds = wanted.fault.seconds
@@ -40,10 +56,58 @@ class NodeFaults:
                 if seconds is not None:
                     self._timers.after(seconds, self._network.mend)
                 self.let_go_on(wanted)
+            case "slow_link":
+                self._slow_link(wanted.fault)
+                self.let_go_on(wanted)
+            case "slow_host":
+                self._slow_host(wanted.fault)
+                self.let_go_on(wanted)
+            case "drain":
+                request(self._run_dir, [wanted.fault.group], "drain")
+                if seconds is not None:
+                    self._timers.after(seconds, lambda: self._ask_back(wanted.fault.group))
+                self.let_go_on(wanted)
+            case "resize":
+                are_away = asked_to_leave(self._run_dir, self._further) >= self._further
+                request(self._run_dir, self._further, "grow" if are_away else "drain")
+                self.let_go_on(wanted)
             case "kill_supervisor":
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 self._pass_on(wanted)
+
+    def close(self) -> None:
+        """Removes what would outlive the node's processes."""
+        if self._quota is not None:
+            say(f"the ranks' processors were limited, and they waited in {self._quota.num_throttled} periods of 0.1 s")
+            self._quota.close()
+            self._quota = None
+
+    def _slow_link(self, fault: Fault) -> None:
+        assert self._network is not None, "validation refuses it otherwise"
+        self._network.slow(_factor_of(fault))
+        self._num_slowed += 1
+        number = self._num_slowed
+        if fault.seconds is not None:
+            self._timers.after(fault.seconds, lambda: self._restore_link(number))
+
+    def _restore_link(self, number: int) -> None:
+        if self._network is not None and number == self._num_slowed:  # no later fault has slowed it
+            self._network.restore()
+
+    def _slow_host(self, fault: Fault) -> None:
+        self.close()
+        self._quota = quota = ProcessorQuota(os.getpid(), len(os.sched_getaffinity(0)) / _factor_of(fault))
+        quota.limit(self._ranks.pids.values())
+        if fault.seconds is not None:
+            self._timers.after(fault.seconds, lambda: self.close() if self._quota is quota else None)
+
+    def _ask_back(self, group: GroupId) -> None:
+        """Asks the group to take part again, once its ranks here have ended."""
+        if self._ranks.have_ended(group):
+            request(self._run_dir, [group], "grow")
+        else:
+            self._timers.after(_LEAVING_S, lambda: self._ask_back(group))
 
     def let_go_on(self, wanted: FaultWanted) -> None:
         """Resumes the rank that wanted the fault, if it is still there."""
@@ -52,3 +116,8 @@ class NodeFaults:
             os.kill(wanted.pid, signal.SIGCONT)
             with contextlib.suppress(OSError):  # it was killed meanwhile
                 self._ranks.child(key).reports.send(GoOn(wanted=wanted))
+
+
+def _factor_of(fault: Fault) -> float:
+    assert fault.factor is not None, "validation refuses it otherwise"
+    return fault.factor

@@ -5,7 +5,7 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
-from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, STOP_POLL_S
 from spare_megatron.core.reforming import MachineId, can_reform
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.events import groups_named
@@ -43,6 +43,7 @@ from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
+from spare_megatron.supervisor.measurements import Measurements
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
 from spare_megatron.supervisor.rank_processes import RankProcesses
@@ -133,7 +134,7 @@ class Supervisor:
         self._has_given_up = False  # its place
         self._store_failure = ""
         self._head_hint = 0
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
+        self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
@@ -150,6 +151,7 @@ class Supervisor:
             else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
+        self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers)
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
@@ -181,6 +183,10 @@ class Supervisor:
         """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
 
+    @property
+    def is_end_asked(self) -> bool:
+        return self._ranks.is_end_asked
+
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
         self._requests.stop()
@@ -188,6 +194,7 @@ class Supervisor:
         self._close_files()
 
     def _close_files(self) -> None:
+        self._faults.close()
         self._timeline.close()
         close_or_report(self._journal, self._driver.report)
 
@@ -210,6 +217,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Handles events until no rank is left and no fence or restart is pending."""
         self._poll()
+        self._poll_stops()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
             inboxes = [*self._driver.pipes, self._inbox, self._requests.inbox]
@@ -353,8 +361,20 @@ class Supervisor:
             # Ranks block wherever they use the store, so a lack of progress proves nothing.
             self._rank_watch.forgive()
             return
+        if (measured := self._measurements.poll(now_s)) is not None:
+            self._driver.report(measured)
         for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
             self._lose(group, rank, cause)
+
+    def _poll_stops(self) -> None:
+        """Reads which ranks are stopped or being killed, then reschedules itself."""
+        self._timers.after(STOP_POLL_S, self._poll_stops)
+        if self._store_watch.is_away:
+            return
+        for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):
+            self._receive_all_reports(group)
+            if group not in self._lost:
+                self._lose(group, rank, cause)
 
     def _give_store_up(self, reason: str) -> None:
         """Gives the store up. Ranks notice by themselves, save their state and end; `_SAVING_S` limits that."""

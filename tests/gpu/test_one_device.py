@@ -112,7 +112,7 @@ FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     ("device", "model", "megatron"),
     [
         pytest.param("cpu", {"transformer_impl": "local"}, {}, id="cpu"),
-        pytest.param(GPU, {"precision": "bf16", **DROPOUT}, FP8, id="gpu-fp8", marks=pytest.mark.gpu),
+        pytest.param(GPU, {"precision": "bf16", **DROPOUT}, FP8, id="gpu-te-fp8", marks=pytest.mark.gpu),
     ],
 )
 def test_training_continues_bit_for_bit_from_a_copy_of_the_state(

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 
 import pytest
 
-from spare_megatron.process.network import HUB_ADDRESS, NodeNetwork, network_of
+from spare_megatron.process.network import FULL_RATE_BITS_PER_S, HUB_ADDRESS, NodeNetwork, network_of, why_no_slow_link
 from spare_megatron.process.processes import end_child, fork_server, start_child, start_embedded_store, start_hub
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
@@ -84,6 +84,57 @@ def _leave(node: int, hub_pid: int, spec: StoreSpec, test: Connection) -> None:
     found["asked_s"] = time.monotonic() - cut_at_s
     waiter.join()
     test.send(found)
+
+
+NUM_BYTES = 1_000_000
+FACTOR = 200.0  # 5 Mbit/s
+
+
+def _time_transfers(node: int, hub_pid: int, port: int, test: Connection) -> None:
+    """Main function of a node: sends and receives without a limit, with one, and without it again."""
+    network = NodeNetwork(node, hub_pid)
+    taken_s = []
+    for change in (lambda: None, lambda: network.slow(FACTOR), network.restore):
+        change()
+        with socket.create_connection((HUB_ADDRESS, port), timeout=60.0) as connection:
+            began_s = time.monotonic()
+            connection.sendall(bytes(NUM_BYTES))
+            connection.recv(1)
+            sent_s = time.monotonic() - began_s
+            num_left = NUM_BYTES
+            while num_left:
+                num_left -= len(connection.recv(65536))
+            taken_s.append((sent_s, time.monotonic() - began_s - sent_s))
+    test.send(taken_s)
+
+
+def _serve_transfers(server: socket.socket) -> None:
+    for _ in range(3):
+        connection, _ = server.accept()
+        with connection:
+            num_left = NUM_BYTES
+            while num_left:
+                num_left -= len(connection.recv(65536))
+            connection.sendall(bytes(1 + NUM_BYTES))
+
+
+@pytest.mark.skipif(bool(why_no_slow_link()), reason=why_no_slow_link())
+def test_a_slow_link_carries_its_rate_either_way_and_as_much_as_before_when_it_is_restored() -> None:
+    hub = start_hub(fork_server(), wait)
+    with network_of(hub.pid):
+        server = socket.create_server((HUB_ADDRESS, 0))
+    thread = threading.Thread(target=_serve_transfers, args=(server,), daemon=True)
+    thread.start()
+    node = start_child(fork_server(), "node", _time_transfers, 1, hub.pid, server.getsockname()[1])
+    try:
+        before, slow, after = node.reports.recv()
+    finally:
+        for child in (node, hub):
+            end_child(child)
+        server.close()
+    at_least_s = 0.8 * NUM_BYTES * 8 / (FULL_RATE_BITS_PER_S / FACTOR)
+    assert min(slow) > at_least_s
+    assert max(*before, *after) < at_least_s / 2
 
 
 def test_an_outage_costs_the_connections_to_the_store_little_more_than_itself() -> None:

@@ -193,6 +193,8 @@ class Agreement:
 
 
 class Probe(SilentProbe):
+    num_forward = 2
+
     def __init__(self) -> None:
         self.calls: list[FaultPoint] = []
         self.interrupted: list[Operation] = []
@@ -238,6 +240,7 @@ class Rank:
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),
             overlaps=overlaps,
+            num_chunks=1,
             probe=self.probe,
             progress=RankProgress(step=step),
         )

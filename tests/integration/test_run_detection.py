@@ -1,6 +1,7 @@
 """Ranks, nodes and a store that stop without dying: found, or waited for, and nothing lost."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import re
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig, WatchConfig
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import AppendingFile
@@ -21,9 +22,6 @@ from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.journal.spans import read_spans_of
-from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.pipeline import Item, LossFunction
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.observe.history import history_of
 from spare_megatron.process.reports import RunEvent, StoreAway, StoreBack
 from spare_megatron.process.specs import RankSpec
@@ -33,6 +31,7 @@ from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
+    CALM_HEARTBEAT_S,
     HEARTBEAT_S,
     Run,
     alert_config,
@@ -42,7 +41,7 @@ from tests.integration.whole_run import (
     read_run,
 )
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
 LAYOUT = LayoutConfig(num_groups=4, pipeline_parallel=2)
 STEPS = 5
@@ -80,8 +79,8 @@ def found_after_s(run: Run, group: int) -> float:
 @pytest.mark.parametrize(
     ("kind", "phase", "cause"),
     [
-        ("stop", FaultPoint.BACKWARD, "no heartbeat"),
-        ("stop", FaultPoint.IN_REDUCE, "no heartbeat"),
+        ("stop", FaultPoint.BACKWARD, "stopped"),
+        ("stop", FaultPoint.IN_REDUCE, "stopped"),
         ("hang", FaultPoint.FORWARD, HANGS),
         ("hang", FaultPoint.RECEIVE, HANGS),
         ("hang", FaultPoint.IN_REDUCE, HANGS),
@@ -92,7 +91,8 @@ def found_after_s(run: Run, group: int) -> float:
 def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
     text_corpus: Path, tmp_path: Path, kind: str, phase: FaultPoint, cause: str
 ) -> None:
-    config = faulty(text_corpus, [at(phase, kind, rank=1)])
+    heartbeat_s = CALM_HEARTBEAT_S if kind == "stop" else HEARTBEAT_S  # so that it is not found by its silence
+    config = faulty(text_corpus, [at(phase, kind, rank=1)], heartbeat_s=heartbeat_s)
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(STEPS))))
     assert_masked(run)
     assert_exact(run, range(STEPS))
@@ -106,16 +106,19 @@ def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
 @pytest.mark.parametrize(
     "fault",
     [
-        at(FaultPoint.FORWARD, "stop", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.FORWARD, "stop", seconds=SHORT_STOP_S),
         at(FaultPoint.AFTER_REDUCE, "hang", seconds=0.4 * HEARTBEAT_S),
-        at(FaultPoint.FORWARD, "slow", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.FORWARD, "slow", factor=4.0, seconds=SLACK_S),
+        at(FaultPoint.FORWARD, "slow_data", factor=20.0),
+        at(FaultPoint.FORWARD, "delay", seconds=0.4 * HEARTBEAT_S),
         at(FaultPoint.FORWARD, "clock_jump", seconds=-3600.0),
         at(FaultPoint.FORWARD, "disk_full", seconds=0.2),
     ],
     ids=lambda fault: fault.kind,
 )
 def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path, fault: FaultConfig) -> None:
-    run = complete_run(faulty(text_corpus, [fault]), tmp_path / "run")
+    heartbeat_s = CALM_HEARTBEAT_S if fault.kind == "stop" else HEARTBEAT_S
+    run = complete_run(faulty(text_corpus, [fault], heartbeat_s=heartbeat_s), tmp_path / "run")
     if fault.kind == "clock_jump":  # its records are an hour early
         assert run.summary.outcome == "finished"
         assert fenced_groups(run.journal) == set()
@@ -123,27 +126,27 @@ def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path,
         assert_masked(run)
 
 
-def slow_rank(spec: RankSpec, reports: Connection) -> None:
-    """Runs in a rank's process: one of them takes its time for every forward pass."""
-    if (spec.group, spec.rank) == (1, 1):
-        forward = GroupTrainer._forward
-
-        def slow_forward(trainer: GroupTrainer, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
-            time.sleep(0.5 * HEARTBEAT_S)
-            return forward(trainer, chunk, item)
-
-        GroupTrainer._forward = slow_forward  # type: ignore[method-assign]
-    run_rank(spec, reports)
-
-
 def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_it(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    config = alert_config(text_corpus, LAYOUT, steps=3)
-    summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
-    assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)
-    history = history_of(read_run_state(tmp_path / "run"), "valid", now_s=0.0)
-    assert history.paces.ratio.shape == (3, 4, 2)
+    """And named, with its machine: in the journal, the report, and to the user's command."""
+    num_steps, told = 80, tmp_path / "told"
+    config = faulty(text_corpus, [at(FaultPoint.FORWARD, "slow", factor=8.0, step=0, rank=1)], num_nodes=4)
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=num_steps),
+        watch=WatchConfig(on_event=("/bin/sh", "-c", f"cat >> {told}")),
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert fenced_groups(run.journal) == set()
+    history = history_of(read_run_state(run.run_dir), "valid", now_s=0.0)
+    assert history.paces.ratio.shape == (num_steps, 4, 2)
+    culprit = history.culprits[0]
+    assert (culprit.machine, culprit.cause, culprit.of_group, culprit.rank) == (1, "compute", 1, 1)
+    events = [json.loads(f"{{{text}") for text in told.read_text().split("{")[1:]]
+    assert [event["event"] for event in (events[0], events[-1])] == ["culprit", "end"]
+    assert (events[0]["machine"], events[-1]["outcome"]) == (1, "finished")
     slowest = find_slowest(history.paces.ratio)
     assert slowest is not None
     assert (slowest.group, slowest.rank) == (1, 1)
@@ -165,7 +168,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
 
     The last step ends only when a node without a leader has written down what its rank did around the loss.
     """
-    config = faulty(text_corpus, [at(FaultPoint.BACKWARD, "stop", rank=1)], num_nodes=8)
+    config = faulty(text_corpus, [at(FaultPoint.BACKWARD, "stop", rank=1)], num_nodes=8, heartbeat_s=CALM_HEARTBEAT_S)
     last = STEPS + 1
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=last + 1))
     run = complete_run(config, tmp_path / "run", Watch(windows=frozenset({(last, 1)})))
@@ -174,7 +177,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
     (loss,) = history_of(read_run_state(run.run_dir), "valid", now_s=0.0).losses
     assert (loss.group, loss.rank) == (1, 1)
-    assert "no heartbeat" in loss.cause
+    assert "stopped" in loss.cause
     parts = read_spans_of(run.run_dir)
     before_the_end = next(part for part in parts if (part.group, part.rank) == (0, 1))
     assert {2, 3} < {span.step for span in before_the_end.spans}
@@ -200,7 +203,7 @@ def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpu
     faults = [
         at(FaultPoint.AFTER_REDUCE, "stop_node", seconds=AWAY_S, step=1),
         at(
-            FaultPoint.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
+            FaultPoint.FORWARD, "delay", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
         ),  # so that it can wake up in time
     ]
     run = complete_run(faulty(text_corpus, faults, num_nodes=4, num_microbatches=8), tmp_path / "run")
@@ -212,7 +215,7 @@ def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Pa
     faults = [
         at(FaultPoint.AFTER_VOTE, "stop_store", seconds=3 * HEARTBEAT_S),
         at(
-            FaultPoint.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
+            FaultPoint.FORWARD, "delay", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
         ),  # the run outlasts the next look
     ]
     run = complete_run(faulty(text_corpus, faults), tmp_path / "run")

@@ -24,6 +24,7 @@ from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
 from spare_megatron.supervisor.rank_exits import INJECTED
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
+    CALM_HEARTBEAT_S,
     HEARTBEAT_S,
     REPLICATED,
     Run,
@@ -46,7 +47,7 @@ _BROKEN = "|lost a peer in its group"  # another rank of the group may be seen t
 _CAUSES: dict[FaultKind, re.Pattern[str]] = {
     "kill": re.compile("SIGKILL$" + _BROKEN),
     "raise": re.compile(re.escape(INJECTED) + _BROKEN),
-    "stop": re.compile("no heartbeat"),
+    "stop": re.compile("stopped for"),
     "hang": re.compile("no progress|no heartbeat"),  # on a busy machine its beats may be late, too
     "cut": re.compile(r"node \d+: no heartbeat"),
 }
@@ -104,6 +105,8 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
         whole_copies=frozenset({NUM_STEPS - 1} if cell.moment.phase is FaultPoint.REPAIR else ()),
     )
     config = config_of(corpus, faults, isolate=cell.needs_root, is_stacked=cell.moment.is_stacked)
+    if cell.kind == "stop":  # found before its silence could show
+        config = replace(config, control=replace(config.control, heartbeat_interval_s=CALM_HEARTBEAT_S))
     run = complete_run(config, run_dir, watch)
     fences = {entry["group"]: entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
     assert fences.keys() == {fault.group for fault in faults}, f"fenced: {fences}"
@@ -133,7 +136,10 @@ def assert_same_bits(run: Run, expected: Run) -> None:
     assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
 
 
-def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
+def config_of(
+    corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False, num_further: int = 0
+) -> RunConfig:
+    """`num_further`: groups beyond those that the run begins with, which need data that all can read."""
     stacked = OptimizerConfig(sharding="stacked", redundancy=PARTITION_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
     config = alert_config(
@@ -148,7 +154,8 @@ def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_
     )
     config = replace(
         config,
-        data=replace(config.data, split="9,1"),
+        layout=replace(config.layout, max_groups=NUM_GROUPS + num_further if num_further else None),
+        data=replace(config.data, split="9,1", access="shared" if num_further else config.data.access),
         eval=EvalConfig(every_steps=STEP),
         faults=replace(config.faults, trace=tuple(faults)),
     )

@@ -18,6 +18,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     CheckpointCandidate,
     ComputePatch,
     ComputeStep,
@@ -85,6 +86,7 @@ class Group:
         self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
         self._evaluation = world.evaluation_type()
         self._computed: list[str] = []  # digests of this step's plans
+        self._has_work = False  # in this step
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
         self._digested: Content | None = None  # the state that a save has had digested in this step
@@ -195,8 +197,8 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
-            case DrainGroups():
-                pass
+            case DrainGroups() | ChangePaces():
+                self._world.invariants.counts[type(action).__name__] += 1
             case AdmitGroups():
                 yield from self._give_state()
             case SaveCheckpoint():
@@ -267,7 +269,8 @@ class Group:
         work = plan.work.of(self.group)
         self._world.computes(self.group, work)
         if not is_patch:
-            self._computed = []
+            self._computed, self._has_work = [], False
+        self._has_work |= bool(work)
         if plan.is_evaluation:
             if not is_patch:
                 self._evaluation.begin()
@@ -463,6 +466,7 @@ class Group:
             state_digest=(spoiled or "right") if is_compared and self.held is None else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
+            pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
             has_wrong_sum=has_wrong_sum,
         )

@@ -22,6 +22,7 @@ NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
 NUM_DRAIN_HISTORIES = 60
 NUM_GROWTH_HISTORIES = 40
+NUM_SLOW_HISTORIES = 60
 NUM_SHARED_HISTORIES = 100
 NUM_LANE_HISTORIES = 60
 
@@ -130,6 +131,13 @@ def test_no_history_of_drains_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_DRAIN_HISTORIES), draw=Scene.draw_drains)
     assert sample.violations == {}
     least = {"drained": 30, "handed over": 20, "admission": 20, "Restart": 2, "save": 60, "FinishRun": 100}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_slow_groups_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_SLOW_HISTORIES), draw=Scene.draw_slow)
+    assert sample.violations == {}
+    least = {"ChangePaces": 60, "Retry": 40, "admission": 15, "drained": 20, "FinishRun": 60}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -218,6 +218,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[0].step=20 lies outside 0 to 19; train.steps is 20",
         ),
         (["faults.trace=[{phase='forward', group=4}]"], "faults.trace[0].group=4 lies outside 0 to 3"),
+        (
+            ["layout.max_groups=6", "data.access=shared", "faults.trace=[{phase='forward', group=6}]"],
+            "faults.trace[0].group=6 lies outside 0 to 5; layout.max_groups is 6",
+        ),
         (["faults.trace=[{phase='forward', rank=-1}]"], "faults.trace[0].rank=-1 lies outside 0 to 0"),
         (["faults.trace=[{phase='send'}]"], "faults.trace[0].phase=send is never reached"),
         (
@@ -275,6 +279,22 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (
             ["faults.trace=[{phase='backward', kind='kill', seconds=3.0}]"],
             "faults.trace[0].seconds=3.0 has no effect on kind=kill, which is permanent; remove it",
+        ),
+        (
+            ["faults.trace=[{phase='forward', kind='slow'}]"],
+            "faults.trace[0].kind=slow needs faults.trace[0].factor, how many times slower it is; set it above 1",
+        ),
+        (
+            ["faults.trace=[{phase='forward', kind='slow_data', factor=0.5}]"],
+            "faults.trace[0].factor=0.5 must be above 1 and at most 1e+06; change it",
+        ),
+        (
+            ["faults.trace=[{phase='forward', kind='hang', factor=2}]"],
+            "faults.trace[0].factor=2.0 has no effect on kind=hang; remove it",
+        ),
+        (
+            ["faults.trace=[{phase='forward', kind='slow_link', factor=2}]"],
+            "faults.trace[0].kind=slow_link needs a network of the node's own; set cluster.isolate_nodes=true",
         ),
         (
             ["faults.trace=[{phase='backward', kind='hang', seconds=inf}]"],

@@ -94,10 +94,10 @@ def test_computing_it_waits_for_no_device() -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several, and few values."""
-    first = digests._multipliers(torch.device("cpu"))[:, :SMALL].contiguous()
+    first = digests.multipliers_on(torch.device("cpu"))[:, :SMALL].contiguous()
     monkeypatch.setattr(digests, "BLOCK_WORDS", SMALL)
     monkeypatch.setattr(digests, "_BLOCK_BYTES", 4 * SMALL)
-    monkeypatch.setattr(digests, "_multipliers", lambda _: first)
+    monkeypatch.setattr(digests, "multipliers_on", lambda _: first)
 
 
 def values(size: int) -> Tensor:
@@ -164,7 +164,7 @@ def test_tensors_exchanged_named_otherwise_or_with_other_signs_show() -> None:
 @pytest.mark.parametrize("lane", range(2))
 def test_multipliers_are_such_that_no_exchange_and_no_two_signs_escape(lane: int) -> None:
     """A difference of words is a multiple of at most 2^31, which leaves 33 bits of a multiplier."""
-    found = digests._multipliers(torch.device("cpu"))[lane].tolist()
+    found = digests.multipliers_on(torch.device("cpu"))[lane].tolist()
     assert [value & MASK for value in found] == LANES[lane]
     low = {value % 2**33 for value in found} | {-value % 2**33 for value in found}
     assert len(low) == 2 * BLOCK_WORDS

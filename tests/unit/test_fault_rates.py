@@ -15,6 +15,7 @@ import spare_megatron
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_faults import rate_problems
+from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
@@ -41,8 +42,8 @@ def configured(*overrides: str) -> RunConfig:
 
 
 def at_risk(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """What the fault may cost, as opposed to what it spares: everything that lasts, and corruptions."""
-    if fault.kind in ("bit_flip", "param_flip"):
+    """What the fault may cost, as opposed to what it spares: everything that lasts, corruptions, and drains."""
+    if fault.kind in ("bit_flip", "param_flip", "drain"):
         return frozenset({fault.group})
     return groups_hit(config, fault)
 
@@ -66,7 +67,8 @@ def test_a_longer_run_begins_with_the_same_faults() -> None:
 
 
 def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_rank() -> None:
-    config = configured("layout.num_groups=12", "cluster.num_nodes=12", "cluster.isolate_nodes=true")
+    settings = ("layout.max_groups=13", "data.access=shared", "cluster.num_nodes=13", "cluster.isolate_nodes=true")
+    config = configured("layout.num_groups=12", *settings)
     faults = [fault for seed in range(20) for fault in draw_faults(with_seed(config, seed))]
     assert {fault.kind for fault in faults} == set(survivable_kinds(config))
     assert "kill_store" not in survivable_kinds(config)
@@ -217,10 +219,20 @@ def test_the_mix_of_llama3_draws_kinds_as_often_as_their_causes_struck() -> None
     assert total == 419
     assert sum(weights.values()) == pytest.approx(1.0)
     assert weights["slow"] == pytest.approx(6 / total)  # thermal
-    assert weights["disk_full"] == pytest.approx(3 / total)  # SSD
+    assert weights["disk_full"] == pytest.approx(3 / 2 / total)  # half of the SSDs'
     assert weights["bit_flip"] == pytest.approx(6 / 2 / total)  # half of the silent data corruption
     alone = kind_weights(configured("faults.mix=llama3", "faults.kinds=['slow', 'disk_full']"))
     assert alone == pytest.approx({"slow": 6 / 9, "disk_full": 3 / 9})
+
+
+def test_a_stop_of_half_a_second_may_cost_its_group_however_long_heartbeats_are() -> None:
+    """Its supervisor sees it, where a hang shows by silence alone."""
+    lasting = configured("control.heartbeat_interval_s=10", "faults.max_seconds=2", "spare.rejoins=0")
+    for kind, is_risky in (("stop", True), ("hang", False)):
+        faults = draw_faults(replace(lasting, faults=replace(lasting.faults, kinds=(kind,))))
+        longer = [fault for fault in faults if fault.seconds is not None and fault.seconds > SHORT_STOP_S]
+        assert (len(longer) < 6) == is_risky, "no group comes back"
+        assert len([fault for fault in faults if fault.seconds is not None]) > 20
 
 
 def test_a_mix_without_any_of_the_listed_kinds_is_refused() -> None:
@@ -246,7 +258,7 @@ def lost_when(config: RunConfig, faults: Sequence[Fault], step: int, num_rejoins
         if fault.step > step:
             break
         for group in at_risk(config, fault):
-            times[group] += 1
+            times[group] += fault.kind != "drain"
             for_good = times[group] > num_rejoins or fault.kind in of_node
             if for_good or step < fault.step + config.faults.recovery_steps:
                 lost.add(group)

@@ -2,14 +2,16 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.faults.injection import InjectedFault, Injector
+from spare_megatron.faults.injection import InjectedFault, Injector, Slowable
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
@@ -207,3 +209,51 @@ def test_a_kill_is_reported_before_the_signal(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit):
         probe(FaultPoint.BACKWARD)
     assert story == [fault, (os.getpid(), signal.SIGKILL)]
+
+
+def test_what_is_slowed_takes_its_factor_as_long_until_the_fault_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, num_moves = [0.0], [0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    def progress() -> None:
+        num_moves[0] += 1
+
+    def taken_s(kind: Slowable, seconds: float) -> float:
+        began_s = now_s[0]
+        now_s[0] += seconds
+        injector.stretch(kind, seconds, progress)
+        return now_s[0] - began_s
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    fault = replace(make_fault(), kind="slow", factor=2.5, seconds=10.0)
+    struck: list[Fault] = []
+    injector = Injector([fault], struck.append, struck.append)
+    assert injector.can_slow == {"slow"}
+    assert taken_s("slow", 2.0) == 2.0
+    assert run_steps(injector, 4) == []
+    assert struck == [fault]
+    assert taken_s("slow", 2.0) == pytest.approx(5.0)
+    assert num_moves[0] >= 3.0 / 0.05, "slow is not lost"
+    assert taken_s("slow_data", 2.0) == 2.0
+    now_s[0] += 5.1
+    assert taken_s("slow", 2.0) == pytest.approx(2.0), "it is over"
+
+
+def test_a_rank_stays_slow_if_no_time_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+    now_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        now_s[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    injector = Injector([replace(make_fault(), kind="slow_data", factor=3.0)], lambda _: None, lambda _: None)
+    run_steps(injector, 4)
+    now_s[0] = 1e5
+    injector.stretch("slow_data", 0.01, lambda: None)
+    assert sum(slept_s) == pytest.approx(0.02)

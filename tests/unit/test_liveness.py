@@ -1,10 +1,21 @@
 """Who counts as lost, and who does not."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.failure_detector import Absence, FailureDetector, Operation, Pulse, first_to_stop
+from spare_megatron.core.failure_detector import (
+    SHORT_STOP_S,
+    STOP_POLL_S,
+    Absence,
+    FailureDetector,
+    Operation,
+    ProcessState,
+    Pulse,
+    StopDetector,
+    first_to_stop,
+)
 
 INTERVAL_S = 1.0
 LOOK_S = 0.25
@@ -157,3 +168,40 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
     culprit = replace(pulse, operation=Operation.COMPUTE, progress_at_s=6.0)
     assert first_to_stop({0: pulse, 1: waiting, 2: culprit}) == 2
     assert first_to_stop({0: waiting, 1: replace(waiting, progress_at_s=2.0)}) == 0
+
+
+RUNNING, STOPPED = (ProcessState(is_stopped=is_stopped, num_switches=70) for is_stopped in (False, True))
+
+
+def stopped_at_s(states: Sequence[tuple[float, ProcessState]]) -> tuple[float, str] | None:
+    """When a process is found stopped that was in these states when it was polled, and why."""
+    detector = StopDetector()
+    found = ((at_s, cause) for at_s, state in states if (cause := detector.poll(state, at_s)))
+    return next(found, None)
+
+
+def test_a_process_is_lost_once_it_has_been_seen_stopped_for_half_a_second() -> None:
+    polls_s = [number * STOP_POLL_S for number in range(20)]
+    assert stopped_at_s([(at_s, RUNNING) for at_s in polls_s]) is None
+    found = stopped_at_s([(at_s, STOPPED if at_s > 0.75 else RUNNING) for at_s in polls_s])
+    assert found == (pytest.approx(1.3), "stopped for 0.5 s")
+
+
+@pytest.mark.parametrize("first_poll_s", [0.0, 0.001, 0.05, 0.099])
+def test_a_short_stop_survives_whenever_it_begins_and_even_if_it_ends_a_little_late(first_poll_s: float) -> None:
+    polls_s = [first_poll_s + number * STOP_POLL_S for number in range(20)]
+    stop = range(round(1000 * (SHORT_STOP_S + 0.09)))
+    states = [(at_s, STOPPED if round(1000 * at_s) in stop else RUNNING) for at_s in polls_s]
+    assert stopped_at_s(states) is None
+
+
+def test_stops_with_a_moment_between_them_that_no_poll_saw_are_not_one() -> None:
+    states = [(number * STOP_POLL_S, replace(STOPPED, num_switches=70 + number // 5)) for number in range(40)]
+    assert stopped_at_s(states) is None
+
+
+def test_a_watcher_that_was_suspended_with_the_process_counts_only_what_it_has_seen() -> None:
+    assert stopped_at_s([(0.0, STOPPED), (0.1, STOPPED), (30.0, STOPPED), (30.1, RUNNING)]) is None
+    found = stopped_at_s([(0.0, STOPPED), (0.1, STOPPED), (30.0, STOPPED), (30.1, STOPPED), (30.25, STOPPED)])
+    assert found is not None
+    assert found[0] == 30.25

@@ -177,6 +177,21 @@ def test_a_group_that_computed_nothing_and_a_journal_without_times_say_nothing()
     assert paces.of(np.arange(3))[0].tolist() == []
 
 
+def test_what_stretches_a_pass_is_a_part_of_it() -> None:
+    now_s = [0.0]
+    times = PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s)
+
+    def double(seconds: float) -> None:
+        now_s[0] += seconds
+
+    times.stretch = double
+    for seconds in (1.0, 3.0):
+        times.start_pass()
+        now_s[0] += seconds
+        times.end_pass()
+    assert times.total_s() == 8.0
+
+
 def test_passes_add_up_within_a_step_and_waiting_between_them_does_not_count() -> None:
     now_s = iter([0.0, 1.0, 5.0, 7.0, 20.0, 24.0])
     times = PassTimes(lambda: next(now_s), lambda began_s, ended_s: ended_s - began_s)

@@ -14,7 +14,7 @@ from spare_megatron.core.failure_detector import Operation, Pulse
 from spare_megatron.process.reports import RankKey
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.supervisor.rank_watch import RankWatch
+from spare_megatron.supervisor.rank_watch import RankWatch, read_state
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,6 +28,7 @@ class FakeRanks:
 
     def __init__(self) -> None:
         self.pulses: dict[RankKey, Pulse] = {}
+        self.pids: dict[RankKey, int] = {}
 
     def of(self, group: GroupId) -> list[RankKey]:
         return [key for key in self.pulses if key[0] == group]
@@ -216,3 +217,81 @@ def test_a_group_that_is_not_up_gets_on_while_a_rank_makes_progress_and_for_ten_
     assert [watch.is_getting_on(GROUP, now_s) for now_s in (100.0, 109.5, 110.5, 1000.0)] == [True, True, False, False]
     watch.start_watching(GROUP)
     assert not watch.is_getting_on(GROUP, 100.0)
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Waits until the kernel shows the state; the test's time limit ends that."""
+    while f"State:\t{state}" not in Path(f"/proc/{pid}/status").read_text():
+        time.sleep(0.001)
+
+
+def test_a_process_that_a_signal_stops_is_named_and_its_peers_are_not() -> None:
+    """Real processes; the clock is the test's."""
+    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    try:
+        ranks = FakeRanks()
+        ranks.pulses = {(GROUP, rank): shown(rank, progress=rank) for rank in (0, 1)}
+        ranks.pids = {(GROUP, rank): child.pid for rank, child in enumerate(children)}
+        watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
+        watch.start_watching(GROUP)
+        assert list(watch.find_stopped(0.0, ())) == []
+        children[1].send_signal(signal.SIGSTOP)
+        wait_for_state(children[1].pid, "T")
+        found = [list(watch.find_stopped(0.1 * number, ())) for number in range(1, 8)]
+        assert found[:5] == [[]] * 5
+        assert found[5] == [(GROUP, 1, "stopped for 0.5 s in update of step 3")]
+        assert list(watch.find_stopped(0.8, {GROUP})) == [], "it is lost already"
+        watch.forgive()
+        assert list(watch.find_stopped(0.9, ())) == []
+        children[1].send_signal(signal.SIGCONT)
+        wait_for_state(children[1].pid, "S")
+        assert [list(watch.find_stopped(1.0 + 0.1 * number, ())) for number in range(10)] == [[]] * 10
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+_STOPPED_BY_A_DEBUGGER = """
+import ctypes, os, signal, sys
+pid = int(sys.argv[1])
+assert ctypes.CDLL(None).ptrace(16, pid, 0, 0) == 0  # PTRACE_ATTACH: stops it
+os.waitpid(pid, 0x40000000)  # __WALL
+print("stopped", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process that is not a child is traced by root")
+def test_a_process_that_a_debugger_has_stopped_is_not_counted_as_stopped() -> None:
+    traced = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    debugger = subprocess.Popen(
+        [sys.executable, "-c", _STOPPED_BY_A_DEBUGGER, str(traced.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert debugger.stdout is not None
+        assert debugger.stdout.readline() == b"stopped\n"
+        status = Path(f"/proc/{traced.pid}/status").read_text()
+        assert "tracing stop" in status
+        assert f"TracerPid:\t{debugger.pid}" in status
+        assert not read_state(traced.pid).is_stopped
+    finally:
+        for child in (debugger, traced):
+            child.kill()
+            child.wait()
+    assert not read_state(traced.pid).is_stopped, "it has ended"
+
+
+@pytest.mark.parametrize(("code", "found"), [("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"), ("os._exit(3)", "")])
+def test_a_killed_process_is_found_before_it_has_gone_and_one_that_exits_is_not(code: str, found: str) -> None:
+    """Memory of a GPU takes a while to be freed. Until it is reaped, an ended process shows what one does that ends."""
+    child = subprocess.Popen([sys.executable, "-c", f"import os, signal; {code}"])
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        ranks = FakeRanks()
+        ranks.pulses, ranks.pids = {(GROUP, 0): shown(0, progress=0)}, {(GROUP, 0): child.pid}
+        watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
+        watch.start_watching(GROUP)
+        assert list(watch.find_stopped(0.0, ())) == ([(GROUP, 0, found)] if found else [])
+    finally:
+        child.wait()

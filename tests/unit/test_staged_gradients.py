@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.checksums import NUM_DIGITS
+from spare_megatron.mcore.experts import Router
 from spare_megatron.mcore.fixed_point import FixedPoint
 from spare_megatron.mcore.gradients import FixedPointSums, FloatSums
 
@@ -22,13 +23,21 @@ LAST = 2
 FIXED = FixedPoint(scale=2.0**20, largest=2.0**40)
 
 
-def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_terms: int = 0) -> Any:
+def make_sums(
+    mode: str, device: str = "cpu", all_count: int | None = None, num_terms: int = 0, num_routers: int = 0
+) -> Any:
     """Sums of a model with a single parameter, in three buckets; all gradients are zero."""
     parameter = torch.nn.Parameter(torch.zeros(NUM_ELEMENTS, device=device))
     parameter.main_grad = torch.zeros(NUM_ELEMENTS, device=device)
     places = {parameter: (0, NUM_ELEMENTS, 0)}
     buffer = SimpleNamespace(grad_data=parameter.main_grad, param_index_map=places, params=[parameter])
-    module = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], zero_grad_buffer=parameter.main_grad.zero_)
+    routers = [make_router() for _ in range(num_routers)]
+    module = SimpleNamespace(
+        buffers=[buffer],
+        expert_parallel_buffers=[],
+        zero_grad_buffer=parameter.main_grad.zero_,
+        modules=lambda: routers,
+    )
     chunks: Any = [SimpleNamespace(module=module)]
     groups: Any = SimpleNamespace(lanes=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
     place = (chunks, groups, torch.device(device))
@@ -36,6 +45,16 @@ def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_
         return FixedPointSums(*place, BUCKET_ELEMENTS * 8, FIXED, all_count, num_terms)
     dtype = torch.float32 if mode == "fast" else torch.bfloat16
     return FloatSums(*place, BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count, num_terms)
+
+
+def make_router() -> Router:
+    """Of three experts with biases, as far as sums know it."""
+    router = Router.__new__(Router)
+    torch.nn.Module.__init__(router)
+    router.enable_expert_bias, router.config = True, SimpleNamespace(num_moe_experts=3)
+    for name in ("expert_bias", "local_tokens_per_expert"):
+        router.register_buffer(name, torch.zeros(3))
+    return router
 
 
 def add(sums: Any, element: int, value: float) -> None:
@@ -220,6 +239,23 @@ def test_sums_and_counts_of_further_terms_ride_in_the_last_bucket(mode: str) -> 
     groups[0].reset()
     assert summed(groups[:1]) == LossSum(0.0, 0)
     assert groups[0].totals().terms == (LossSum(0.0, 0), LossSum(0.0, 0))
+
+
+@pytest.mark.parametrize("mode", ["fast", "fast_bf16", "reproducible"])
+def test_the_tokens_of_each_expert_ride_in_the_last_bucket(mode: str) -> None:
+    """Beside tokens that count and a term, exactly where fp32 would round their number."""
+    counts = [torch.tensor([[0, 1, 2**24 + 1], [2**33 - 1, number, 4096]]) for number in range(3)]
+    groups = [make_sums(mode, num_terms=1, num_routers=2) for _ in counts]
+    for sums, count in zip(groups, counts, strict=True):
+        sums.experts.tokens += count
+        sums.add_loss(torch.tensor(2.0), torch.tensor(5))
+        sums.add_term(0, torch.tensor(1.0), torch.tensor(7))
+    assert summed(groups) == LossSum(6.0, 15)
+    groups[0].finish()
+    assert torch.equal(groups[0].experts.tokens, sum(counts))
+    assert groups[0].totals().terms == (LossSum(3.0, 21),)
+    early = groups[1].extras(groups[1].stage(0, groups[1].new_staging()))
+    assert not early.any()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The fused kernel of fixed-point sums against torch on the CPU, bit by bit: on a GPU, and in Triton's interpreter."""
+"""The Triton kernels against torch on the CPU, bit by bit: on a GPU, and in Triton's interpreter."""
 
 import math
 import os
@@ -19,7 +19,8 @@ GPU = pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_the_kernel_adds_what_the_cpu_adds_and_keeps_the_same_largest_magnitude(device: str) -> None:
+def test_kernels_compute_what_the_cpu_computes(device: str) -> None:
+    """Fixed-point sums with the largest magnitude, and the sums of a digest's blocks."""
     pytest.importorskip("triton", reason=NOT_HERE)
     # In a process of its own: Triton decides at its import whether it interprets.
     environment = {
@@ -46,6 +47,21 @@ def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monk
         ValueError, match=r"find C compiler; install a C compiler and Python's headers .*reduce.mode=fast"
     ):
         fixed_point_kernel.check(torch.device("cpu"))
+
+
+def compare_digests(device: str) -> int:
+    """Returns the number of comparisons; raises AssertionError at the first difference."""
+    from spare_megatron.mcore import digest_kernel, digests
+
+    generator, here = torch.Generator().manual_seed(7), torch.device("cpu")
+    multipliers = digests.multipliers_on(here)
+    for num_blocks in (1, 2, 5):
+        shape = (num_blocks, digests.BLOCK_WORDS)
+        words = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+        (expected,) = digests.block_sums(words.view(-1), num_blocks)
+        found = digest_kernel.sum_blocks(words.to(device), multipliers.to(device))
+        assert torch.equal(found.cpu(), expected)
+    return 3
 
 
 def compare(device: str) -> int:
@@ -87,4 +103,4 @@ def cases(generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    print(compare(sys.argv[1]))
+    print(compare(sys.argv[1]) + compare_digests(sys.argv[1]))

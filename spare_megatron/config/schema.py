@@ -425,6 +425,7 @@ FaultKind = Literal[
     "param_flip",
     "moment_flip",
     "sum_flip",
+    "data_flip",
     "drain",
     "resize",
 ]

@@ -8,14 +8,15 @@ from torch import Tensor
 from spare_megatron.config.schema import FaultKind
 from spare_megatron.mcore.trainer import GroupTrainer
 
-CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip", "sum_flip"})
+CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip", "sum_flip", "data_flip"})
 """The fault kinds that `corrupt` injects."""
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None, staged: Tensor | None) -> None:
-    """Changes one value of a rank: a local gradient sum, a parameter, a first moment or one of the bucket `staged`.
+    """Changes one value of a rank: a local gradient sum, a parameter, a first moment, one of the bucket `staged`, or a
+    token of the microbatch that is read next, by default its lowest bit.
 
     `bit` is the one to flip, 0 being the lowest; None is the second highest, the top of a float's exponent.
     """
@@ -30,6 +31,8 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None, staged: Ten
             flip_bit(trainer.moments(), bit)
         case "sum_flip":
             flip_bit([] if staged is None else [staged], bit)
+        case "data_flip":
+            trainer.on_loaded = lambda tokens: flip_bit([tokens], 0 if bit is None else bit)
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:

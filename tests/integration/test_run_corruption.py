@@ -11,7 +11,7 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import LEAST_STEPS
-from spare_megatron.journal.records import FaultRecord, LossRecord, VoteRecord
+from spare_megatron.journal.records import FaultRecord, LossRecord, SuspicionRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
@@ -95,13 +95,19 @@ def test_a_flipped_high_bit_of_a_gradient_costs_its_group(
     assert f"the gradient of step {JUDGED} {found}" in fence["error"]
 
 
-def test_a_flipped_low_bit_of_a_gradient_goes_unnoticed_and_all_groups_stay_alike(
+def test_a_flipped_low_bit_of_a_gradient_or_a_token_goes_unnoticed_and_all_groups_stay_alike(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     expected = finished(text_corpus, tmp_path / "none", [], steps=JUDGED + 2)
-    fault = wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 1, bit=12)
-    run = finished(text_corpus, tmp_path / "run", [fault], steps=JUDGED + 2)
+    faults = [
+        wrong("data_flip", FaultPoint.FORWARD, JUDGED - 1, 2, bit=0),
+        wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 1, bit=12),
+    ]
+    run = finished(text_corpus, tmp_path / "run", faults, steps=JUDGED + 2)
     assert fences_of(run) == {}
+    changed = [step for step, losses in losses_of(run.journal).items() if losses != losses_of(expected.journal)[step]]
+    assert min(changed) == JUDGED - 1, "a token of one microbatch, whose loss is like any other"
+    assert run.journal.of(SuspicionRecord) == []
     assert run.summary.params_sha256 != expected.summary.params_sha256
 
 

@@ -328,6 +328,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ],
             "faults.trace[0].bit=16 lies outside 0 to 15",
         ),
+        (
+            ["faults.trace=[{phase='backward', kind='data_flip', rank=0}]"],
+            "faults.trace[0].kind=data_flip strikes the tokens that the first stage reads",
+        ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
         (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 lies outside 0.00098 (1 KiB) to 1.04858e+06 (1 TiB); change"),

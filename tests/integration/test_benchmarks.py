@@ -40,7 +40,11 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
         {"ratio", "ours_step_s", "ratio_of_means", "plain_mean_step_s"},
         TWO_GROUPS,
     ),
-    "gradient_guard": ("--steps 5", {"norm_share", "hash_share", "sha256_s"}, TWO_GROUPS),
+    "gradient_guard": (
+        "--steps 5",
+        {"norm_share", "checksum_share", "hash_share", "rest_share", "sha256_s"},
+        TWO_GROUPS,
+    ),
     "goodput": (
         "--ways ours --runs 1 --steps 24 --quiet-steps 10 --kills 1 --mean-steps 0.1",
         {"ways", "failed", "quiet_step_s"},

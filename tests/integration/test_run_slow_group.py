@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS, SLOW_FROM, LOST_IN = 24, 3, 16
 MICROBATCHES = 6
-SLOW = FaultConfig(phase=FaultPoint.FORWARD, kind="slow", step=SLOW_FROM, group=1, rank=0, factor=12.0)
+SLOW = FaultConfig(phase=FaultPoint.FORWARD, kind="slow", step=SLOW_FROM, group=1, rank=0, factor=4.0)
 
 
 def test_a_slow_group_gets_less_work_and_nothing_else_changes(text_corpus: Path, tmp_path: Path) -> None:
@@ -32,10 +32,11 @@ def test_a_slow_group_gets_less_work_and_nothing_else_changes(text_corpus: Path,
         text_corpus,
         LayoutConfig(num_groups=4),
         steps=STEPS,
-        faults=[SLOW, kill("backward", LOST_IN, 1)],
+        faults=[SLOW, kill("before_reduce", LOST_IN, 1)],
         num_microbatches=MICROBATCHES,
         mode="reproducible",
         rejoins=1,
+        deal_by_pace=True,
     )
     run = complete_run(config, tmp_path / "slow")
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons

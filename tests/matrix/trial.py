@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import (
+    AuditConfig,
     ClusterConfig,
     EvalConfig,
     FaultConfig,
@@ -152,6 +153,7 @@ def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_
     config = replace(
         config,
         data=replace(config.data, split="9,1"),
+        audit=AuditConfig(every_steps=1),  # so that groups are lost in the middle of audits
         eval=EvalConfig(every_steps=STEP),
         faults=replace(config.faults, trace=tuple(faults)),
     )

@@ -68,7 +68,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a case: `fence` is the reason of the only fence, `fenced` its group."""
+    """What became of a case: the groups fenced, and the first reason.
+
+    `is_spoiled`: the sum before the verdict differs from that without the fault; `is_bitwise`: the committed one equals
+    it.
+    """
 
     case: Case
     is_spoiled: bool
@@ -78,7 +82,7 @@ class Outcome:
 
 
 class Spoiler:
-    """Spoils what this rank's last layer computes while `is_on`; counts how often it did."""
+    """Spoils what this rank's last layer computes while `is_on`."""
 
     def __init__(self, trainer: GroupTrainer) -> None:
         modules = (module for chunk in trainer.chunks for module in chunk.module.modules())
@@ -86,11 +90,10 @@ class Spoiler:
         self.weight = next(p for name, p in self._layer.named_parameters() if name.endswith("linear_fc1.weight"))
         self._case: Case | None = None
         self.is_on = False
-        self.num_spoiled = 0
         self._layer.register_forward_hook(self._on_output)
 
     def start(self, case: Case | None) -> None:
-        self._case, self.num_spoiled, self.is_on = case, 0, case is not None
+        self._case, self.is_on = case, case is not None
 
     def _on_output(self, _layer: object, _inputs: object, outputs: Any) -> Any:
         case = self._case
@@ -103,7 +106,6 @@ class Spoiler:
         if case.kind not in ("drift", "stuck_bit", "activation"):
             return None
         output = output.clone()
-        self.num_spoiled += 1
         if case.kind == "drift":
             output.data.mul_(1 + DRIFT)
         else:
@@ -114,7 +116,6 @@ class Spoiler:
         assert self._case is not None, "a hook of this case"
         changed = gradient.clone()
         flip_bit([changed], self._case.bit)
-        self.num_spoiled += 1
         return changed
 
 
@@ -136,18 +137,20 @@ class PlayedGroups:
         )
         self.num_audits = 0
 
-    def step(self, step: int, case: Case | None) -> tuple[list[Fence], np.ndarray]:
-        """Runs a step from its plan to the commit. Returns the fences, and the committed sum over all groups."""
+    def step(self, step: int, case: Case | None) -> tuple[list[Fence], list[np.ndarray]]:
+        """Runs a step from its plan to the commit. Returns the fences, and the sums over all groups of each time that
+        the step was computed, the last of which is committed.
+        """
         controller = Controller(replace(self._setup, first_step=step))
         pending = list(controller.handle(RunStarted(), now_s=0.0))
         fences: list[Fence] = []
-        total = np.zeros(0)
+        sums: list[np.ndarray] = []
         self._boundaries.clear()
         while pending:
             match action := pending.pop(0):
                 case ComputeStep():
                     self._boundaries.clear()
-                    total = self._compute(action, controller.members, case)
+                    sums.append(self._compute(action, controller.members, case))
                 case ComputeAudits():
                     for group in controller.members:
                         asked = action.asked_of(group)
@@ -169,7 +172,7 @@ class PlayedGroups:
                         else:
                             pending, decided = list(read), ()
                 case UpdateModel():
-                    return fences, total
+                    return fences, sums
                 case _:
                     pass
         raise RuntimeError(f"step {step} ends without a commit: {controller.head} entries")
@@ -221,13 +224,10 @@ class spoiling:  # noqa: N801
         if case is None:
             return
         spoiler = played.spoiler
-        num_before = spoiler.num_spoiled
         spoiler.start(case)
-        spoiler.num_spoiled = num_before
         if case.kind == "weight":
             before = spoiler.weight.detach().clone()
             flip_bit([spoiler.weight.detach()], case.bit)
-            spoiler.num_spoiled += 1
             self._undo.append(lambda: spoiler.weight.detach().copy_(before))
         if case.kind in LASTING:
             return
@@ -246,7 +246,6 @@ class spoiling:  # noqa: N801
                 if spoiler.is_on and "tokens" in values:
                     values["tokens"].view(-1)[case.bit] ^= 1
                     values["labels"].view(-1)[case.bit] ^= 1
-                    spoiler.num_spoiled += 1
                 return values
 
             played.trainer._batch = on_batch  # type: ignore[method-assign]
@@ -264,7 +263,6 @@ class spoiling:  # noqa: N801
             now = passes._now
             if now is None or self._played.trainer.gradients.is_counting is False:
                 return None
-            spoiler.num_spoiled += 1
             changed = gradient.clone()
             flip_bit([changed], case.bit)
             return changed
@@ -295,9 +293,9 @@ def play_cases(config: RunConfig, num_cases: int, num_calm: int, seed: int) -> t
     for number in range(num_cases):
         case = draw_case(random, number % config.train.steps, dist.get_world_size())
         played.spoiler.start(None)
-        _, calm = played.step(case.step, None)
-        fences, total = played.step(case.step, case)
-        spoiled = torch.tensor([played.spoiler.num_spoiled, int(not np.array_equal(calm, total))])
+        _, [calm] = played.step(case.step, None)
+        fences, sums = played.step(case.step, case)
+        spoiled = torch.tensor([int(not np.array_equal(calm, one)) for one in (sums[0], sums[-1])])
         dist.all_reduce(spoiled)
         outcomes.append(
             Outcome(
@@ -403,7 +401,7 @@ def main() -> None:
             num_audits, alarms = num_audits + audits, alarms + wrong
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        large = config_of(prefix, 16, {}, hidden_size=128, num_attention_heads=4, seq_length=256)
+        large = config_of(prefix, 16, {}, hidden_size=64, num_attention_heads=4, seq_length=128)
         ratios, digest_share = measure(large, arguments.blocks)
         dist.destroy_process_group()
     struck = [(layout, one) for layout, one in outcomes if one.is_spoiled]

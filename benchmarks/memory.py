@@ -1,5 +1,7 @@
 """Memory of a rank: plain Megatron DDP and its DistributedOptimizer (ZeRO-1) beside ours, replicated and stacked.
 
+With `--lanes D` instead: groups of D lanes beside the DistributedOptimizer over D ranks, which keeps as much state.
+
 Bytes of tensors are counted after some steps, on every rank: those of the model's parameters, of Megatron's gradient
 buffers, of what the optimizer holds, and all staging buffers that were ever made, for buckets and gathered parameters.
 Beside them stands what the process has grown by since it was forked, activations, allocators and libraries included.
@@ -11,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -158,6 +161,19 @@ def measure_own(config: RunConfig) -> list[dict[str, int]]:
         return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
+def measure_lanes(config_file: Path, overrides: list[str], num_lanes: int) -> dict[str, Any]:
+    """Groups of several lanes, and one group of as many ranks of plain Megatron; the fullest rank of each."""
+    ours = load_run_config(
+        config_file, [*MODEL, "faults.trace=[]", *overrides, f"layout.data_parallel={num_lanes}"]
+    ).config
+    alone = replace(ours, layout=replace(ours.layout, num_groups=1), spare=replace(ours.spare, redundancy=1))
+    names = f"Megatron ZeRO-1, {num_lanes} ranks", f"ours, {num_lanes} lanes"
+    memories = measure_plain(alone, is_sharded=True), measure_own(ours)
+    rows = dict(zip(names, map(_fullest, memories), strict=True))
+    theirs, own = rows.values()
+    return {**_result(ours, rows), "ratio": own["total"] / (theirs["total"] + own["staging"])}
+
+
 def measure(config_file: Path, overrides: list[str]) -> dict[str, Any]:
     """Every arrangement in turn, the fullest rank of each."""
 
@@ -175,16 +191,21 @@ def measure(config_file: Path, overrides: list[str]) -> dict[str, Any]:
     }
     ours = {"ours, replicated": whole, **stacked}
     measured |= {name: measure_own(config) for name, config in ours.items()}
-    rows: dict[str, dict[str, int]] = {
-        name: {column: max(memory[column] for memory in ranks) for column in COLUMNS}
-        for name, ranks in measured.items()
-    }
+    rows = {name: _fullest(memories) for name, memories in measured.items()}
+    ratio = rows["ours, stacked, r_o = 2"]["moments"] / rows["Megatron DDP"]["moments"]
+    return {**_result(whole, rows), "ratio": ratio}
+
+
+def _fullest(memories: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {column: max(memory[column] for memory in memories) for column in COLUMNS}
+
+
+def _result(config: RunConfig, rows: dict[str, dict[str, int]]) -> dict[str, Any]:
     return {
         "rows": rows,
-        "ratio": rows["ours, stacked, r_o = 2"]["moments"] / rows["Megatron DDP"]["moments"],
-        "bucket_bytes": round(whole.bucket_mib * 2**20),
-        "num_groups": whole.layout.num_groups,
-        "precision": whole.model.precision,
+        "bucket_bytes": round(config.bucket_mib * 2**20),
+        "num_groups": config.layout.num_groups,
+        "precision": config.model.precision,
         **origin(),
     }
 
@@ -194,10 +215,14 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs/run/demo_cpu.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run")
+    parser.add_argument("--lanes", type=int, default=1, help="of each group; more than 1 compares these alone")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     overrides = [f"train.steps={options.steps}", "optimizer.warmup_steps=0", "reduce.bucket_mib=4", *options.set]
-    result = measure(options.config, overrides)
+    if options.lanes > 1:
+        result = measure_lanes(options.config, overrides, options.lanes)
+    else:
+        result = measure(options.config, overrides)
     if options.json:
         print(json.dumps(result))
         return

@@ -88,8 +88,16 @@ print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]
         "${pip[*]} --no-build-isolation '$wanted'"
 }
 
+# What pip would do on one processor; argument: on how many, 0 for all. Some packages have templates, which do not
+# compile. A third of all source is tests of packages and single models of transformers: an import compiles them.
+compile_modules() {
+    # A shell has its background ignore Ctrl-C.
+    "$venv/bin/python" -c 'import compileall, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); compileall.main()' \
+        -q -j "$1" -x '/(tests|testing/_internal|transformers/models)/' "$venv/lib" >/dev/null 2>&1 || true
+}
+
 make_environment() {
-    local python="$1" stamp="$2"
+    local python="$1" stamp="$2" compiling failed=0
     need_venv_module "$python"
     if [ -e "$venv" ] && [ ! -e "$venv/of-launchers" ] && [ ! -e "$venv/stamp" ]; then
         fail "$venv was made by somebody else, and a launcher would replace it: move it away, or rm -rf '$venv'"
@@ -101,11 +109,14 @@ make_environment() {
     "$python" -m venv "$venv" || fail "$python -m venv failed"
     install_torch
     say "installing spare_megatron and its dependencies"
+    compile_modules 1 & # torch, while pip keeps one processor busy
+    compiling=$!
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile --editable \
-        "$root[test,dev]" || fail "pip could not install spare_megatron; its message is above"
+        "$root[test,dev]" || failed=1
+    wait "$compiling"
+    [ "$failed" = 0 ] || fail "pip could not install spare_megatron; its message is above"
     [ "$(torch_build)" = cpu ] || install_gpu_extra
-    # What pip would do on one processor. Some packages have templates, which do not compile.
-    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
+    compile_modules 0
     printf '%s\n' "$stamp" >"$venv/stamp.new"
     mv "$venv/stamp.new" "$venv/stamp"
     say "environment ready"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ _ROUNDS = 5
 _ROUNDS_OF_A_COPY = 3
 
 
-def _ask(task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[str, str] | None = None) -> list[Any]:
+def _ask(
+    scene: Scene, task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[str, str] | None = None
+) -> list[Any]:
     """What a process for each of `ways` sends, all at once. Raises RuntimeError if one ends early, TimeoutError."""
-    context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
+    forking, spawning = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+    context: ForkServerContext | SpawnContext = forking if scene.is_dry else spawning  # CUDA cannot be forked
+    context.set_forkserver_preload([__name__])
     os.environ.update({"OMP_NUM_THREADS": "1", **(environment or {})})
     pipes, processes = [], []
     try:
@@ -72,7 +77,7 @@ def abort_often(scene: Scene) -> None:
     server = listen("127.0.0.1", timedelta(seconds=_TIMEOUT_S))
     num_bytes = 2**20 if scene.is_dry else _SUM_BYTES
     ways = [(group, scene.device, server.port, num_bytes) for group in range(2)]
-    after = _ask(sum_and_abort, *ways)[0]
+    after = _ask(scene, sum_and_abort, *ways)[0]
     scene.report(after_each_abort=after)
     # The last few aborted communicators are still alive while their threads end, so that the first aborts add to them.
     middle = len(after) // 2 + 1
@@ -145,7 +150,7 @@ def time_costs(scene: Scene) -> None:
     prepare_index(config)
     for connections in ("1",) if scene.is_dry else ("1", "8"):
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-        [found] = _ask(costs_of_a_rank, (config, scene.device), environment=environment)
+        [found] = _ask(scene, costs_of_a_rank, (config, scene.device), environment=environment)
         scene.report(**{f"connections_{connections}": found})
         for what, spent_s in found.items():
             scene.report((f"{what}, CUDA_DEVICE_MAX_CONNECTIONS={connections}", seconds(spent_s)))

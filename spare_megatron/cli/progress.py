@@ -15,7 +15,7 @@ from rich.text import Text
 
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.events import and_others, text_of_entry, text_of_loss, text_of_pause
+from spare_megatron.journal.events import and_others, text_of_culprit, text_of_entry, text_of_loss, text_of_pause
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.quantities import format_bytes
@@ -25,6 +25,8 @@ from spare_megatron.journal.run_state import RunState, SavePlan
 from spare_megatron.journal.summary import NOT_RUN, Summary
 from spare_megatron.process.reports import (
     CheckpointRejected,
+    CulpritChanged,
+    EventCommandFailed,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -126,6 +128,10 @@ class RunProgress:
                 self._show_unrecorded(text_of_loss(record, is_known=False))
                 if text:
                     self._show(f"group {group} rank {rank} raised:\n{text.rstrip()}")
+            case CulpritChanged(record=record):
+                self._show_unrecorded(text_of_culprit(record))
+            case EventCommandFailed(reason=reason):
+                self._show(f"{reason}; training goes on")
             case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
                 self._show_store(event)
             case RunPaused(step=step, shards=shards) if shards != self._awaited:

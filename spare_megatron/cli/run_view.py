@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.journal.events import EventLine, describe_storage, shards_named
+from spare_megatron.journal.events import EventLine, describe_storage, shards_named, text_of_culprit
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.quantities import format_duration, format_large
@@ -141,8 +141,13 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
     reason = "" if run_state.end is None else run_state.end.reason
     outcome = f"{run_state.outcome}: {reason}" if reason else run_state.outcome
     yield f"{step_line(run_state, now_s)}  ({outcome})"
+    if run_state.paces:
+        shown = ", ".join(f"group {group} {pace / 1000:.2f}" for group, pace in run_state.paces.items())
+        yield f"work is dealt by pace, in times that of the groups' like: {shown}"
     if run_state.awaited and run_state.end is None:
         yield f"paused: no group left hosts {shards_named(run_state.awaited)}"
+    if run_state.culprit is not None and run_state.end is None:
+        yield f"held back: {text_of_culprit(run_state.culprit)}"
     for name, last in run_state.evaluated.items():
         yield f"loss of {name}: {text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)

@@ -1,6 +1,7 @@
 """`spare status`: how a run stands, or a job of Slurm with its runs; once, or for as long as it goes on."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -132,10 +133,12 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "name": None if run_state.run is None else run_state.run.name,
         "num_steps": None if run_state.run is None else run_state.run.num_steps,
         "groups": run_state.groups(),
+        "paces": {group: pace / 1000 for group, pace in run_state.paces.items()},
         "goodput": None if goodput is None else goodput.goodput,
         "wall_s": None if goodput is None else goodput.wall_s,
         "lost_s": {} if goodput is None else goodput.lost_s,
         "next_save_s": run_state.next_save_s(plan, now_s),
+        "culprit": None if run_state.culprit is None else dataclasses.asdict(run_state.culprit),
         "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_NUM_EVENTS)],
         "damage": run_state.damage,
         "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),

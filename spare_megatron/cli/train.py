@@ -48,8 +48,8 @@ def train(
 
     Example: `spare train demo_cpu --set train.steps=100`
 
-    SIGUSR1 to the process group of the run ends it after the current step, with a checkpoint. The journal is proven at
-    the end; if that takes more than 60 s, run `spare check` instead.
+    SIGUSR1 to this process or any supervisor ends the run after the current step, with a checkpoint. The journal
+    is proven at the end; if that takes more than 60 s, run `spare check` instead.
 
     Exit codes:
 

@@ -3,6 +3,7 @@
 A local sum is judged on the device, copied to a staging buffer and summed over the groups, and the sum replaces the
 local one once every group holds it. A commit writes all staged sums, a new attempt only those that are kept. A sum to
 which a group brings unsound gradients arrives with their number: it ends the attempt on every rank that receives it.
+Complete sums are checked on the device, and what is wrong is found when the attempt ends.
 During backward passes the ranks of a group post at the same points (docs/protocol.md, Order of posts).
 """
 
@@ -57,6 +58,9 @@ class BucketExchange:
         self._window = BucketWindow(self._num_buckets, 0)
         self._is_unsound = False  # some group's gradients in the next bucket to complete
         self._first, self._middle = 0, self._num_buckets // 2
+        self._wrong: tuple[int, ...] = ()
+        self.at_hand: torch.Tensor | None = None
+        """Of the bucket that was staged or received last, what is staged of its gradients."""
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
         self._may_go_on = True  # whether this attempt may send more
 
@@ -64,8 +68,8 @@ class BucketExchange:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this rank holds everything that the attempt sums."""
-        return self._window.is_complete and self._bucket_sums.is_finished
+        """Whether this rank holds everything that the attempt sums, and nothing of it has been found wrong."""
+        return self._window.is_complete and self._bucket_sums.is_finished and not self._wrong
 
     @property
     def num_complete(self) -> int:
@@ -101,6 +105,7 @@ class BucketExchange:
         self._window = BucketWindow(self._num_buckets, num_kept)
         self._first, self._middle = num_kept, (num_kept + self._num_buckets) // 2
         self._finding, self._is_unsound, self._may_go_on = GradientFinding.SOUND, False, True
+        self._wrong, self.at_hand = (), None
         self.communicator.start_attempt()
         self._bucket_sums.start_attempt(action)
 
@@ -132,6 +137,11 @@ class BucketExchange:
             if self._finding is GradientFinding.SOUND:
                 self._finding, self._finder = finding, self._guards[bucket]
         return self._finding
+
+    def first_wrong_sum(self) -> int | None:
+        """The first bucket whose sum contradicts its checksum in this attempt. Waits for the device, once."""
+        self._wrong = self._wrong or self._sums.wrong_sums()
+        return min(self._wrong, default=None)
 
     def error(self, finding: GradientFinding, step: int) -> UnsoundGradient:
         """The error for a finding of any rank of the group."""
@@ -215,7 +225,13 @@ class BucketExchange:
     def _post(self) -> bool:
         bucket = self._window.post()
         self._staged[bucket] = staging = self._staging.acquire()
-        return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
+        staged = self._sums.stage(bucket, staging)
+        self._show(bucket, staged, FaultPoint.STAGED)
+        return self._bucket_sums.post(bucket, staged)
+
+    def _show(self, bucket: int, staged: torch.Tensor, phase: FaultPoint) -> None:
+        self.at_hand = staged[: len(self._sums.buckets[bucket])]
+        self._probe(phase)
 
     def _receive(self) -> int:
         """Takes over the sums that are complete now, before the first unsound one; returns the number of both."""
@@ -228,6 +244,8 @@ class BucketExchange:
                 self._is_unsound = True
                 self.communicator.evidence = f"bucket {bucket}: the gradients of {num_unsound} groups are unsound"
                 break
+            self._show(bucket, self._staged[bucket], FaultPoint.SUMMED)
+            self._sums.check(bucket, self._staged[bucket], self._bucket_sums.places(bucket))
             self._bucket_sums.on_summed(bucket, self._staged[bucket])
             for everywhere in self._window.complete():
                 self._put(everywhere)

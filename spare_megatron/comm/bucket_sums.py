@@ -98,6 +98,7 @@ class ScatteredBuckets:
         self._group = group
         self._sums = trainer.gradients
         self._parts = trainer.gradient_parts()
+        self._sums.divide([[part.place for part in parts] for parts in self._parts])
         self._num_partitions = trainer.stacked.partitions.num_partitions
         self._device = trainer.stacked.device
         self._communicator = communicator

@@ -32,6 +32,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "placement": spare.placement,
         "groups_per_domain": spare.groups_per_domain,
         "granularity": spare.granularity,
+        "deal_by_pace": spare.deal_by_pace,
         "last_resort": config.data.access == "shared",
         "slice_redundancy": config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
         "reduce_mode": config.reduce.mode,

@@ -15,6 +15,7 @@ from spare_megatron.config.limits import (
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
+from spare_megatron.stacking.paces import Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,8 @@ class SpareConfig:
     """Groups per node for which processes are kept ready to replace those of a lost group; 0 starts new processes."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
     """Unit of work that moves after a loss: a microbatch, or a whole shard (stack) as in the SPARe paper."""
+    deal_by_pace: bool = True
+    """Gives groups that compute slower than the others less work, as soon as it is certain that they do."""
 
     @property
     def ramp(self) -> BatchRamp:
@@ -430,6 +433,9 @@ FaultKind = Literal[
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "sum_flip",
+    "drain",
+    "resize",
     "activation_flip",
     "stuck_bit",
     "drift",
@@ -577,6 +583,14 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchConfig:
+    """What happens when something happens to the run."""
+
+    on_event: tuple[str, ...] = ()
+    """Command and arguments to run on the driver's machine for each event, which it gets as JSON on standard input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
     """Traces of torch's profiler, in `profile` in the run directory: a file for each step and rank."""
 
@@ -610,6 +624,7 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -645,6 +660,13 @@ class RunConfig:
     def units_at_once(self) -> int:
         """Units of work that a group computes side by side, each on lanes of its own."""
         return self.layout.data_parallel // self.row_size
+
+    @property
+    def rounds(self) -> Rounds:
+        """What the pipeline schedule makes of a group's units of work."""
+        stages, chunks = self.layout.pipeline_parallel, self.layout.virtual_pipeline
+        multiple = (self.megatron.get("microbatch_group_size_per_vp_stage") or stages) if chunks > 1 else 1
+        return Rounds(lanes=self.units_at_once, multiple=multiple, fill=-(-(stages - 1) // chunks))
 
     @property
     def bucket_mib(self) -> float:

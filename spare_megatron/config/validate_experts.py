@@ -18,7 +18,6 @@ _REFUSED: Mapping[str, str] = {
     "moe_expert_capacity_factor": _CAPACITY,
     "moe_pad_expert_input_to_capacity": _CAPACITY,
     "moe_token_dropping": _CAPACITY,
-    "moe_router_enable_expert_bias": "expert biases are updated from the tokens of one group only",
     "moe_router_force_load_balancing": "it routes tokens at random, for benchmarks",
     "moe_router_topk_limited_devices": "routes would depend on the layout; choose moe_router_num_groups",
     "moe_input_jitter_eps": "its noise would not be that of the microbatch",
@@ -100,6 +99,12 @@ def _fields(config: RunConfig) -> Iterator[str]:
             yield f"megatron.{key}={megatron[key]} cannot be had: {reason}; remove it"
     if megatron.get("moe_token_dispatcher_type") == "flex":
         yield f"megatron.moe_token_dispatcher_type=flex cannot be had: {_UNCHECKED}; choose alltoall or allgather"
+    score = megatron.get("moe_router_score_function", "softmax")
+    if megatron.get("moe_router_enable_expert_bias") and score != "sigmoid":
+        yield (
+            f"megatron.moe_router_enable_expert_bias=true with megatron.moe_router_score_function={score}: biases are "
+            f"added to the scores of sigmoid alone; set that, or remove the first"
+        )
     balancing = megatron.get("moe_router_load_balancing_type", "aux_loss")
     for kind in balancing if isinstance(balancing, list) else [balancing]:
         if kind not in _BALANCING:

@@ -6,6 +6,7 @@ from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
     PHASES_OF_A_JOIN,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
@@ -31,6 +32,8 @@ _FOR_GOOD = (
     "bit_flip",
     "param_flip",
     "moment_flip",
+    "sum_flip",
+    "resize",
     "activation_flip",
     "stuck_bit",
     "drift",
@@ -63,9 +66,10 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
+    groups = "layout.max_groups" if config.layout.max_groups else "layout.num_groups"
     limits = (
         ("step", fault.step, config.train.steps, "train.steps"),
-        ("group", fault.group, config.layout.num_groups, "layout.num_groups"),
+        ("group", fault.group, config.layout.most_groups, groups),
         ("rank", fault.rank, config.parallel.ranks_per_group, "the ranks of a group"),
     )
     where = f"faults.trace[{index}]"
@@ -134,6 +138,8 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
     if fault.kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
         yield f"{where}.kind={fault.kind} needs a network of the node's own; set cluster.isolate_nodes=true"
+    if fault.kind == "resize" and not config.parallel.further_groups:
+        yield f"{where}.kind=resize needs further groups; set layout.max_groups above layout.num_groups"
     if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
         yield (
             f"{where}.kind={fault.kind} strikes a store that the run starts itself, but "
@@ -170,6 +176,11 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
             f"{where}.kind={fault.kind} strikes the local gradient sums, which are no longer read at "
             f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
         )
+    if fault.kind == "sum_flip" and fault.phase not in PHASES_OF_A_BUCKET:
+        yield (
+            f"{where}.kind=sum_flip strikes a bucket that is staged, and none is at phase={fault.phase}; choose one of "
+            f"{', '.join(sorted(PHASES_OF_A_BUCKET))}"
+        )
     if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
         yield (
             f"{where}.kind=moment_flip strikes moments, which the first update creates, but {where}.step="
@@ -177,9 +188,12 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
         )
     if fault.bit is None:
         return
-    if fault.kind not in ("bit_flip", "param_flip", "moment_flip", "activation_flip", "stuck_bit"):
+    if fault.kind not in ("bit_flip", "param_flip", "moment_flip", "sum_flip", "activation_flip", "stuck_bit"):
         yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
-    num_bits = 64 if fault.kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
+    is_of_sums = fault.kind in ("bit_flip", "sum_flip")
+    num_bits = 64 if is_of_sums and config.reduce.mode == "reproducible" else 32
+    if fault.kind == "sum_flip" and config.reduce.mode == "fast_bf16":
+        num_bits = 16
     if not 0 <= fault.bit < num_bits:
         yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
 
@@ -234,10 +248,12 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
             yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind in ("moment_flip", "activation_flip", "stuck_bit", "drift"):
+        if kind in ("moment_flip", "sum_flip", "activation_flip", "stuck_bit", "drift"):
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"
+        if kind == "resize" and not config.parallel.further_groups:
+            yield f"{where} needs further groups; remove it, or set layout.max_groups above layout.num_groups"
         if kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
             yield f"{where} needs a network of the node's own; remove it, or set cluster.isolate_nodes=true"
         if kind in ("cut", "stop_node", "kill_supervisor") and config.cluster.num_nodes == 1:

@@ -331,6 +331,14 @@ class DrainGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChangePaces:
+    """From this step on work is dealt by these paces, in thousandths of that of the groups' like, which others have."""
+
+    step: int
+    permille: Mapping[GroupId, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun:
     """All steps are committed."""
 
@@ -402,6 +410,7 @@ Action = (
     | WithdrawCandidates
     | AdmitGroups
     | DrainGroups
+    | ChangePaces
     | FinishRun
     | AwaitHosts
     | StopWipeOut

@@ -15,6 +15,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     ComputeAudits,
     ComputePatch,
     ComputeStep,
@@ -39,6 +40,7 @@ from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Resume, Retry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EndRequested, EntryRead, Event, HostsRead, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
@@ -46,6 +48,7 @@ from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, Work, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
@@ -79,6 +82,8 @@ class ControllerSetup:
     audits: AuditPolicy | None = None
     ramp: BatchRamp | None = None
     """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
+    rounds: Rounds | None = None
+    """What the time of a group's work follows from; None deals the same work to slow groups as to fast ones."""
 
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -99,6 +104,7 @@ class Controller:
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
         self._all_groups = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
+        self._paces = PaceEvidence()
         self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
         self._deal_step()
         policy = setup.evaluation
@@ -114,6 +120,7 @@ class Controller:
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # a group with wrong state contributed to the attempt
+        self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._disputes: tuple[Dispute, ...] = ()  # of this attempt
         self._to_audit: frozenset[GroupId] = frozenset()  # in this step, because they are new
         self._is_communicator_unused = False
@@ -155,6 +162,10 @@ class Controller:
             case EndRequested():
                 self._is_end_requested = True
                 return ()
+
+    @property
+    def deals_by_pace(self) -> bool:
+        return self._setup.rounds is not None
 
     def _deal(self, num_microbatches: int) -> Dealing:
         setup = self._setup
@@ -240,8 +251,10 @@ class Controller:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
+        has_changed = self._paces.fold(commit.paces, self.members, self._idle())
         self.step += 1
         self.attempt += 1
+        self._wrong_sums = ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         self._to_audit = frozenset()
@@ -264,6 +277,8 @@ class Controller:
             staying = tuple(voter for voter in self.voters if voter not in commit.drain)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
         actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
+        if has_changed:
+            actions.append(ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
         return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
 
     def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
@@ -303,6 +318,7 @@ class Controller:
         for voter in set(self.voters) - set(restart.members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(restart.members))
+        self._paces.start_over()  # other machines may have taken the places
         self.restarts.on_restart(step, self._clock.at_s)
         self.pause = None
         self._last_error = ""
@@ -314,7 +330,7 @@ class Controller:
         )
         self.step = step
         self.attempt += 1
-        self._is_discarded, self._disputes = False, ()
+        self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
         self._to_audit = frozenset(self.members)
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
@@ -329,20 +345,23 @@ class Controller:
     def _resume(self, resume: Resume) -> tuple[Action, ...]:
         self.attempt += 1
         self.pause = None
-        self._is_discarded, self._disputes = False, ()
+        self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
-        self._disputes = retry.disputes
+        self._wrong_sums, self._disputes = retry.wrong_sums, retry.disputes
         self._is_discarded = bool(retry.disputes)  # its sums hold a gradient that is wrong
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build) and not retry.disputes
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
+            if retry.wrong_sums:
+                groups = ", ".join(map(str, retry.wrong_sums))
+                reason += f"; in the last one sums contradicted their checksums on groups {groups}"
             return (StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         if self._is_over and self._saves.lacks_last(self.step):
@@ -350,7 +369,7 @@ class Controller:
             state = (*state, self._save(self._clock.at_s, is_last=True))
             self._votes_on_end = True
         if retry.recompute or (self._is_over and not self._is_evaluating):
-            return (*build, *state, *self._begin())
+            return (*build, *state, *self._begin(is_anew=retry.recompute))
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
@@ -369,6 +388,7 @@ class Controller:
     def _change_voters(self, voters: Iterable[Member]) -> None:
         self.voters = tuple(sorted(voters))
         self.members = tuple(voter.group for voter in self.voters)
+        self._paces.keep(self.members)
         self.epoch += 1
 
     # ------------------------------------------------------------------------------------------------- deciding
@@ -383,16 +403,21 @@ class Controller:
             is_over=self._is_over,
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
+            wrong_sums=self._wrong_sums,
             disputes=self._disputes,
             hosts=None if self._setup.last_resort else self._setup.placement.hosts,
         )
-        is_last = self._is_end_requested or self._is_time_over(now_s)
+        is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)
+        if isinstance(entry, Commit) and self.deals_by_pace:
+            measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns}
+            if paces := exceptions(measured, self._paces.dealt):
+                entry = replace(entry, paces=paces)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
     def _let_leave(self, commit: Commit) -> Commit:
@@ -430,12 +455,15 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- planning
 
-    def _begin(self) -> tuple[Action, ...]:
-        """Begins the evaluation that is due, else the next step, else the end of the run."""
+    def _begin(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        """Begins the evaluation that is due, else the next step, else the end of the run.
+
+        `is_anew`: groups have computed it already, and do it again.
+        """
         if self._is_over and not self._is_evaluating and self.voters:
             return self._end()
         try:
-            plan = self._plan()
+            plan = self._plan(after=f"attempt {self.attempt}" if is_anew else "")
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out)
         attempt = self._attempt()
@@ -486,12 +514,14 @@ class Controller:
     def _dealing(self) -> Dealing:
         return self._evaluation_dealing if self._is_evaluating and self._evaluation_dealing else self._step_dealing
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, *, after: str = "") -> StepPlan:
         if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
             self._deal_step()
-        work = self._dealing.work(self.members)
+        probe = None if self._is_evaluating else self._paces.probe
+        work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        plan = make_plan(self.step, self.epoch, work, is_evaluation=self._is_evaluating, audits=self._draw_audits(work))
+        audits = self._draw_audits(work)
+        plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating, audits=audits)
         self._plans = [plan]
         return plan
 
@@ -505,10 +535,20 @@ class Controller:
         return draw_audits(policy, self.step, work, hosts, auditors) if auditors else ()
 
     def _plan_patch(self) -> StepPlan:
-        patch, after = self._dealing.patch(self.members, self._orphans), self._plan_digest
+        patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest
         self._orphans = []
         self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self._is_evaluating))
         return self._plans[-1]
+
+    @property
+    def _dealt_paces(self) -> Paces:
+        """Those by which work is dealt; they change between two steps alone."""
+        rounds = self._setup.rounds
+        return Paces(permille=dict(self._paces.dealt), rounds=rounds) if rounds and self._paces.dealt else EVEN
+
+    def _idle(self) -> list[GroupId]:
+        """The groups that are known to be slow and have computed nothing in this step."""
+        return [group for group in self._paces.dealt if not any(plan.work.of(group) for plan in self._plans)]
 
     @property
     def _plan_digest(self) -> str:

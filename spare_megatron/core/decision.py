@@ -2,8 +2,8 @@
 
 First come objections: different plans or state (`core.comparison`), then audits (`core.audits`). Without one, Commit
 follows if every survivor holds the complete sum; otherwise Retry, which keeps the buckets whose sums all survivors
-hold. An evaluation is decided by the sums in the votes, so each loss takes work away and needs a Retry. Groups whose
-votes are missing too long are fenced.
+hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each loss takes work away and
+needs a Retry. Groups whose votes are missing too long are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,18 +32,24 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     objection = _objection(attempted, votes, different)
     if objection is not None:
         return objection
+    wrong = tuple(group for group in attempted.members if votes[group].has_wrong_sum) if _are_wrong(different) else ()
+    if _is_at_fault(wrong, attempted, votes):
+        reason = "it alone found sums over groups wrong, in two attempts in succession"
+        return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
     if attempted.disputes or any(vote.audits for vote in different):
         entry = _judge_audits(attempted, votes, different)
         if entry is not None:
             return entry
+    is_anew = attempted.is_discarded or bool(wrong)
     is_work_lost = attempted.is_evaluation and len(attempted.members) < len(attempted.voters)
-    if attempted.is_discarded or is_work_lost or not all(vote.is_complete for vote in different):
+    if is_anew or is_work_lost or not all(vote.is_complete for vote in different):
         return Retry(
             step=attempted.step,
             attempt=attempted.attempt,
-            kept=() if attempted.is_discarded else _kept(different),
-            recompute=attempted.is_discarded,
-            gather=(attempted.is_discarded and attempted.is_shared) or any(vote.lacks_params for vote in different),
+            kept=() if is_anew else _kept(different),
+            recompute=is_anew,
+            gather=(is_anew and attempted.is_shared) or any(vote.lacks_params for vote in different),
+            wrong_sums=wrong,
         )
     if attempted.is_evaluation:
         sums = added(vote.sums for vote in counted)
@@ -77,6 +83,21 @@ def fence_silent_voters(
     reason = f"it has not voted on attempt {attempt}: {cause}"
     silent = [voter for voter in voters if voter.group not in voted]
     return tuple(Fence(group=voter.group, incarnation=voter.incarnation, reason=reason) for voter in silent)
+
+
+def _are_wrong(votes: Sequence[Vote]) -> bool:
+    return any(vote.has_wrong_sum for vote in votes)
+
+
+def _is_at_fault(wrong: Sequence[GroupId], attempted: Attempted, votes: Mapping[GroupId, Vote]) -> bool:
+    """Whether the only group that found sums wrong is to blame: it was before, and to all others they came right.
+
+    Sums of state partitions come to some groups alone, so that they say nothing of those that send them.
+    """
+    if len(wrong) != 1 or tuple(wrong) != attempted.wrong_sums or attempted.is_shared or attempted.is_discarded:
+        return False
+    others = [votes[group] for group in attempted.members if group != wrong[0]]
+    return bool(others) and all(vote.is_complete for vote in others)
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 from spare_megatron.core.audits import Dispute, Statement
 from spare_megatron.core.evaluation import SetSum
+from spare_megatron.core.pace_evidence import PaceException
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
@@ -66,6 +67,8 @@ class Commit:
     """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
     leaving: tuple[Member, ...] = ()
     """Members that leave once others host their state partitions; all of them, in every commit until then."""
+    paces: tuple[PaceException, ...] = ()
+    """Groups that computed this step at another pace than that by which work is dealt to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ class Retry:
         kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
+        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
         disputes: Audited microbatches that groups have computed to different values. The groups that these name compute
             them in the next attempt, whose sums are not committed.
     """
@@ -111,6 +115,7 @@ class Retry:
     kept: tuple[int, ...] = ()
     recompute: bool = False
     gather: bool = False
+    wrong_sums: tuple[GroupId, ...] = ()
     disputes: tuple[Dispute, ...] = ()
 
 
@@ -210,11 +215,12 @@ def decode_entry(text: str) -> Entry:
         ("leaving", Member),
         ("save_ends", SaveEnd),
         ("sums", SetSum),
+        ("paces", PaceException),
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
-    if "kept" in values:
-        values["kept"] = tuple(values["kept"])
+    for name in values.keys() & {"kept", "wrong_sums"}:
+        values[name] = tuple(values[name])
     if "disputes" in values:
         values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])
     for name in values.keys() & {"restored", "released", "proven"}:

@@ -82,7 +82,7 @@ class HostsRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequested:
-    """The run is to end with the step under way. Further reports change nothing."""
+    """The run is to end: a pause is not waited out. Steps end by votes. Further reports change nothing."""
 
 
 Event = RunStarted | EntryRead | VotesRead | WaitingRead | HostsRead | EndRequested

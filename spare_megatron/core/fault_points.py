@@ -20,8 +20,12 @@ class FaultPoint(StrEnum):
     """Before a cross-group communicator is built."""
     BEFORE_REDUCE = "before_reduce"
     """All local work done, the cross-group reduction not begun."""
+    STAGED = "staged"
+    """A bucket is copied for the sum over groups, which has not begun; once for each bucket of an attempt."""
     IN_REDUCE = "in_reduce"
     """The cross-group reduction is in flight on this rank."""
+    SUMMED = "summed"
+    """The sum of a bucket over groups is here and has not been checked; once for each bucket of an attempt."""
     AFTER_REDUCE = "after_reduce"
     """The reduction is complete on this rank, its group has not voted."""
     AFTER_VOTE = "after_vote"
@@ -105,3 +109,6 @@ PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
 
 PHASES_WITH_SLICES = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, FaultPoint.REPAIR})
 """Reached only with partitioned optimizer state."""
+
+PHASES_OF_A_BUCKET = frozenset({FaultPoint.STAGED, FaultPoint.SUMMED})
+"""Reached once for each bucket of an attempt; a bit of the bucket can be flipped there."""

@@ -5,12 +5,12 @@ num_places machines are in the run. A place that its machine has left is vacant 
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from spare_megatron.core.reforming import Machine, MachineId, PlaceId, reform
-from spare_megatron.stacking.layout import Layout
+from spare_megatron.stacking.layout import GroupId, Layout, ShardId
 
 
 class Holding(NamedTuple):
@@ -30,23 +30,27 @@ class Assignment:
         places: What `reform` was given: all places of broken groups, each with its machine, None if empty. Absent if
             it did not choose: a machine replaces another one, or makes no group whole.
         idle: Likewise, machines without a place.
+        shards: Likewise, shards without a host.
     """
 
     holdings: tuple[Holding, ...]
     places: tuple[tuple[PlaceId, MachineId | None], ...] = ()
     idle: tuple[MachineId, ...] = ()
+    shards: tuple[ShardId, ...] = ()
 
 
 def encode_assignment(assignment: Assignment) -> str:
-    return json.dumps([assignment.holdings, assignment.places, assignment.idle], separators=(",", ":"))
+    of_choice = (assignment.places, assignment.idle, assignment.shards)
+    return json.dumps([assignment.holdings, *of_choice], separators=(",", ":"))
 
 
 def decode_assignment(text: str) -> Assignment:
-    holdings, places, idle = json.loads(text)
+    holdings, places, idle, shards = json.loads(text)
     return Assignment(
         holdings=tuple(Holding(*holding) for holding in holdings),
         places=tuple((place, machine) for place, machine in places),
         idle=tuple(idle),
+        shards=tuple(shards),
     )
 
 
@@ -94,7 +98,13 @@ class Places:
         """The latest incarnation of the place's supervisor."""
         return self._incarnations[place]
 
-    def replace(self, machine: MachineId, empty: Collection[PlaceId], groups_per_domain: int) -> Assignment:
+    def replace(
+        self,
+        machine: MachineId,
+        empty: Collection[PlaceId],
+        groups_per_domain: int,
+        unhosted: Mapping[ShardId, Collection[GroupId]],
+    ) -> Assignment:
         """The assignment of a place to a machine without one, where these places of broken groups are empty: that of
         the machine it replaces, else a vacant one: the one that makes a group whole, or the lowest. ValueError: another
         one has replaced it.
@@ -103,7 +113,7 @@ class Places:
             raise ValueError(f"node {self._seat(machine)}: another supervisor has replaced this one, which ends")
         if (held := self.held_by(machine)) is not None:
             return Assignment(holdings=(self._next(machine, held.place),))
-        chosen = self.reform(empty, groups_per_domain, idle=(machine,))
+        chosen = self.reform(empty, groups_per_domain, unhosted, idle=(machine,))
         if machine in {holding.machine for holding in chosen.holdings}:
             return chosen
         # As many places are vacant as machines are without one.
@@ -111,19 +121,26 @@ class Places:
         return Assignment(holdings=(self._next(machine, lowest),))
 
     def reform(
-        self, empty: Collection[PlaceId], groups_per_domain: int, idle: tuple[MachineId, ...] = ()
+        self,
+        empty: Collection[PlaceId],
+        groups_per_domain: int,
+        unhosted: Mapping[ShardId, Collection[GroupId]],
+        idle: tuple[MachineId, ...] = (),
     ) -> Assignment:
-        """The moves of `reform` where these places of broken groups are empty, and all others of them are not."""
+        """The moves of `reform` where these places of broken groups are empty, and all others of them are not;
+        `unhosted`: shards without a host, and who could host them.
+        """
         groups = {group for place in empty for group in self._layout.groups_on(place)}
         of_groups = sorted(PlaceId(place) for group in groups for place in self._layout.nodes_of(group))
         places = {place: None if place in empty else self.holder_of(place) for place in of_groups}
         machines = {machine: Machine("placed", place) for place, machine in places.items() if machine is not None}
         machines |= dict.fromkeys(idle, Machine("idle"))
-        moves = reform(self._layout, machines, groups, groups_per_domain=groups_per_domain)
+        moves = reform(self._layout, machines, groups, groups_per_domain=groups_per_domain, unhosted=unhosted.values())
         return Assignment(
             holdings=tuple(self._next(move.machine, move.place) for move in moves),
             places=tuple(places.items()),
             idle=idle,
+            shards=tuple(unhosted),
         )
 
     def _next(self, machine: MachineId, place: PlaceId) -> Holding:

@@ -8,6 +8,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, NewType, cast
 
 from spare_megatron.stacking.layout import GroupId, Layout
@@ -69,14 +70,19 @@ def can_reform(layout: Layout) -> bool:
 
 
 def reform(
-    layout: Layout, machines: Mapping[MachineId, Machine], broken: Collection[GroupId], *, groups_per_domain: int = 1
+    layout: Layout,
+    machines: Mapping[MachineId, Machine],
+    broken: Collection[GroupId],
+    *,
+    groups_per_domain: int = 1,
+    unhosted: Collection[Collection[GroupId]] = (),
 ) -> tuple[Move, ...]:
-    """The moves that make broken groups whole: most whole groups, then fewest moves, then fewest across domains.
+    """The moves that make broken groups whole: most whole groups, then fewest shards without a host, then fewest moves,
+    then fewest across domains, but for groups that shards need. `unhosted`: the hosts of each shard that has none now.
 
     Idle machines and those placed in broken groups are moved, those of other groups never; `machines` has none that are
     lost, are to leave or have given their place up. Ties: the lowest groups are completed; low places take low
-    machines, of their own domain first. A group that lacks nothing keeps its machines. Moves are in the order of their
-    places.
+    machines, of their own domain first. Moves are in the order of their places.
     Cost: O(M + P log P) for M machines and the P places of broken groups. ValueError as for `places_per_group`.
     """
     size = places_per_group(layout)
@@ -91,7 +97,9 @@ def reform(
             holders[place] = machine
     short = [_Broken.of(group, size, holders) for group in sorted(groups)]
     num_whole = (len(holders) + sum(map(len, idle.values()))) // size
-    chosen = _chosen(short, min(len(short), num_whole), idle, groups_per_domain)
+    num_whole = min(len(short), num_whole)
+    needed = _needed(short, num_whole, unhosted) if unhosted else frozenset()
+    chosen = _chosen(short, num_whole, idle, groups_per_domain, needed)
     wanted: defaultdict[int, list[PlaceId]] = defaultdict(list)
     for group in short:
         domain = group.group // groups_per_domain
@@ -118,20 +126,71 @@ class _Broken:
         return cls(group=group, places=places, num_held=size - len(missing), missing=missing)
 
 
+_MOST_TRIED = 2000
+"""Sets of groups that are tried at most for shards without a host."""
+
+
+def _needed(broken: Sequence[_Broken], num_whole: int, unhosted: Collection[Collection[GroupId]]) -> frozenset[GroupId]:
+    """The groups to complete for these shards: with those that lack fewest machines beside them, fewest shards stay
+    without a host, and this takes the fewest moves. Branch and bound over the host that each shard gets, exact up to
+    `_MOST_TRIED` sets.
+    """
+    order = sorted(broken, key=lambda group: len(group.missing))
+    ranks = {group.group: rank for rank, group in enumerate(order)}
+    shards = sorted((sorted(ranks[host] for host in hosts if host in ranks) for hosts in unhosted), key=len)
+    num_moves = [0, *accumulate(len(group.missing) for group in order)]  # of the groups below a rank
+
+    def end_of_others(forced: frozenset[int]) -> int:
+        """The others are completed below this rank."""
+        end = num_whole
+        while (shorter := num_whole - sum(rank >= end for rank in forced)) < end:
+            end = shorter
+        return end
+
+    def score(forced: frozenset[int]) -> tuple[int, int]:
+        """Shards that stay without a host, and moves."""
+        end = end_of_others(forced)
+        num_left = sum(all(rank >= end and rank not in forced for rank in hosts) for hosts in shards)
+        return num_left, num_moves[end] + sum(len(order[rank].missing) for rank in forced if rank >= end)
+
+    best: frozenset[int] = frozenset()
+    open_sets = [(0, best)]  # shards looked at, and groups forced for them
+    for _ in range(_MOST_TRIED):
+        if not open_sets:
+            break
+        number, forced = open_sets.pop()
+        found = score(forced)
+        best = forced if found < score(best) else best
+        num_left = sum(forced.isdisjoint(hosts) for hosts in shards[:number])
+        if number == len(shards) or (num_left, found[1]) >= score(best):
+            continue
+        open_sets.append((number + 1, forced))
+        if len(forced) < num_whole and forced.isdisjoint(shards[number]):
+            open_sets += [(number + 1, forced | {rank}) for rank in reversed(shards[number])]
+    end = end_of_others(best)
+    of_shards = {rank for hosts in shards for rank in hosts}
+    return frozenset(order[rank].group for rank in of_shards if rank < end or rank in best)
+
+
 def _chosen(
-    broken: Sequence[_Broken], num_whole: int, idle: Mapping[int | None, list[Source]], groups_per_domain: int
+    broken: Sequence[_Broken],
+    num_whole: int,
+    idle: Mapping[int | None, list[Source]],
+    groups_per_domain: int,
+    needed: Collection[GroupId],
 ) -> set[GroupId]:
-    """The groups to complete. Those that lack fewest machines need the fewest moves: each missing machine is one move.
+    """The groups to complete, those that are `needed` and others. Those that lack fewest machines need the fewest
+    moves: each missing machine is one move.
 
     Among those that lack equally many, t, domains decide. With n of them completed, a domain takes min(demand, supply)
     machines from itself: demand grows by t for each, supply falls by the k - t that it no longer gives. That is concave
     in n, so taking the greatest gain each time is optimal.
     """
-    by_missing = sorted(broken, key=lambda group: len(group.missing))
-    if num_whole == len(broken) or not num_whole:
+    by_missing = sorted(broken, key=lambda group: (group.group not in needed, len(group.missing)))
+    if num_whole in (len(broken), len(needed), 0):
         return {group.group for group in by_missing[:num_whole]}
     lacking = len(by_missing[num_whole - 1].missing)
-    chosen = {group.group for group in broken if len(group.missing) < lacking}
+    chosen = {group.group for group in broken if len(group.missing) < lacking} | {*needed}
     demand, supply = Counter[int](), Counter({domain: len(own) for domain, own in idle.items() if domain is not None})
     tied: defaultdict[int, list[_Broken]] = defaultdict(list)
     for group in broken:
@@ -140,7 +199,7 @@ def _chosen(
             demand[domain] += len(group.missing)
         else:
             supply[domain] += group.num_held
-        if len(group.missing) == lacking:
+        if len(group.missing) == lacking and group.group not in needed:
             tied[domain].append(group)
 
     def offer(domain: int) -> tuple[int, GroupId, int]:

@@ -25,7 +25,7 @@ class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty.
 
     Attributes:
-        state: Without partitions, all other state; set if state has been copied, or after the last step.
+        state: Without partitions, all other state.
         copied_from: The donor whose state, and so digests, the group has taken over since the last commit.
     """
 
@@ -58,8 +58,15 @@ class Vote:
     copied_from: GroupId | None = None
     sums: tuple[SetSum, ...] = ()
     """In an evaluation, of each validation set over all microbatches that the group has computed."""
+    pace_ns: int = 0
+    """Nanoseconds per microbatch of the group's slowest rank in the step so far, waits for other stages and for data
+    excluded; 0 if unknown."""
     leaves: bool = False
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    ends: bool = False
+    """A rank of the group is asked to end the run: the commit of this attempt is the last."""
+    has_wrong_sum: bool = False
+    """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
     audits: tuple[AuditWord, ...] = ()
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
 
@@ -103,7 +110,7 @@ class Attempted:
     """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
     A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
-    the attempt decides whether the run can end.
+    the attempt decides whether the run can end. `wrong_sums`: the groups that found wrong sums in the attempt before.
     """
 
     step: int
@@ -114,6 +121,7 @@ class Attempted:
     is_over: bool
     is_evaluation: bool = False
     ownership: Ownership | None = None
+    wrong_sums: tuple[GroupId, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     """About microbatches that this attempt has had computed again."""
     hosts: Sequence[Sequence[GroupId]] | None = None

@@ -14,6 +14,7 @@ from spare_megatron.config.store_space import shortage
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import StopHalted
 from spare_megatron.core.start import EarlyLoss, Start
+from spare_megatron.driver.culprits import Culprits
 from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -33,6 +34,7 @@ from spare_megatron.process.reports import (
     LeftNodeGone,
     MachineMoved,
     NodeEnded,
+    NodeMeasured,
     NodeMissing,
     NodeReport,
     RankRaised,
@@ -65,6 +67,8 @@ from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
 """How long the driver waits for the exit of a control store that no node reaches, before it kills the store."""
+_END_POLL_S = 0.5
+"""How often the driver looks whether it is asked to end the run."""
 _STORE_POLL_S, _STORE_ANSWER_S = 600.0, 1.0
 """How often the driver asks etcd for its size, and how long it blocks for an answer."""
 
@@ -104,6 +108,7 @@ class Driver:
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
         self._machines = {node: node for node in range(config.parallel.num_nodes)}  # by the place that they hold
+        self._culprits = Culprits(journal, on_event)
         self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""
@@ -198,6 +203,7 @@ class Driver:
         """Handles reports until every supervisor has ended or its node is lost."""
         pipes = {child.reports: node for node, child in self._nodes.items()}
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
+        self._forward_end_request()
         store_sentinel = [] if store is None else [store.process.sentinel]
         while not self._is_over(sentinels.values()):
             ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._timers.pause_s())
@@ -270,6 +276,9 @@ class Driver:
                 return
             case LeftNodeGone(members=members):
                 self._last_lost |= dict(members)  # its supervisor is not waited for
+                return
+            case NodeMeasured():
+                self._culprits.add(report)
                 return
             case NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)
@@ -358,6 +367,14 @@ class Driver:
             self._timers.after(seconds, lambda: _signal(pids, signal.SIGCONT))
             if then is not None:
                 self._timers.after(seconds, then)
+
+    def _forward_end_request(self) -> None:
+        """Has all supervisors end the run once this process is asked to; `RanksStarted` reminds of later ones."""
+        if end_signal.is_pending():
+            for node in self._nodes:
+                self._order(node, EndEarly())
+        else:
+            self._timers.after(_END_POLL_S, self._forward_end_request)
 
     def _order(self, node: int, order: DriverOrder) -> None:
         with contextlib.suppress(OSError):  # the node is lost

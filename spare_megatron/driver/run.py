@@ -24,6 +24,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus, step_of
 from spare_megatron.config.validate import Machine, on_device
 from spare_megatron.driver.driver import Driver
+from spare_megatron.driver.event_command import EventCommand
 from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
@@ -185,8 +186,11 @@ def _run(
                 storage.on_lost(event)
             case _:
                 metrics.on_event(event)
+                if command is not None:
+                    command.on_event(event)
                 on_event(event)
 
+    command = EventCommand(config.watch.on_event, run_dir, dispatch) if config.watch.on_event else None
     with named_errors("--run-dir", run_dir):
         journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(dispatch))
         metrics = Telemetry(config, record, open_sinks(config, run_dir, dispatch, on_step))
@@ -203,6 +207,9 @@ def _run(
         close_or_report(journal, dispatch)
         storage.report_lost()
         summary = conclude(run_dir, end)
+        if command is not None:
+            command.put({"event": "end", "outcome": summary.outcome, "reason": summary.outcome_reason})
+            command.close()
     return summary
 
 

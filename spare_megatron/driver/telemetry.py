@@ -116,7 +116,7 @@ class LiveGoodput:
         self._sums_s[name] = self._sums_s.get(name, 0.0) + spent_s
 
 
-_NOT_UPLOADED = ("slurm", "control")
+_NOT_UPLOADED = ("slurm", "control", "watch")
 """Sections of the configuration that are not uploaded: they describe the site, not the training, and may be secret."""
 
 

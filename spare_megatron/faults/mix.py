@@ -52,7 +52,7 @@ _LIKE: Mapping[str, tuple[FaultKind, ...]] = {
     "hbm": ("raise", "nan"),
     "software": ("raise", "kill"),
     "switch_or_cable": ("cut", "hang"),
-    "host_maintenance": ("kill_supervisor", "stop_node", "stop"),
+    "host_maintenance": ("kill_supervisor", "stop_node", "stop", "drain"),
     "sram": ("nan", "raise"),
     "system_processor": ("kill", "stop"),
     "nic": ("cut", "hang", "slow_link"),
@@ -75,6 +75,10 @@ def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
     kinds = _ANYWHERE
     if config.optimizer.sharding == "stacked" and config.optimizer.redundancy < LEAST_HOSTS_TO_COMPARE:
         kinds = tuple(kind for kind in kinds if kind != "param_flip")
+    if config.spare.rejoins:
+        kinds += ("drain",)
+    if config.parallel.further_groups:
+        kinds += ("resize",)
     if config.control.store == "embedded":
         kinds += ("stop_store",)
     if config.cluster.num_nodes > 1:

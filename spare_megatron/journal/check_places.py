@@ -1,11 +1,12 @@
 """The rules of `spare check` about machines that take places: none holds two, no place has two, moves are optimal."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from spare_megatron.journal.fold import Finding
+from spare_megatron.journal.fold import Finding, placement_of
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import PlacesRecord, RunRecord
+from spare_megatron.stacking.layout import ShardId
 
 
 def check_places(view: JournalView, run: RunRecord) -> Iterator[Finding]:
@@ -51,7 +52,9 @@ def _why_impossible(
 
 
 def _why_not_chosen(record: PlacesRecord, run: RunRecord) -> Iterator[str]:
-    """Reasons why the moves are not the fewest that make as many groups whole as there are machines for."""
+    """Reasons why the moves do not make as many groups whole as there are machines for, or others would be better: they
+    leave fewer shards without a host, or as many and are fewer.
+    """
     if not record.places:
         return
     machine_of = {int(place or 0): machine for place, machine in record.places}
@@ -69,9 +72,12 @@ def _why_not_chosen(record: PlacesRecord, run: RunRecord) -> Iterator[str]:
     filled = Counter(place // size for _, place, _ in record.holdings)
     if any(number != missing.get(group) for group, number in filled.items()) or len(filled) != num_whole:
         yield f"makes groups {sorted(filled)} whole, and its machines suffice for {num_whole} of {sorted(missing)}"
-    elif sum(filled.values()) != sum(_fewest(list(missing.values()), num_whole)):
-        yield f"moves {sum(filled.values())} machines, and fewer would make as many groups whole"
-
-
-def _fewest(missing: Sequence[int], num_whole: int) -> Sequence[int]:
-    return sorted(missing)[:num_whole]
+        return
+    hosts = [{*placement_of(run).hosts[ShardId(shard)]} for shard in record.shards]
+    fewest = sorted(missing, key=lambda group: (missing[group], group))[:num_whole]
+    found, others = (
+        (sum(of_shard.isdisjoint(groups) for of_shard in hosts), sum(map(missing.__getitem__, groups)))
+        for groups in (filled, fewest)
+    )
+    if found > others:
+        yield f"moves {found[1]} machines, and fewer would make as many groups whole and host as many shards"

@@ -8,9 +8,11 @@ from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import (
     CheckpointRecord,
+    CulpritRecord,
     EndRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     PlacesRecord,
     Record,
     RestartRecord,
@@ -61,6 +63,8 @@ def texts_of_record(record: Record) -> Iterator[str]:
     match record:
         case FaultRecord():
             yield f"fault injected: {fault_named(record)}"
+        case CulpritRecord():
+            yield text_of_culprit(record)
         case RestartRecord():
             yield from record.rejected
         case CheckpointRecord(outcome="saved"):
@@ -104,9 +108,42 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
     return f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
 
 
+def text_of_culprit(record: CulpritRecord) -> str:
+    """Text of what holds the run back, or does so no longer.
+
+    >>> text_of_culprit(CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, excess_s=0.12, factor=2.04))
+    'machine 3 makes each step 120 ms longer: compute of group 2 rank 1, 2.0 times the usual time'
+    >>> text_of_culprit(CulpritRecord(machine=3, cause="host", is_over=True))
+    'machine 3 holds the run back no longer: host'
+    """
+    whose = "" if record.of_group is None else f" of group {record.of_group}"
+    whose += "" if record.rank is None else f" rank {record.rank}"
+    if record.is_over:
+        return f"machine {record.machine} holds the run back no longer: {record.cause}{whose}"
+    factor = f", {record.factor:.1f} times the usual time" if record.factor else ""
+    detail = f" ({record.detail})" if record.detail else ""
+    return (
+        f"machine {record.machine} makes each step {format_duration(record.excess_s)} longer: "
+        f"{record.cause}{whose}{factor}{detail}"
+    )
+
+
 def text_of_pause(step: int, shards: Collection[int]) -> str:
     """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
     return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
+
+
+def text_of_paces(record: PacesRecord) -> str:
+    """Text of a change of the paces by which work is dealt.
+
+    >>> text_of_paces(PacesRecord(group=0, step=9, permille={"3": 1984}))
+    'from step 9 on work is dealt by pace: for a microbatch group 3 takes 1.98 times as long as its like'
+    """
+    if not record.permille:
+        return f"from step {record.step} on all groups are dealt the same work again: none is slower than its like"
+    first, *others = (f"group {group} takes {pace / 1000:.2f} times" for group, pace in record.permille.items())
+    paces = ", ".join((f"{first} as long as its like", *others))
+    return f"from step {record.step} on work is dealt by pace: for a microbatch {paces}"
 
 
 def text_of_places(record: PlacesRecord) -> str:

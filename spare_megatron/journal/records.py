@@ -41,6 +41,8 @@ class RunRecord:
     num_steps: int
     placement: str
     granularity: str
+    deal_by_pace: bool = False
+    """Whether slow groups get less work; False in earlier versions."""
     reduce_mode: str
     faults: list[dict[str, Any]]
     """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
@@ -227,6 +229,16 @@ class EntryRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PacesRecord:
+    """The paces by which work is dealt from this step on, as a group's fold of the log came to them."""
+
+    group: int
+    step: int
+    permille: dict[str, int]
+    """Group -> time per microbatch in thousandths of that of the groups' like, which those not named have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
     """A committed step, applied to the group's parameters."""
 
@@ -365,6 +377,28 @@ class PlacesRecord:
     """What the choice was made from: places of broken groups, each with its machine, null if it had none."""
     idle: list[int] = field(default_factory=list)
     """Likewise, machines without a place."""
+    shards: list[int] = field(default_factory=list)
+    """Likewise, shards without a host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritRecord:
+    """What holds the run back, as the driver finds; written when that changes."""
+
+    machine: int
+    cause: str
+    """`compute`, `data`, `link` or `host`."""
+    of_group: int | None = None
+    """None if the machine is meant as a whole."""
+    rank: int | None = None
+    """None if ranks of the group on this machine look alike."""
+    excess_s: float = 0.0
+    """Seconds by which it makes each step longer."""
+    factor: float = 0.0
+    """Its time over that of its like; 0 if unknown."""
+    detail: str = ""
+    is_over: bool = False
+    """Whether it does so no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,6 +513,7 @@ Record = (
     | AuditRecord
     | EvaluationRecord
     | EntryRecord
+    | PacesRecord
     | UpdateRecord
     | ParamsRecord
     | RecoveryRecord
@@ -487,6 +522,7 @@ Record = (
     | LossRecord
     | StartRecord
     | PlacesRecord
+    | CulpritRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord
@@ -542,6 +578,7 @@ _LATER_TERMS = {
     "max_groups": 0,
     "lanes": 1,
     "row_size": 1,
+    "deal_by_pace": False,
 }
 """Terms that earlier versions did not have, with what they meant then."""
 

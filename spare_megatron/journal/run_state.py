@@ -15,6 +15,7 @@ from spare_megatron.journal.events import (
     text_of_end,
     text_of_entry,
     text_of_loss,
+    text_of_paces,
     text_of_pause,
     text_of_places,
     texts_of_record,
@@ -29,10 +30,12 @@ from spare_megatron.journal.records import (
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
+    CulpritRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     ParamsRecord,
     PlacesRecord,
     Record,
@@ -142,6 +145,9 @@ UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "ra
 _SLOW_RATIO = 1.5
 """Time per microbatch above which a group is slow, in medians over the groups; each median over recent steps."""
 
+_DEALT_SLOW = 1000
+"""Thousandths above which a group that is dealt work by its pace is slow."""
+
 _PACE_STEPS = 8
 
 _KEPT_EVENTS = 200
@@ -198,6 +204,13 @@ class RunState:
         self._saved_at_s = 0.0
         self.awaited: tuple[int, ...] = ()
         """Shards that no group hosts that is left, for which training waits."""
+        self.paces: Mapping[str, int] = {}
+        """Group -> pace by which work is dealt, in thousandths of that of the groups' like, where it is another one."""
+        self._paces_of_step = 0
+        self.culprit: CulpritRecord | None = None
+        """What holds the run back now."""
+        self.culprits: list[CulpritRecord] = []
+        """All that was named."""
         self.num_events = 0
         self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
@@ -209,7 +222,7 @@ class RunState:
         # Incarnation, step, first and most microbatches
         self._last_contribution: dict[int, tuple[int, int, int, int]] = {}
         self._updated_at_s: dict[int, float] = {}
-        self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
+        self._microbatch_s: dict[int, deque[float]] = {}
 
     # ---------------------------------------------------------------------------------------------------- input
 
@@ -248,6 +261,8 @@ class RunState:
                 self._updated_at_s[record.group] = at_s
             case ContributionRecord():
                 self._contributed(record, at_s)
+            case PacesRecord():
+                self._on_paces(record, at_s)
             case LossRecord():
                 self.recoveries.add_line(line)
                 self._on_loss(record, at_s)
@@ -256,6 +271,10 @@ class RunState:
                 self.recoveries.add_line(line)
             case RecoveryRecord():
                 self.recoveries.add_line(line)
+            case CulpritRecord():
+                self.culprit = None if record.is_over else record
+                if not record.is_over:
+                    self.culprits.append(record)
             case CadenceRecord():
                 self._cadence = at_s, record
             case CheckpointRecord():
@@ -300,6 +319,11 @@ class RunState:
             self.num_places_taken += len(record.holdings)
             self._note(text_of_places(record), at_s)
 
+    def _on_paces(self, record: PacesRecord, at_s: float) -> None:
+        if record.step > self._paces_of_step:  # all groups write it
+            self._paces_of_step, self.paces = record.step, record.permille
+            self._note(text_of_paces(record), at_s)
+
     def _note(self, text: str, at_s: float) -> None:
         self._events.append(EventLine(at_s=at_s, text=text))
         self.num_events += 1
@@ -339,6 +363,7 @@ class RunState:
                 self._fenced.add((entry["group"], entry.get("incarnation", 0)))
             if entry["entry"] == "restart":
                 self._rejected.clear()
+                self.paces, self._paces_of_step = {}, entry["step"]
             if entry["entry"] == "evaluated":
                 self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
@@ -346,6 +371,7 @@ class RunState:
             if text := text_of_entry(entry, self.folding.members - members):
                 self._note(text, at_s)
             if self.folding.members != members:
+                self.paces = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
                 self._note_awaited(at_s)
             self._head += 1
 
@@ -367,10 +393,10 @@ class RunState:
             first = most = load
             began_s = self._updated_at_s.pop(group, None)
             if began_s is not None and load:
-                self._paces.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
+                self._microbatch_s.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
             if incarnation and (before is None or before[0] != incarnation):
                 self.num_rejoined += 1
-                self._paces.pop(group, None)
+                self._microbatch_s.pop(group, None)
         self._last_contribution[group] = (incarnation, record.step, first, most)
 
     # ----------------------------------------------------------------------------------------------------- results
@@ -428,7 +454,7 @@ class RunState:
     def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:
             return []
-        slow = self._slow_groups()
+        slow = self._slow_groups() | {int(group) for group, pace in self.paces.items() if pace > _DEALT_SLOW}
         return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.most_groups)]
 
     def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
@@ -448,7 +474,7 @@ class RunState:
 
     def _slow_groups(self) -> set[int]:
         """Groups that take far longer for a microbatch than the median."""
-        paces = {group: median(pace) for group, pace in self._paces.items() if len(pace) == _PACE_STEPS}
+        paces = {group: median(pace) for group, pace in self._microbatch_s.items() if len(pace) == _PACE_STEPS}
         usual = median(paces.values()) if paces else 0.0
         return {group for group, pace in paces.items() if pace > _SLOW_RATIO * usual}
 

@@ -11,6 +11,7 @@ from functools import cache
 from hashlib import sha256
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -87,9 +88,14 @@ def _aligned(data: Tensor) -> Tensor:
 
 @cache
 def multipliers_on(device: torch.device) -> Tensor:
-    """Two rows of odd numbers from the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014) with seed 0."""
-    state = np.arange(1, 2 * BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    """Two rows of odd numbers."""
+    odd = pseudo_random(1, 2 * BLOCK_WORDS) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64).reshape(2, BLOCK_WORDS)).to(device)
+
+
+def pseudo_random(first: int, num: int) -> npt.NDArray[np.uint64]:
+    """Numbers from `first` on of the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014) with seed 0."""
+    state = np.arange(first, first + num, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    odd = (state ^ (state >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(odd.view(np.int64).reshape(2, BLOCK_WORDS)).to(device)
+    return state ^ (state >> np.uint64(31))

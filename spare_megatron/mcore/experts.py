@@ -1,7 +1,8 @@
 """Layers with experts: their specification, and what is changed in Megatron's router."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.transformer.moe import moe_utils
@@ -44,7 +45,54 @@ class Router(TopKRouter):
         return _with_loss(logits, coefficient * logits.logsumexp(-1).square().sum())
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts nothing, as there are no expert biases; Megatron's compiles itself at its first call."""
+        """As Megatron's, which compiles itself at its first call."""
+        assert padding_mask is None, "every token counts for the biases of routers"
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+class ExpertCounts:
+    """Tokens of a step that the routers of a rank chose each expert for, by which Megatron moves their biases.
+
+    Wang et al., arXiv 2408.15664. Megatron's finalization of gradients takes `tokens` for those of the global batch.
+
+    Attributes:
+        tokens: int64, a row for each router with biases; empty without biases.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+        layers = [layer for module in modules for layer in module.modules()]
+        self._routers = [layer for layer in layers if isinstance(layer, TopKRouter) and layer.enable_expert_bias]
+        num_experts = self._routers[0].config.num_moe_experts if self._routers else 0
+        self.tokens = torch.zeros(len(self._routers), num_experts, dtype=torch.int64, device=device)
+        self._is_counting = False
+        for router, row in zip(self._routers, self.tokens, strict=True):
+            router._maintain_float32_expert_bias()  # Megatron's does so in the first pass, after state has arrived
+            del router.local_tokens_per_expert  # a buffer in the format of the parameters
+            router.local_tokens_per_expert = row
+            router._apply_expert_bias = self._counter(row)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """In this context forward passes count: neither padding nor what backward passes compute again does."""
+        self._is_counting = True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def biases(self) -> Iterator[tuple[str, Tensor]]:
+        """The biases of each router, by a name."""
+        for router in self._routers:
+            yield f"expert biases of layer {router.layer_number}", router.expert_bias
+
+    def _counter(self, row: Tensor) -> Callable[..., None]:
+        def count(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+            assert padding_mask is None, "every token counts for the biases of routers"
+            if self._is_counting:
+                row.add_(routing_map.sum(dim=0))
+
+        return count
 
 
 def _with_loss(activation: Tensor, loss: Tensor) -> Tensor:

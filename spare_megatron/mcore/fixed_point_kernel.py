@@ -1,4 +1,4 @@
-"""Adds gradients to fixed-point sums on a GPU, in one pass over both; bitwise `gradients.add_rounded`.
+"""Adds gradients to fixed-point sums on a GPU, in one pass over both; bitwise `fixed_point.add_rounded`.
 
 Import only with a GPU: Triton comes with torch's CUDA builds alone.
 """
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
-    """As `gradients.add_rounded`, for contiguous tensors of equal size; never waits for the device."""
+    """As `fixed_point.add_rounded`, for contiguous tensors of equal size; never waits for the device."""
     num_blocks = triton.cdiv(values.numel(), _BLOCK)
     _add_rounded[(num_blocks,)](sums, values.detach(), largest.view(torch.int32), scale, values.numel(), BLOCK=_BLOCK)
 

@@ -1,15 +1,16 @@
 """Gradient, loss and microbatch sums of one step, bucket by bucket of a rank's flat gradient space.
 
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
-local sum survives a failed attempt. The last elements of a staged bucket are whether its local sums are unsound, its
-number of microbatches and, in the last bucket, the loss, where need be the tokens that count for it, and the sums and
-counts of further terms: a group that is lost after the reduction cannot report them otherwise, and no rank waits for
-its device to judge what it sends. They are never in bf16, which would not count beyond 256.
+local sum survives a failed attempt. The last elements of a staged bucket are checksums of integer sums
+(`mcore.checksums`), whether its local sums are unsound, its number of microbatches and, in the last bucket, the loss,
+where need be the tokens that count for it, sums and counts of further terms, and the tokens of each expert: a group
+that is lost after the reduction cannot report them otherwise, and no rank waits for its device to judge what it sends.
+They are never in bf16, which would not count beyond 256.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.loss_sum import LossSum
+from spare_megatron.mcore.checksums import SumChecks
+from spare_megatron.mcore.experts import ExpertCounts
+from spare_megatron.mcore.fixed_point import FixedPoint, choose_add_rounded, fixed_point
 from spare_megatron.mcore.flat_gradients import FlatParameter, FlatSpace, Segment, flat_parameters, flat_space, parts_of
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.lane_sums import LaneSums
@@ -26,7 +30,7 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.process_groups import GroupCollection
 
 NUM_EXTRAS = 3
-"""Elements at the end of a staged bucket that are not gradients; two more where tokens are counted."""
+"""Elements at the end of a staged bucket that are no gradients and no checksums; two more where tokens are counted."""
 _TOKENS_HIGH, _TOKENS_LOW, _UNSOUND, _COUNT, _LOSS = -5, -4, -3, -2, -1
 _WHOLE = (slice(None),)
 
@@ -36,8 +40,7 @@ _PER_TERM = 3
 _TOKENS_BASE = 2**12
 """A count of tokens is summed as two digits to this base: exact in fp32 up to 2^36 tokens of 2^12 groups."""
 
-_LARGEST_PER_TOKEN_BITS = 12
-"""Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
+_DIGITS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class GradientSums(Protocol):
 
     space: FlatSpace
     buckets: tuple[range, ...]
+    experts: ExpertCounts
     is_counting: bool
     """False while the gradients of a microbatch that is not to be counted come: they have to become zeros."""
 
@@ -120,6 +124,20 @@ class GradientSums(Protocol):
         Returns the number of groups whose local sums of it are unsound. Waits for no other work on the device.
         """
 
+    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
+        """Has these ranges of each bucket checked each by itself, as they are summed for some groups alone."""
+
+    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        """Has the device compare a sum over groups that is complete at the given places with its checksums.
+
+        All local sums of it have to be sound.
+        """
+
+    def wrong_sums(self) -> tuple[int, ...]:
+        """Buckets whose checks since the last call have failed in this attempt. Waits for the device if there are any
+        checks; sums of floating-point numbers have none.
+        """
+
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         """Overwrites the local sum of a bucket with the sum over groups, at the given places of the bucket."""
 
@@ -130,7 +148,10 @@ class GradientSums(Protocol):
         """Counts and loss of the sums over groups that have arrived."""
 
     def finish(self, factor: float = 1.0) -> None:
-        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips."""
+        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips.
+
+        The tokens of experts become those of the sums.
+        """
 
     def local_sums(self) -> Sequence[Tensor]:
         """Flat views of the local gradient sums of buckets still to be staged."""
@@ -161,10 +182,13 @@ def make_gradient_sums(
 class _Staged(ABC):
     """`all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None.
 
-    The extras begin with sum and count of each of `num_terms` terms, whose sums a subclass adds to `_term_sums`.
+    The extras begin with sum and count of each of `num_terms` terms, whose sums a subclass adds to `_term_sums`, and
+    the tokens of experts.
     """
 
     _term_sums: Tensor
+    _num_digits = 0
+    """Elements of checksums, before the extras."""
 
     def __init__(
         self,
@@ -180,7 +204,9 @@ class _Staged(ABC):
         self._chunks, self._groups = chunks, groups
         self.space = flat_space(chunks, groups, max(bucket_bytes // dtype.itemsize, 1))
         self._all_count = all_count
-        self._num_extras = _PER_TERM * num_terms + NUM_EXTRAS + 2 * (all_count is None)
+        self.experts = ExpertCounts((chunk.module for chunk in chunks), device)
+        self._of_experts = slice(_PER_TERM * num_terms, _PER_TERM * num_terms + _DIGITS * self.experts.tokens.numel())
+        self._num_extras = self._of_experts.stop + NUM_EXTRAS + _DIGITS * (all_count is None)
         self._term_counts = torch.zeros(num_terms, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.buckets = tuple(one.own for one in self.space.ranges)
@@ -235,10 +261,13 @@ class _Staged(ABC):
         )
 
     def extras(self, staged: Tensor) -> Tensor:
-        return staged[-self._num_extras * self._per_extra :].view(self._extras_dtype)
+        return staged[-(self._num_digits + self._num_extras) * self._per_extra :].view(self._extras_dtype)
 
-    def _finish_staging(self, bucket: int, staged: Tensor) -> Tensor:
-        extras = self.extras(staged)
+    def _beside_gradients(self, staged: Tensor) -> Tensor:
+        return self.extras(staged)[self._num_digits :]
+
+    def _finish_staging(self, bucket: int, staged: Tensor) -> None:
+        extras = self._beside_gradients(staged)
         if self._all_count is None:
             extras[_TOKENS_HIGH : _TOKENS_LOW + 1].fill_(0)
             if self._is_last(bucket):
@@ -251,17 +280,20 @@ class _Staged(ABC):
                 of_terms[0].copy_(self._term_sums)
                 of_terms[1].copy_(self._term_counts // _TOKENS_BASE)
                 of_terms[2].copy_(self._term_counts % _TOKENS_BASE)
+        of_experts = extras[self._of_experts].view(_DIGITS, *self.experts.tokens.shape).fill_(0)
+        if self._is_last(bucket):
+            of_experts[0].copy_(self.experts.tokens // _TOKENS_BASE)
+            of_experts[1].copy_(self.experts.tokens % _TOKENS_BASE)
         extras[_UNSOUND].fill_(0)
         if bucket in self._is_unsound:
             extras[_UNSOUND].copy_(self._is_unsound[bucket])
         self._next = min(bucket + 1, len(self.buckets) - 1)
         self._staged_at[bucket] = self._copies.now()
-        return staged
 
     def on_summed(self, bucket: int, staging: Tensor) -> int:
         extras = torch.empty(self._num_extras, dtype=self._extras_dtype)
         # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
-        source = self.extras(self._part(bucket, staging))
+        source = self._beside_gradients(self._part(bucket, staging))
         self._copies.copy([(source, extras)], self._staged_at.get(bucket))
         self._extras_of[bucket] = extras.tolist()
         return round(self._extras_of[bucket][_UNSOUND])
@@ -275,20 +307,26 @@ class _Staged(ABC):
 
     def _staged_length(self, bucket: int) -> int:
         """Elements of a staged bucket; the extras stand at a multiple of their size."""
-        return (-(-len(self.buckets[bucket]) // self._per_extra) + self._num_extras) * self._per_extra
+        num_extras = self._num_digits + self._num_extras
+        return (-(-len(self.buckets[bucket]) // self._per_extra) + num_extras) * self._per_extra
 
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
 
     def _sum_lanes(self, local: Sequence[Segment], counted: Sequence[Tensor]) -> None:
         """Has a subclass's local sums and what it counts summed over lanes."""
-        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts]
+        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts, self.experts.tokens]
         self._lanes = LaneSums(self.space, self._groups.lanes, local, self._counted)
 
     def _reset_counts(self) -> None:
         for sums in self._counted:
             sums.zero_()
         self._lanes.reset()
+
+    def _finish_experts(self) -> None:
+        digits = torch.tensor(self._extras_of[-1][self._of_experts], dtype=torch.int64)
+        high, low = digits.view(_DIGITS, *self.experts.tokens.shape)
+        self.experts.tokens.copy_(high * _TOKENS_BASE + low)
 
     def _add_tokens(self, num_tokens: Tensor | None) -> None:
         assert (num_tokens is None) == (self._all_count is not None), (
@@ -367,7 +405,8 @@ class FloatSums(_Staged):
         extras[_LOSS].fill_(0.0)
         if self._is_last(bucket):
             extras[_LOSS].copy_(self._loss)
-        return self._finish_staging(bucket, staged)
+        self._finish_staging(bucket, staged)
+        return staged
 
     def norm(self, bucket: int) -> Tensor:
         # One pass without a copy, at memory bandwidth. A norm beyond fp32 counts as not finite.
@@ -380,6 +419,15 @@ class FloatSums(_Staged):
             is_finite = is_finite & self._term_sums.isfinite().all()
         return norm.masked_fill(~is_finite, math.inf)
 
+    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
+        pass
+
+    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        pass
+
+    def wrong_sums(self) -> tuple[int, ...]:
+        return ()
+
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         for gradients, whole in self._pieces[bucket]:
             for place in places:
@@ -389,6 +437,7 @@ class FloatSums(_Staged):
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
     def finish(self, factor: float = 1.0) -> None:
+        self._finish_experts()
         for segment in self.space.own_segments:
             segment.gradients.mul_(factor)
 
@@ -397,29 +446,6 @@ class FloatSums(_Staged):
 
     def poison(self) -> None:
         self.local_sums()[0][0] += math.nan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedPoint:
-    """How values become integers: the factor before rounding, and the largest scaled value of one microbatch."""
-
-    scale: float
-    largest: float
-
-
-def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
-    """The finest fixed point in which the sum over a global batch cannot overflow.
-
-    With T the tokens of a microbatch and B the microbatches of a global batch, each rounded up to a power of two,
-    a microbatch may reach T x 2^12 in an element, and B of those must stay within 2^62 after scaling:
-    scale = 2^62 / (B x T x 2^12). All are powers of two, so that scaling is exact and only the rounding is not.
-
-    >>> fixed_point(128, 16).scale == 2.0**39
-    True
-    """
-    tokens_power = 2.0 ** math.ceil(math.log2(num_tokens))
-    largest = 2.0**62 / 2.0 ** math.ceil(math.log2(num_microbatches))
-    return FixedPoint(scale=largest / (tokens_power * 2.0**_LARGEST_PER_TOKEN_BITS), largest=largest)
 
 
 class FixedPointSums(_Staged):
@@ -448,7 +474,9 @@ class FixedPointSums(_Staged):
         self._sum_lanes([Segment(gradients=self._sums, start=0, stop=num_elements)], [self._extras])
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
-        self._add_rounded = _choose_add_rounded(device)
+        self._add_rounded = choose_add_rounded(device)
+        self._checks = SumChecks([len(bucket) for bucket in self.buckets])
+        self._num_digits = self._checks.num_digits
         for parameter in flat_parameters(chunks):
             self._watch(parameter)
 
@@ -489,7 +517,26 @@ class FixedPointSums(_Staged):
         staged[-NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
             staged[_LOSS].fill_(0)
-        return self._finish_staging(bucket, staged)
+        self._finish_staging(bucket, staged)
+        local, digits = self._sums[elements.start : elements.stop], self.extras(staged)[: self._num_digits]
+        self._checks.write(bucket, local, self._beside_gradients(staged), digits)
+        return staged
+
+    def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
+        super().mark_kept(num_kept, num_kept_by_all)
+        self._checks.forget()
+
+    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
+        self._checks.divide(sections)
+        self._num_digits = self._checks.num_digits
+
+    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        staged = self._part(bucket, staging)
+        summed, digits = staged[: len(self.buckets[bucket])], self.extras(staged)[: self._num_digits]
+        self._checks.compare(bucket, summed, self._beside_gradients(staged), digits, places)
+
+    def wrong_sums(self) -> tuple[int, ...]:
+        return self._checks.wrong()
 
     def norm(self, bucket: int) -> Tensor:
         elements = self.buckets[bucket]
@@ -506,6 +553,7 @@ class FixedPointSums(_Staged):
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
     def finish(self, factor: float = 1.0) -> None:
+        self._finish_experts()
         for segment in self.space.own_segments:
             segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 
@@ -530,27 +578,6 @@ class FixedPointSums(_Staged):
 
     def _add(self, sums: Tensor, values: Tensor) -> None:
         self._add_rounded(sums, values, self._fixed.scale, self._largest)
-
-
-def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
-    """Adds values, scaled and rounded half to even, to integer sums; raises `largest` to their largest magnitude.
-
-    `largest` is NaN after a NaN. `scale` is a power of two and `largest` fp32, both before rounding.
-    """
-    scaled = values.detach().float() * scale
-    # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
-    lowest, highest = torch.aminmax(scaled)
-    torch.maximum(largest, torch.maximum(-lowest, highest), out=largest)
-    sums += scaled.round_().to(torch.int64)
-
-
-def _choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
-    if device.type != "cuda":
-        return add_rounded
-    from spare_megatron.mcore import fixed_point_kernel  # needs Triton
-
-    fixed_point_kernel.check(device)
-    return fixed_point_kernel.add_rounded
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:

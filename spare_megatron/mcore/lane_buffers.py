@@ -1,6 +1,6 @@
 """Parameters and gradients that the lanes of a group exchange around an update: each lane updates its own strips."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,17 +45,15 @@ class LaneBuffers:
 
     def gather_parameters(self) -> None:
         """Brings all parameters here from the lanes that updated them. Collective over: all lanes of each range."""
-        _await([_StripGather(one.values, one.scatter, one.group) for one in self._shared])
+        _await(_StripGather(one.values, one.scatter, one.group) for one in self._shared)
 
     def gather_gradients(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """The same of the gradients in all ranges that have any of these parameters."""
         wanted = [flat for flat in self._flat if flat.parameter in parameters]
         _await(
-            [
-                _StripGather(one.gradients, one.scatter, one.group)
-                for one in self._shared
-                if any(flat.start < one.scatter.stop and one.scatter.start < flat.stop for flat in wanted)
-            ]
+            _StripGather(one.gradients, one.scatter, one.group)
+            for one in self._shared
+            if any(flat.start < one.scatter.stop and one.scatter.start < flat.stop for flat in wanted)
         )
 
 
@@ -87,9 +85,15 @@ class _StripGather:
             self._values.copy_(self._out[: self._values.numel()])
 
 
-def _await(gathers: Sequence[_StripGather]) -> None:
+def _await(gathers: Iterable[_StripGather]) -> None:
+    """Waits for each once the next has begun: gloo has a copy of every range that is under way."""
+    before = None
     for gather in gathers:
-        gather.wait()
+        if before is not None:
+            before.wait()
+        before = gather
+    if before is not None:
+        before.wait()
 
 
 # torch 2.13 renamed it.

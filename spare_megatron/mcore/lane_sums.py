@@ -17,7 +17,7 @@ from spare_megatron.mcore.strips import ScatterRange
 class LaneSums:
     """Sums the local sums of a rank over lanes: the gradients of `local` range by range, and `counted` at once.
 
-    `counted` are tensors of single numbers, exact in the type of the first.
+    `counted` are small tensors, exact in the type of the first.
     """
 
     def __init__(

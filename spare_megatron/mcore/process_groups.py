@@ -69,10 +69,12 @@ def _publish_groups(groups: ProcessGroupCollection) -> None:
 
     tensor_parallel/cross_entropy.py reads the tensor-parallel group,
     models/common/language_module/language_module.py the data-parallel rank when it describes the last stage's tied
-    embeddings for a checkpoint, and transformer/moe/token_dispatcher.py the memory for gathered tokens.
+    embeddings for a checkpoint, transformer/moe/token_dispatcher.py the memory for gathered tokens, and
+    transformer/moe/moe_utils.py the ranks that have parts of the tokens, when it moves expert biases.
     """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
     parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
+    parallel_state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tp_dp_cp
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

@@ -1,6 +1,7 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -329,13 +330,15 @@ class GroupTrainer:
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
     def params_sha256(self) -> str:
-        return parameters_sha256(self.chunks, self._probe.progress, self._main_parameters())
+        return parameters_sha256(self.chunks, self._probe.progress, self._beside_parameters())
 
     def params_digest(self) -> TensorsDigest:
-        return parameters_digest(self.chunks, self._main_parameters())
+        return parameters_digest(self.chunks, self._beside_parameters())
 
-    def _main_parameters(self) -> list[tuple[str, Tensor]]:
-        return self._optimizer.main_parameters() if isinstance(self._optimizer, DividedOptimizer) else []
+    def _beside_parameters(self) -> list[tuple[str, Tensor]]:
+        """What else decides outputs and updates of the model: divided fp32 parameters, and expert biases."""
+        main = self._optimizer.main_parameters() if isinstance(self._optimizer, DividedOptimizer) else []
+        return [*main, *self.gradients.experts.biases()]
 
     def rest_of_state(self) -> TensorsDigest:
         """Digest of all other state that is equal in every group."""
@@ -381,7 +384,8 @@ class GroupTrainer:
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
-        output, terms = self._program.forward_step(batch, chunk.module, context)
+        with nullcontext() if item.is_padding else self.gradients.experts.counting():
+            output, terms = self._program.forward_step(batch, chunk.module, context)
         if chunk.is_last:
             output = self._loss(terms, item)
         self.passes.on_forward(chunk, item, output)

@@ -11,7 +11,7 @@ from spare_megatron.journal.fold import Committed
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.paces import over_others
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
+from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.run_state import RunState
 
@@ -107,6 +107,7 @@ class History:
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
         lasted_s: Seconds from then to its end, or to now.
         checkpoints: How saves ended, each with its seconds since the run's record.
+        culprits: What held the run back, as it was named.
         num_places_taken: By machines that replaced others or moved to make groups whole.
         evaluations: Validation set -> committed steps and loss of each evaluation, the last one of a step.
         params: As `RunState.params` returns them, as far as they have been read.
@@ -123,6 +124,7 @@ class History:
     began_s: float | None
     lasted_s: float
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    culprits: Sequence[CulpritRecord]
     num_places_taken: int
     evaluations: Mapping[str, Mapping[int, float]]
     params: Mapping[tuple[int, str], frozenset[str]]
@@ -164,6 +166,7 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         checkpoints=[
             (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
         ],
+        culprits=run_state.culprits,
         num_places_taken=run_state.num_places_taken,
         evaluations=_evaluations(run_state),
         params=run_state.params(),

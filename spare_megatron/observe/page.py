@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 import plotly.graph_objects as go
 
-from spare_megatron.journal.events import groups_named
+from spare_megatron.journal.events import groups_named, text_of_culprit
 from spare_megatron.journal.paces import Slowest, find_slowest
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.observe.equality import compare
@@ -37,6 +37,8 @@ MOST_LOADS = 12
 MOST_ROWS = 300
 """Limit of a table. The last rows are shown."""
 
+
+_MOST_CULPRITS = 5
 
 _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
     ("Gradient norm", "", "norm", lambda history: history.steps.grad_norm),
@@ -157,6 +159,8 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     if history.num_places_taken:
         yield "places that other machines took", str(history.num_places_taken)
+    for record in history.culprits[-_MOST_CULPRITS:]:
+        yield "held back", text_of_culprit(record)
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
     yield "last loss", f"{loss:.4f}" if loss else "none"
     for name, losses in history.evaluations.items():

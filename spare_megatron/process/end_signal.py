@@ -1,5 +1,6 @@
 """SIGUSR1, the request to end a run after the current step, to any of its processes at any time. All start with it
-blocked, so it stays pending. Supervisors unblock it once they can act on it; the driver forwards an earlier request.
+blocked, so it stays pending. Supervisors unblock it once they can act on it; the driver forwards its own to them. The
+next votes of a group whose ranks are asked repeat it, so that one supervisor is enough.
 """
 
 import signal

@@ -17,7 +17,8 @@ _DECAY = 0.98
 class HeartbeatPage(ctypes.Structure):
     """The shared memory. The rank writes all fields except `end_asked` and `leave_asked`, which its supervisor writes.
 
-    `waits` is moved by another thread than the rest, while the main thread may be blocked by other groups.
+    The totals from `num_steps` to `spent_s` cover committed steps, and move when one is. `waits` is moved by another
+    thread than the rest, while the main thread may be blocked by other groups.
     """
 
     _fields_ = (
@@ -28,6 +29,11 @@ class HeartbeatPage(ctypes.Structure):
         ("step", ctypes.c_int64),
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
+        ("num_steps", ctypes.c_uint64),
+        ("num_passes", ctypes.c_uint64),
+        ("pass_s", ctypes.c_double),
+        ("reading_s", ctypes.c_double),
+        ("spent_s", ctypes.c_double * len(OPERATIONS)),
         ("end_asked", ctypes.c_uint64),
         ("leave_asked", ctypes.c_uint64),
         ("ring", Ring),
@@ -114,6 +120,17 @@ class HeartbeatWriter:
         self._note(self._index)
         split = {operation: spent_s for operation, spent_s in zip(OPERATIONS, self._spent_s, strict=True) if spent_s}
         self._spent_s = [0.0] * len(OPERATIONS)
+        return split
+
+    def end_step(self) -> dict[Operation, float]:
+        """Adds the committed step to the totals of the page. Returns as `take_split`."""
+        split, page, passes = self.take_split(), self._page, self.spans.passes
+        for operation, spent_s in split.items():
+            page.spent_s[OPERATIONS.index(operation)] += spent_s
+        page.pass_s += passes.total_s()
+        page.reading_s += passes.reading_s
+        page.num_passes += passes.num_forward
+        page.num_steps += 1
         return split
 
     def _note(self, index: int) -> None:

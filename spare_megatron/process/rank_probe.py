@@ -75,5 +75,14 @@ class RankProbe:
         """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""
         return self._beacon.spans.passes.total_s()
 
+    @property
+    def num_forward(self) -> int:
+        """Forward passes of the step so far, each of one microbatch through one chunk."""
+        return self._beacon.spans.passes.num_forward
+
+    def end_step(self) -> dict[Operation, float]:
+        """Ends a committed step. Returns as `take_split`."""
+        return self._beacon.end_step()
+
     def take_split(self) -> dict[Operation, float]:
         return self._beacon.take_split()

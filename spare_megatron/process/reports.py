@@ -6,9 +6,11 @@ from enum import IntEnum
 from multiprocessing.connection import Connection
 
 from spare_megatron.config.store_space import StoreSpace
+from spare_megatron.core.culprit import MachineSigns, RankTimes
 from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.reforming import MachineId
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, StateOrigin
+from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord, RecoveryRecord, StateOrigin
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
@@ -229,6 +231,16 @@ class LeftNodeGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMeasured:
+    """What the ranks of a machine did in some steps, of `step_s` each, and what the machine showed meanwhile."""
+
+    machine: MachineId
+    step_s: float
+    ranks: tuple[RankTimes, ...]
+    signs: MachineSigns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
     """A node's supervisor did not come, or was lost before its ranks were ready; sent by its remote supervisor."""
 
@@ -331,6 +343,7 @@ NodeReport = (
     RankReport
     | RanksStarted
     | MachineMoved
+    | NodeMeasured
     | LeftNodeGone
     | NodeMissing
     | GroupLost
@@ -372,6 +385,20 @@ class MetricsLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventCommandFailed:
+    """The user's command for events has failed, or has missed some."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritChanged:
+    """What holds the run back is named, or does so no longer."""
+
+    record: CulpritRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeasured:
     """The size of etcd; `shortage` says why it may not suffice for the remaining steps, and is empty if it does."""
 
@@ -388,7 +415,17 @@ class StoreAwaited:
     limit_s: float
 
 
-RunEvent = NodeReport | Starting | KernelsChosen | CheckpointRejected | MetricsLost | StoreMeasured | StoreAwaited
+RunEvent = (
+    NodeReport
+    | Starting
+    | KernelsChosen
+    | CheckpointRejected
+    | MetricsLost
+    | EventCommandFailed
+    | CulpritChanged
+    | StoreMeasured
+    | StoreAwaited
+)
 
 
 def next_report(pipe: Connection) -> NodeReport | None:

@@ -17,9 +17,10 @@ Mark = TypeVar("Mark")
 
 
 class PassTimes(Generic[Mark]):
-    """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included. `mark` returns
-    a mark in what the device computes, `between_s` the seconds between two marks once both are past. `stretch` gets
-    the seconds of each pass and may sleep for longer, which is a part of the pass; None on ranks without such faults.
+    """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included and the reading
+    of data not. `mark` returns a mark in what the device computes, `between_s` the seconds between two marks once both
+    are past. `stretch` gets the seconds of each pass and may sleep for longer, which is a part of the pass; None on
+    ranks without such faults.
     """
 
     def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:
@@ -27,11 +28,21 @@ class PassTimes(Generic[Mark]):
         self._between_s = between_s
         self._began: Mark | None = None
         self._passes: list[tuple[Mark, Mark]] = []
+        self.num_forward = 0
+        """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
+        self.reading_s = 0.0
+        """Seconds that passes of the step were interrupted to read data."""
         self.stretch: Callable[[float], None] | None = None
 
     def begin_step(self) -> None:
         self._began = None
         self._passes.clear()
+        self.num_forward = 0
+        self.reading_s = 0.0
+
+    @property
+    def is_in_pass(self) -> bool:
+        return self._began is not None
 
     def start_pass(self) -> None:
         self._began = self._mark()
@@ -133,11 +144,17 @@ class SpanRecorder:
     def during(self, operation: Operation, *, in_backward: bool = False) -> Iterator[None]:
         interrupted = self._backward
         began_s = self._turn()
+        is_reading = operation is Operation.STORAGE and self.passes.is_in_pass
+        if is_reading:
+            self.passes.end_pass()
         if self.ranges is not None:
             self.ranges.push(operation)
         try:
             yield
         finally:
+            if is_reading:
+                self.passes.reading_s += time.monotonic() - began_s
+                self.passes.start_pass()
             self._add(_OPERATION_CODES[operation], began_s, self._turn(), None)
             if self.ranges is not None:
                 self.ranges.pop()
@@ -149,6 +166,7 @@ class SpanRecorder:
         began_s = self._turn()
         if self.ranges is not None:
             self.ranges.push(name_of_pass(FORWARD, microbatch))
+        self.passes.num_forward += 1
         self.passes.start_pass()
         try:
             yield

@@ -4,8 +4,11 @@ all threads: one that waits while it holds the interpreter lock or carries out a
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+_STAT_BYTES = 512
 
 
 @dataclass(slots=True)
@@ -36,6 +39,19 @@ def times_of(pid: int) -> dict[str, tuple[int, int]]:
     return times
 
 
+def unstarved_clock() -> Callable[[], float]:
+    """A monotonic clock, in seconds, that stands still while the calling thread waits for a processor; `time.monotonic`
+    if the kernel has no such counters.
+    """
+    try:
+        # Kept open, which takes a tenth of the time: `thread-self` is resolved here.
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        os.pread(file, _STAT_BYTES, 0)
+    except OSError:
+        return time.monotonic
+    return lambda: time.monotonic() - int(os.pread(file, _STAT_BYTES, 0).split()[1]) * 1e-9
+
+
 def is_ready(pid: int, thread: str) -> bool:
     """Whether the thread is runnable: neither asleep nor stopped (proc(5), /proc/pid/stat)."""
     try:
@@ -47,7 +63,7 @@ def is_ready(pid: int, thread: str) -> bool:
 def _read(pid: int, thread: str, name: str) -> bytes:
     # Unbuffered: all threads of a node are looked at several times a second.
     with open(f"/proc/{pid}/task/{thread}/{name}", "rb", buffering=0) as file:
-        return file.read(512)
+        return file.read(_STAT_BYTES)
 
 
 class Starvation:

@@ -122,24 +122,26 @@ class Assembly:
         bucket_sums = make_bucket_sums(self._spec.group, self.trainer, self._communicator)
         repairs = self._build_repairs(awaits_update=isinstance(bucket_sums, ScatteredBuckets))
         saves = self._build_saves()
+        self.buckets = BucketExchange(
+            position=self._spec.rank,
+            lanes=self._config.parallel.beside(self._spec.rank),
+            is_alone=self._config.parallel.ranks_per_group == 1,
+            trainer=self.trainer,
+            communicator=self._communicator,
+            bucket_sums=bucket_sums,
+            staging=self._staging,
+            outlier_factor=self._config.train.gradient_outlier_factor,
+            probe=probe,
+        )
         audits = GroupAudits(trainer=self.trainer, agreement=self.agreement, reports=reports, progress=progress)
         reduction = Reduction(
-            buckets=BucketExchange(
-                position=self._spec.rank,
-                lanes=self._config.parallel.beside(self._spec.rank),
-                is_alone=self._config.parallel.ranks_per_group == 1,
-                trainer=self.trainer,
-                communicator=self._communicator,
-                bucket_sums=bucket_sums,
-                staging=self._staging,
-                outlier_factor=self._config.train.gradient_outlier_factor,
-                probe=probe,
-            ),
+            buckets=self.buckets,
             voting=self._voting,
             audits=audits,
             repairs=repairs,
             digests=digests,
             reports=reports,
+            num_chunks=self._config.layout.virtual_pipeline,
             overlaps=self._config.reduce.overlap,
             probe=probe,
             progress=progress,

@@ -13,6 +13,7 @@ from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import RankSpec
+from spare_megatron.process.starvation import unstarved_clock
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
@@ -33,11 +34,20 @@ def choose_device(spec: RankSpec) -> torch.device:
     return device
 
 
-def pass_times_on(device: str) -> PassTimes:
-    """The timer of passes on this device: the clock, or events among the kernels of a GPU."""
-    if device == "cpu":
-        return PassTimes(time.monotonic, lambda began_s, ended_s: ended_s - began_s)
-    return PassTimes(_record_event, _between_events_s)
+def pass_times_on(spec: RankSpec) -> PassTimes:
+    """The timer of passes on the rank's device: the clock, or events among the kernels of a GPU.
+
+    Where groups share the processors of a machine, the time that the calling thread waits for a processor is left out:
+    they take it from each other.
+    """
+    if spec.device != "cpu":
+        return PassTimes(_record_event, _between_events_s)
+    layout = spec.config.parallel
+    is_shared = (
+        spec.config.cluster.launcher == "local" or len(layout.groups_on(layout.node_of(spec.group, spec.rank))) > 1
+    )
+    clock = unstarved_clock() if is_shared else time.monotonic
+    return PassTimes(clock, lambda began_s, ended_s: ended_s - began_s)
 
 
 def _record_event() -> torch.cuda.Event:

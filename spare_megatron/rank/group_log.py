@@ -2,11 +2,11 @@
 
 import time
 
-from spare_megatron.core.actions import AppendEntry, AttemptFinish, AwaitHosts, ReadVotes
+from spare_megatron.core.actions import AppendEntry, AttemptFinish, AwaitHosts, ChangePaces, ReadVotes
 from spare_megatron.core.entries import Fence, Resume, entry_fields
 from spare_megatron.core.events import EntryRead, Event, HostsRead
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.journal.records import EntryRecord
+from spare_megatron.journal.records import EntryRecord, PacesRecord
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
@@ -24,7 +24,7 @@ _POLL_S_PER_GROUP = 0.001
 
 
 class GroupLog:
-    """Carries out ReadVotes, AppendEntry, ReadEntry, AwaitHosts and AttemptFinish. It decides nothing."""
+    """Carries out ReadVotes, AppendEntry, ReadEntry, AwaitHosts, ChangePaces and AttemptFinish. It decides nothing."""
 
     def __init__(
         self,
@@ -110,6 +110,13 @@ class GroupLog:
             is_new, self._reported = waiting != self._reported, waiting
             if is_new or time.monotonic() >= end_s or self._agreement.poll_entry(action.index, interval_s):
                 return HostsRead(waiting=waiting, waited_s=time.monotonic() - self._since_s)
+
+    def change_paces(self, action: ChangePaces) -> None:
+        """Journals by which paces work is dealt from here on."""
+        permille = {str(group): pace for group, pace in action.permille.items()}
+        self._reports.write_if_leader(
+            PacesRecord(group=self._agreement.member.group, step=action.step, permille=permille)
+        )
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns as `Reduction.attempt`."""

@@ -69,7 +69,7 @@ class _Rank:
         self._log = DecisionLog(self._store)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
-        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec.device))
+        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec))
         self._journal = JournalWriter(
             spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
         )
@@ -77,7 +77,9 @@ class _Rank:
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
-        self._progress = RankProgress(is_leave_asked=lambda: bool(self._page.leave_asked))
+        self._progress = RankProgress(
+            is_leave_asked=lambda: bool(self._page.leave_asked), is_end_asked=lambda: bool(self._page.end_asked)
+        )
         self._parts: Assembly | None = None
 
     def run(self) -> ExitCode:
@@ -95,7 +97,7 @@ class _Rank:
                     self._controller,
                     parts.executors,
                     first,
-                    lambda: bool(self._page.end_asked),
+                    self._progress.is_end_asked,
                 )
                 return self._stopped(stop)
         except JoinFailed as error:
@@ -241,7 +243,7 @@ class _Rank:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            corrupt(self._parts.trainer, fault.kind, fault.bit)
+            corrupt(self._parts.trainer, fault.kind, fault.bit, self._parts.buckets.at_hand)
             return
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)

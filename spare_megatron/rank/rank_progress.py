@@ -52,6 +52,7 @@ class RankProgress:
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
         save_ends: Finished saves of the group, which its votes report until a commit records them.
         is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
+        is_end_asked: Likewise whether this rank is asked to end the run.
     """
 
     head: int = 0
@@ -61,6 +62,7 @@ class RankProgress:
     gather_evidence: str = ""
     save_ends: list[SaveEnd] = field(default_factory=list)
     is_leave_asked: Callable[[], bool] = lambda: False
+    is_end_asked: Callable[[], bool] = lambda: False
     step: StepUnderWay | None = None
 
     @property

@@ -86,7 +86,7 @@ class RankReports:
 
     def send_step(self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord]) -> None:
         """Reports the committed step, if this rank does."""
-        split_s = self._probe.take_split()
+        split_s = self._probe.end_step()
         if not self._sends_steps:
             return
         step = self._progress.now

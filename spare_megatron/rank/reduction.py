@@ -34,7 +34,8 @@ from spare_megatron.voting.voting import Voting
 class Reduction:
     """Carries out BuildCommunicator and AttemptReduce. It decides nothing.
 
-    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed.
+    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed;
+    `num_chunks`: of the model on each rank.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Reduction:
         digests: StateDigests,
         reports: RankReports,
         overlaps: bool,
+        num_chunks: int,
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
@@ -57,6 +59,7 @@ class Reduction:
         self._digests = digests
         self._reports = reports
         self._overlaps = overlaps
+        self._num_chunks = num_chunks
         self._probe = probe
         self._progress = progress
         self._attempt = -1
@@ -133,6 +136,7 @@ class Reduction:
             self._agree_on(finding, step)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
+        wrong = self._buckets.first_wrong_sum()
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
@@ -147,7 +151,10 @@ class Reduction:
                 loss=self._buckets.loss_sum(),
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
+                num_passes=self._probe.num_forward / self._num_chunks,
                 finding=finding,
+                ends=self._progress.is_end_asked(),
+                wrong_sum=wrong,
             )
         self._raise_if_unsound(opinion.finding, step)
         with self._probe.during(Operation.SETTLE):
@@ -202,7 +209,7 @@ class Reduction:
                 attempt=action.attempt,
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
-                evidence=self._buckets.communicator.evidence,
+                evidence=_wrong_sums(opinion) or self._buckets.communicator.evidence,
                 incarnation=self._agreement.member.incarnation,
                 num_complete=list(opinion.num_complete),
             )
@@ -218,7 +225,10 @@ class Reduction:
                 slice_digests=digests.partitions,
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
+                pace_ns=round(opinion.pace_s * 1e9),
                 leaves=self._progress.is_leave_asked(),
+                ends=opinion.ends,
+                has_wrong_sum=opinion.has_wrong_sum,
                 audits=audits,
             )
             with self._probe.during(Operation.VOTE):
@@ -243,3 +253,9 @@ class Reduction:
             kept=list(action.kept),
         )
         self._reports.write_if_leader(record)
+
+
+def _wrong_sums(opinion: GroupOpinion) -> str:
+    """Which sums contradict their checksums."""
+    found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
+    return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)

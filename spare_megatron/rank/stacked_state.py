@@ -32,8 +32,6 @@ class StackedState:
         if action.is_anew:
             progress.lacks_params = True
             self._digests.is_wanted = True
-            if progress.step is not None:
-                progress.step.plans.clear()  # they were computed with parameters that may be wrong
         lacked = progress.lacks_params
         try:
             self._gather.run(action)

@@ -14,6 +14,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     ComputeAudits,
     ComputePatch,
     ComputeStep,
@@ -106,6 +107,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             return executors.log.await_hosts(action)
         case ComputePatch():
             executors.steps.compute_patch(action)
+        case ChangePaces():
+            executors.log.change_paces(action)
         case ComputeAudits():
             executors.audits.compute(action)
         case DrainGroups():

@@ -39,8 +39,11 @@ def finish_times(loads: IntArray, num_microbatches: int, costs: CostModel) -> Fl
     return finished
 
 
-def stacks_of(work: Work, num_microbatches: int, costs: CostModel) -> float:
-    """When the last group has computed its part of the work, in units of compute_s."""
+def stacks_of(work: Work, num_microbatches: int, costs: CostModel, factors: FloatArray | None = None) -> float:
+    """When the last group has computed its part of the work, in units of compute_s. `factors`: times of slow groups."""
+    if factors is not None:
+        finished = finish_times(work.loads, num_microbatches, costs)
+        return float((finished * factors[: finished.size]).max(initial=0.0))
     if costs.full_speed_groups == inf:
         makespan = work.makespan
         return (makespan + costs.pipeline_fill) / (num_microbatches + costs.pipeline_fill) if makespan else 0.0

@@ -7,6 +7,7 @@ from math import inf
 from spare_megatron.core.reforming import Machine, MachineId, PlaceId, reform
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.stacking.placement import make_placement
 
 
 class Machines:
@@ -21,6 +22,11 @@ class Machines:
         n = scenario.max_groups
         self._layout = Layout(num_groups=n, pipeline_parallel=self._size, num_nodes=n * self._size)
         self._num_spares = scenario.num_spares
+        self._placement = (
+            None
+            if scenario.last_resort
+            else make_placement(scenario.placement, scenario.num_groups, scenario.hosts_per_shard, self._per_domain)
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -62,7 +68,13 @@ class Machines:
 
     def _reform(self) -> list[GroupId]:
         """Moves machines; returns the groups that are whole by that, and forgets their machines."""
-        moves = reform(self._layout, self._machines, self._broken, groups_per_domain=self._per_domain)
+        unhosted = []
+        if self._placement is not None:
+            alive = frozenset(map(GroupId, range(self._placement.num_groups))) - self._broken
+            unhosted = [self._placement.hosts[shard] for shard in self._placement.uncovered(alive)]
+        moves = reform(
+            self._layout, self._machines, self._broken, groups_per_domain=self._per_domain, unhosted=unhosted
+        )
         for move in moves:
             self._machines[move.machine] = Machine("placed", move.place)
         # All moves make groups whole, and a group that is whole already was forgotten.

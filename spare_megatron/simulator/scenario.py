@@ -1,7 +1,7 @@
 """Describes a simulated run: its groups, policy, costs and failures."""
 
 from dataclasses import dataclass, field, fields
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 import numpy as np
@@ -15,7 +15,9 @@ from spare_megatron.planner.readmission import hardware_wait_s
 from spare_megatron.planner.reforming import ReformTimes
 from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
 from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.slow_groups import SlowSpec
 from spare_megatron.stacking.order import Granularity
+from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import PlacementKind, make_placement
 
 
@@ -95,6 +97,9 @@ class Scenario:
     """Groups of consecutive ids that form a domain for the placement; None takes failures.groups_per_domain."""
     costs: CostModel
     failures: FailureSpec = field(default_factory=FailureSpec)
+    slow: SlowSpec = field(default_factory=SlowSpec)
+    deal_by_pace: bool = True
+    """Whether slow groups get less work; where none turns slow, nothing is measured."""
     repair_s: float | None = None
     """Seconds from a loss until the hardware works again, for causes without their own; None: only at a restart."""
     repair_is_random: bool = False
@@ -150,6 +155,13 @@ class Scenario:
         """costs.fetch_s in thousandths of the time of one microbatch."""
         costs = self.costs
         return round(1000 * costs.fetch_s * (self.microbatches_per_shard + costs.pipeline_fill) / costs.compute_s)
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """As in the controller's setup: None if no paces are measured."""
+        if not self.deal_by_pace or self.slow.group_interval_s is None:
+            return None
+        return Rounds(fill=ceil(self.costs.pipeline_fill))
 
     @property
     def num_sets(self) -> int:
@@ -292,6 +304,7 @@ def _problems(scenario: Scenario) -> list[str]:
     if scenario.num_spares and scenario.policy == "checkpoint_only":
         found.append(f"num_spares={scenario.num_spares} is never used: checkpoint_only restarts all groups at any loss")
     found += _problems_of_membership(scenario)
+    found += _problems_of_slow_groups(scenario)
     if scenario.last_resort and scenario.policy != "spare":
         found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
     if scenario.last_resort and scenario.granularity == "stack":
@@ -300,6 +313,17 @@ def _problems(scenario: Scenario) -> list[str]:
     outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < most}
     if outside:
         found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {most - 1}")
+    return found
+
+
+def _problems_of_slow_groups(scenario: Scenario) -> list[str]:
+    if scenario.slow.group_interval_s is None:
+        return []
+    found = []
+    if scenario.policy == "replication":
+        found.append("slow.group_interval_s is simulated for the policies spare and checkpoint_only; unset it")
+    if scenario.costs.full_speed_groups < inf:
+        found.append("slow.group_interval_s needs groups with processors of their own: unset costs.full_speed_groups")
     return found
 
 

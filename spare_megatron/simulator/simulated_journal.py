@@ -62,6 +62,7 @@ class SimulatedJournal:
             num_steps=scenario.num_steps,
             placement=scenario.placement,
             granularity=scenario.granularity,
+            deal_by_pace=scenario.rounds is not None,
             reduce_mode="simulated",
             faults=[],
             last_resort=scenario.last_resort,

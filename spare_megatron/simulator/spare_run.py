@@ -15,6 +15,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -33,7 +34,7 @@ from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Entry, Fence, Restart, SaveEnd
 from spare_megatron.core.events import EntryRead, Event, HostsRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
-from spare_megatron.simulator.compute_fit import stacks_of
+from spare_megatron.simulator.compute_fit import FloatArray, stacks_of
 from spare_megatron.simulator.simulated_journal import SimulatedJournal
 from spare_megatron.simulator.world import World
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -72,6 +73,9 @@ class Copies:
 
 Clock = Callable[[], float]
 
+_PACE_NS = 1_000_000
+"""Of a group that is not slow; only ratios matter."""
+
 
 class SpareRun:
     """Executes the controller's actions; holds no policy. `decision_s`: seconds spent in the controller, by `clock`."""
@@ -94,6 +98,7 @@ class SpareRun:
             last_resort=scenario.last_resort,
             fetch=scenario.fetch,
             partitions=self._partition_setup(),
+            rounds=scenario.rounds,
             pause_s=scenario.costs.restart_s if scenario.policy == "spare" else None,
         )
         self.decision_s = 0.0
@@ -102,6 +107,7 @@ class SpareRun:
         self._incarnations: Counter[GroupId] = Counter()
         self._votes: dict[GroupId, Vote] = {}
         self._members: tuple[GroupId, ...] = ()  # of the present attempt
+        self._factors: FloatArray | None = None  # of the groups in the present step; None without slow ones
         self._save_ends: tuple[SaveEnd, ...] = ()  # not yet in a commit
         self._has_to_rebuild = False
         self._built_at_s = 0.0
@@ -174,6 +180,8 @@ class SpareRun:
             case DrainGroups(members=members):
                 self._incarnations.update(member.group for member in members)
                 self._world.drain(tuple(member.group for member in members))
+            case ChangePaces():
+                pass  # the next plan says it
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
@@ -196,6 +204,8 @@ class SpareRun:
 
     def _compute_step(self, plan: StepPlan) -> None:
         began_s = self._world.now_s
+        factors = self._world.slow.factors(began_s)
+        self._factors = factors if (factors != 1.0).any() else None
         self._world.compute(plan.step, self._stacks_of(plan.work))
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
@@ -221,6 +231,7 @@ class SpareRun:
         for group in self._world.fleet.noticed(self._world.now_s):
             if group in self._votes:
                 self._votes[group] = replace(self._votes[group], leaves=True)
+        self._measure_paces()
         if self._simulated_journal:
             self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
         if not lost:
@@ -228,6 +239,18 @@ class SpareRun:
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
         self._fence(lost)
         return ()
+
+    def _measure_paces(self) -> None:
+        """Adds the paces to the votes, if they are measured; equal votes stay one object."""
+        if self._controller.deals_by_pace:
+            usual: dict[Vote, Vote] = {}
+            factors = {} if self._factors is None else dict(enumerate(self._factors.tolist()))
+            for group, vote in self._votes.items():
+                factor = factors.get(group, 1.0)
+                if factor == 1.0:
+                    self._votes[group] = usual.setdefault(vote, replace(vote, pace_ns=_PACE_NS))
+                else:
+                    self._votes[group] = replace(vote, pace_ns=round(_PACE_NS * factor))
 
     def _wait_for_sum(self) -> tuple[GroupId, ...]:
         """Waits for the new communicator, if any, and the reduction; returns the groups whose loss stopped it."""
@@ -241,7 +264,7 @@ class SpareRun:
 
     def _stacks_of(self, work: Work) -> float:
         scenario = self._world.scenario
-        return stacks_of(work, scenario.microbatches_per_shard, scenario.costs)
+        return stacks_of(work, scenario.microbatches_per_shard, scenario.costs, self._factors)
 
     def _fence(self, lost: Sequence[GroupId]) -> None:
         for member in self._present(lost):

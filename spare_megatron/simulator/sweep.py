@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import Scenario, SimulatedPolicy
+from spare_megatron.simulator.slow_groups import SlowSpec
 from spare_megatron.simulator.world import Stalled
 from spare_megatron.stacking.order import Granularity
 
@@ -150,6 +151,7 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             last_resort=base.last_resort and variant.granularity == "microbatch",
             reform_s=base.reform_s if variant.policy == "spare" else None,
             further_groups=base.further_groups if variant == Variant(policy="spare", granularity="microbatch") else 0,
+            slow=SlowSpec() if variant.policy == "replication" else base.slow,
             notice_s=base.notice_s if variant.policy == "spare" else 0.0,
             machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
             num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,

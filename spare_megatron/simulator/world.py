@@ -10,6 +10,7 @@ from spare_megatron.simulator.compute_fit import finish_times, stretch
 from spare_megatron.simulator.failures import FailureProcess, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.slow_groups import SlowGroups
 from spare_megatron.stacking.layout import GroupId
 
 CAUSES = (
@@ -28,8 +29,9 @@ CAUSES = (
     "pause",
     "join",
 )
-"""compute and jitter are the steps' compute without losses, extra_compute its excess, below 0 where lost groups free
-processors; rebuild is what reducing again takes beyond reduce_s; pause is the wait for a host of each shard.
+"""compute and jitter are the steps' compute without losses, extra_compute its excess for losses and slow groups, which
+is below 0 where lost groups free processors; rebuild is what reducing again takes beyond reduce_s; pause is the wait
+for a host of each shard.
 """
 
 
@@ -77,7 +79,7 @@ MAX_RATIO = 1000.0
 
 _LEAST_JITTER = 1e-3
 
-_JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM = range(3)
+_JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM, _SLOW_STREAM = range(4)
 
 
 class Stalled(RuntimeError):
@@ -144,6 +146,7 @@ class World:
         self.ledger = Ledger()
         failure_rng = np.random.default_rng([seed, _FAILURE_STREAM])
         process = process or make_process(scenario.failures, scenario.num_groups, failure_rng)
+        self.slow = SlowGroups(scenario.slow, scenario.max_groups, np.random.default_rng([seed, _SLOW_STREAM]))
         self.fleet = Fleet(scenario, process, np.random.default_rng([seed, _REPAIR_STREAM]))
         noise = np.random.default_rng([seed, _JITTER_STREAM]).standard_normal(scenario.num_steps)
         factors = np.maximum(1.0 + scenario.costs.jitter * noise, _LEAST_JITTER)

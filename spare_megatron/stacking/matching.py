@@ -1,10 +1,11 @@
 """Assigns the units of shards to groups in the least makespan, at least cost: the transport problem of every reorder.
 
 Shard s has `demand[s]` units. Each is hosted, that is placed on a surviving host of the shard, or cold: placed on any
-survivor, by way of the commons node. A group that takes p per unit takes at most T // p units within the makespan T,
-of them at most (T - fetch) // p cold ones. On a pair (s, h) the first `free[s, h]` units stay at no cost, every other
-unit moves at cost 1, and a cold one costs more than all moves together. Primal-dual minimum-cost flow (Ford and
-Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8). Proof: docs/protocol.md.
+survivor, by way of the commons node. Within the makespan T a group that takes p per round has T // p rounds, of them
+(T - fetch) // p for cold units; `stacking.paces.Rounds` says how many units fit, one each by default. On a pair (s, h)
+the first `free[s, h]` units stay at no cost, every other unit moves at cost 1, and a cold one costs more than all moves
+together. Primal-dual minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8).
+Proof: docs/protocol.md.
 """
 
 from bisect import bisect_left
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.graph.python import max_flow
 
+from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
 
 _FAR = np.iinfo(np.int64).max // 4
@@ -27,7 +29,8 @@ class SpreadProblem:
         is_alive: For each group; groups beyond those of the placement host nothing and take only cold units.
         free: For each pair, how many units cost nothing there. 0 where the host is lost.
         start: For each pair, the units placed there at first; at most `free`, and per shard at most its demand.
-        pace: Time per unit, at least 1, of all groups or of each.
+        pace: Time per round, at least 1, of all groups or of each.
+        rounds: The rounds that units take.
         fetch: Time before a group can begin a cold unit, in the same unit of time; None if it never can.
     """
 
@@ -37,14 +40,26 @@ class SpreadProblem:
     free: IntArray
     start: IntArray
     pace: IntArray | int = 1
+    rounds: Rounds = ONE_BY_ONE
     fetch: int | None = None
 
     def capacities(self, makespan: int) -> tuple[IntArray, IntArray]:
         """Units, and cold units, that each group can take within a makespan."""
         alive = self.is_alive.astype(np.int64)
         if self.fetch is None:
-            return makespan // self.pace * alive, np.zeros_like(alive)
-        return makespan // self.pace * alive, max(makespan - self.fetch, 0) // self.pace * alive
+            return self._units(makespan) * alive, np.zeros_like(alive)
+        return self._units(makespan) * alive, self._units(max(makespan - self.fetch, 0)) * alive
+
+    def least_time(self, units: int) -> int:
+        """The time that the fastest group needs for so many units."""
+        return int(np.min(self.pace)) * self.rounds.num_rounds(units)
+
+    def most_time(self, units: int) -> int:
+        """The time in which every group is done with so many units, cold or not."""
+        return int(np.max(self.pace)) * self.rounds.num_rounds(units) + (self.fetch or 0)
+
+    def _units(self, time: int) -> IntArray:
+        return self.rounds.num_units(np.asarray(time // self.pace, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,8 +105,7 @@ class Bottleneck:
 
         num_groups = int(self.is_host.sum() + self.is_lender.sum())
         each = -(-self.demand // num_groups)
-        least, most = each * int(np.min(problem.pace)), each * int(np.max(problem.pace)) + (problem.fetch or 0)
-        return bisect_left(range(most), True, lo=least, key=has_room)
+        return bisect_left(range(problem.most_time(each)), True, lo=problem.least_time(each), key=has_room)
 
 
 def makespan_bound(problem: SpreadProblem) -> int:
@@ -117,7 +131,7 @@ def makespan_bound(problem: SpreadProblem) -> int:
     sole_host, its_shards = placement.host_array[alone], np.nonzero(alone)[0]
     per_sole_host = np.bincount(sole_host, weights=demand[its_shards], minlength=1)
     most = max(int(per_shard.max()), int(per_sole_host.max()))
-    return max(together.least_makespan(problem), int(np.min(problem.pace)) * most)
+    return max(together.least_makespan(problem), problem.least_time(most))
 
 
 def least_spread(problem: SpreadProblem) -> Spread:

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, Owners, Work, work_of
 from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
@@ -22,11 +23,16 @@ class Order(Protocol):
     def work(self) -> Work:
         """The work of each surviving group in a step."""
 
-    def for_groups(self, alive: frozenset[GroupId]) -> "Order":
-        """The order for exactly these groups, with the fewest moves; some may have come back. Raises WipeOut."""
+    def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "Order":
+        """The order for exactly these groups at these paces, with the fewest moves; some may have come back. Raises
+        WipeOut.
+        """
 
-    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
         """The orphans spread over these groups with the least makespan of the patch alone. Raises WipeOut."""
+
+    def probing(self, group: GroupId) -> Work:
+        """The work, but for its least part that the group can take from another; the order stays as it is."""
 
 
 def initial_order(
@@ -55,17 +61,21 @@ class Dealing:
 
     def start_over(self) -> None:
         """Returns to the order before any loss."""
-        self._order, self._dealt_to = self._first, self._all_groups
+        self._order, self._dealt_to = self._first, (self._all_groups, EVEN)
 
-    def work(self, members: tuple[GroupId, ...]) -> Work:
-        """The work of exactly these groups, with the fewest moves since the last time. Raises WipeOut."""
-        if self._dealt_to != members:
-            self._order, self._dealt_to = self._order.for_groups(frozenset(members)), members
-        return self._order.work
+    def work(self, members: tuple[GroupId, ...], paces: Paces = EVEN, probe: GroupId | None = None) -> Work:
+        """The work of exactly these groups at these paces, with the fewest moves since the last time. Raises WipeOut.
 
-    def patch(self, members: tuple[GroupId, ...], orphans: Sequence[Microbatch]) -> Work:
+        If `probe` would compute nothing, it takes the least part of the work that it can.
+        """
+        if self._dealt_to != (members, paces):
+            self._order, self._dealt_to = self._order.for_groups(frozenset(members), paces), (members, paces)
+        work = self._order.work
+        return work if probe is None or work.of(probe) else self._order.probing(probe)
+
+    def patch(self, members: tuple[GroupId, ...], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
         """The orphans spread over these groups. Raises WipeOut."""
-        return self._order.patch(frozenset(members), orphans)
+        return self._order.patch(frozenset(members), orphans, paces)
 
 
 class SingleMicrobatches:
@@ -75,12 +85,18 @@ class SingleMicrobatches:
         self._fetch = fetch
         self.work = Work(owners)
 
-    def for_groups(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
-        reorder = reorder_microbatches(self._placement, alive, self._owners, fetch=self._fetch)
+    def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "SingleMicrobatches":
+        reorder = reorder_microbatches(self._placement, alive, self._owners, fetch=self._fetch, paces=paces)
         return SingleMicrobatches(self._placement, reorder.owners, self._fetch)
 
-    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
-        return work_of(patch_work(self._placement, alive, orphans, fetch=self._fetch), self._owners.shape)
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
+        work = patch_work(self._placement, alive, orphans, fetch=self._fetch, paces=paces)
+        return work_of(work, self._owners.shape)
+
+    def probing(self, group: GroupId) -> Work:
+        owners = self._owners.copy()
+        owners[_first_shard(self._placement, group), 0] = group
+        return Work(owners)
 
 
 class WholeShards:
@@ -92,13 +108,25 @@ class WholeShards:
         self._num_microbatches = num_microbatches
         self.work = Work(np.repeat(owners[:, None], num_microbatches, axis=1))
 
-    def for_groups(self, alive: frozenset[GroupId]) -> "WholeShards":
-        reorder = reorder_stacks(self._placement, alive, self._stacks)
+    def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "WholeShards":
+        of_shards = paces.in_units_of(self._num_microbatches)
+        reorder = reorder_stacks(self._placement, alive, self._stacks, paces=of_shards)
         return WholeShards(self._placement, reorder.order, reorder.owners, self._num_microbatches)
 
-    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
-        shards = patch_work(
-            self._placement, alive, [Microbatch(shard, 0) for shard in sorted({o.shard for o in orphans})]
-        )
+    def probing(self, group: GroupId) -> Work:
+        owners = self.work.owners.copy()
+        owners[_first_shard(self._placement, group)] = group
+        return Work(owners)
+
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
+        of_shards = paces.in_units_of(self._num_microbatches)
+        lost = [Microbatch(shard, 0) for shard in sorted({orphan.shard for orphan in orphans})]
+        shards = patch_work(self._placement, alive, lost, paces=of_shards)
         one_each = work_of(shards, (self._placement.num_groups, 1))
         return Work(np.repeat(one_each.owners, self._num_microbatches, axis=1))
+
+
+def _first_shard(placement: Placement, group: GroupId) -> int:
+    """The lowest shard that the group hosts; shard 0 of a group that hosts none, which reads all data."""
+    shards = np.flatnonzero((placement.host_array == group).any(axis=1))
+    return int(shards[0]) if shards.size else 0

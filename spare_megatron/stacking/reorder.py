@@ -3,24 +3,24 @@
 A microbatch is cold for a group that does not host its shard. Groups compute cold microbatches only where `fetch` is
 given: the time from the start of a step or patch until a group has their data, in thousandths of the time of one
 microbatch. A group with h hosted and c > 0 cold microbatches needs the time of max(h + c, fetch / 1000 + c).
+
+Where surviving groups differ in `paces`, the makespan is a time: the largest pace x rounds of any group.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import Spread, SpreadProblem, least_spread
-from spare_megatron.stacking.placement import IntArray, Placement
+from spare_megatron.stacking.paces import EVEN, LIKE, ONE_BY_ONE, Paces, Rounds
+from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
 from spare_megatron.stacking.plans import Microbatch, Owners
 from spare_megatron.stacking.wipe_out import require_hosts
 
 ReorderPath = Literal["unchanged", "orphans", "chains"]
-
-_PACE = 1000
-"""Time of one microbatch, in the unit of `fetch`."""
 
 _COLD = -1
 
@@ -59,7 +59,7 @@ def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
 
 
 def reorder_microbatches(
-    placement: Placement, alive: frozenset[GroupId], owners: Owners, *, fetch: int | None = None
+    placement: Placement, alive: frozenset[GroupId], owners: Owners, *, fetch: int | None = None, paces: Paces = EVEN
 ) -> Reorder:
     """Owners of least makespan among surviving groups, then with the least cold work, then with the fewest moves.
 
@@ -86,8 +86,8 @@ def reorder_microbatches(
         demand=demand,
         free=kept.ravel(),
         start=kept.ravel(),
-        pace=_PACE,
         fetch=fetch,
+        **_times(paces, is_alive),
     )
     spread = least_spread(problem)
     num_orphans = int(demand.sum() - kept.sum())
@@ -102,7 +102,12 @@ def reorder_microbatches(
 
 
 def patch_work(
-    placement: Placement, alive: frozenset[GroupId], orphans: Sequence[Microbatch], *, fetch: int | None = None
+    placement: Placement,
+    alive: frozenset[GroupId],
+    orphans: Sequence[Microbatch],
+    *,
+    fetch: int | None = None,
+    paces: Paces = EVEN,
 ) -> dict[GroupId, tuple[Microbatch, ...]]:
     """Spreads the microbatches that lost groups still owed in this step over surviving hosts of their shards and, with
     `fetch`, over all survivors, by group.
@@ -117,15 +122,15 @@ def patch_work(
     demand = np.bincount(shards, minlength=placement.num_groups).astype(np.int64)
     if fetch is None or not alive:
         require_hosts(placement, alive, {item.shard for item in items})
-    nothing = np.zeros(placement.host_array.size, dtype=np.int64)
+    nothing, is_alive = np.zeros(placement.host_array.size, dtype=np.int64), placement.alive_mask(alive)
     problem = SpreadProblem(
         placement=placement,
-        is_alive=placement.alive_mask(alive),
+        is_alive=is_alive,
         demand=demand,
         free=nothing,
         start=nothing,
-        pace=_PACE,
         fetch=fetch,
+        **_times(paces, is_alive),
     )
     spread = least_spread(problem)
     flow = spread.flow.reshape(placement.host_array.shape)
@@ -134,6 +139,17 @@ def patch_work(
     for item, group in zip(items, groups, strict=True):
         work.setdefault(GroupId(int(group)), []).append(item)
     return {group: tuple(work[group]) for group in sorted(work)}
+
+
+class _Times(TypedDict):
+    pace: IntArray | int
+    rounds: Rounds
+
+
+def _times(paces: Paces, is_alive: BoolArray) -> _Times:
+    """Rounds are left out where all groups are alike: they change no order of loads."""
+    by_group = paces.among(is_alive)
+    return _Times(pace=LIKE, rounds=ONE_BY_ONE) if by_group is None else _Times(pace=by_group, rounds=paces.rounds)
 
 
 def _count_owned(placement: Placement, owners: Owners) -> IntArray:

@@ -1,10 +1,11 @@
 """Reorders whole shards: the least depth, then the fewest changes of stack order (SPARe, arXiv 2603.00357).
 
 The depth is the least S at which every shard has an owner among the surviving groups that hold it within the first S of
-their stack; a step takes S x m microbatches.
+their stack; a step takes S x m microbatches. Where groups differ in pace, each has a depth of its own: the shards that
+it completes within the least time in which all shards are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, makespan_bound
+from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, least_spread, makespan_bound
+from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
 from spare_megatron.stacking.wipe_out import require_hosts
 
@@ -22,7 +24,7 @@ StackArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackOrder:
-    """Each group computes the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy)."""
+    """Each group computes some of the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy)."""
 
     stacks: StackArray
     depth: int
@@ -36,6 +38,7 @@ class StackReorder:
         owners: Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its
             stack.
         num_moves: Shards swapped into the first `depth` of a stack for one that its group does not own.
+        depth: The largest of any group.
         phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2).
     """
 
@@ -51,17 +54,21 @@ def initial_order(placement: Placement) -> StackOrder:
     return StackOrder(stacks=_read_only(placement.stack_array.astype(np.int32)), depth=1)
 
 
-def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: StackOrder) -> StackReorder:
+def reorder_stacks(
+    placement: Placement, alive: frozenset[GroupId], order: StackOrder, *, paces: Paces = EVEN
+) -> StackReorder:
     """The least depth for the surviving groups and, at that depth, the fewest changes of the present order.
 
     A move swaps a shard from beyond the first S of a group's stack with one within it; all other positions stay. The
-    order may come from any earlier state. Raises WipeOut if some shard has no surviving host.
+    order may come from any earlier state. The unit of `paces` is a shard. Raises WipeOut if some shard has no surviving
+    host.
 
     Notes:
         Phase 1: keep the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces
             the paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: Hopcroft-Karp with S
             slots per group and any host allowed, S growing from the proven bound. Phase 3:
             `stacking.matching.cheapest_spread` at that S, where hosts are free for the shards within their first S.
+            Where paces differ, phase 3 follows `stacking.matching.least_spread`, which has the least time.
         Ties: phase 1 picks the surviving host that has the shard earliest, then the lowest id; phase 3 as in
             `stacking.matching`; shards move in ascending order of ids to the earliest positions not owned.
     """
@@ -69,6 +76,9 @@ def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: Stack
     is_alive = placement.alive_mask(alive)
     position = _positions(placement, order)
     problem = _one_unit_per_shard(placement, is_alive)
+    if (by_group := paces.among(is_alive)) is not None:
+        problem = replace(problem, pace=by_group, rounds=paces.rounds)
+        return _fewest_moves(problem, order, position, least_spread(problem).makespan)
     bound = makespan_bound(problem)
     is_covered = (is_alive[placement.host_array] & (position < order.depth)).any(axis=1).all()
     if is_covered:
@@ -78,32 +88,25 @@ def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: Stack
     if is_covered and depth == order.depth:
         owners = _earliest_host(placement, is_alive, position)
         return StackReorder(owners=owners, order=order, depth=depth, num_moves=0, phase=1)
-    return _fewest_moves(placement, is_alive, order, position, depth)
+    return _fewest_moves(problem, order, position, depth)
 
 
-def _fewest_moves(
-    placement: Placement, is_alive: BoolArray, order: StackOrder, position: IntArray, depth: int
-) -> StackReorder:
-    """Phase 3 at a depth that is known to be feasible."""
-    free = (is_alive[placement.host_array] & (position < depth)).astype(np.int64)
+def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray, makespan: int) -> StackReorder:
+    """Phase 3 within a time that is known to be feasible."""
+    placement = problem.placement
+    depths, _ = problem.capacities(makespan)
+    free = (position < depths[placement.host_array]).astype(np.int64)
     start = np.zeros_like(free)
     earliest = np.where(free > 0, position * placement.num_groups + placement.host_array, np.iinfo(np.int64).max)
     rows = np.arange(placement.num_groups)
     start[rows, earliest.argmin(axis=1)] = free[rows, earliest.argmin(axis=1)]
-    problem = SpreadProblem(
-        placement=placement,
-        is_alive=is_alive,
-        demand=np.ones(placement.num_groups, dtype=np.int64),
-        free=free.ravel(),
-        start=start.ravel(),
-    )
-    spread = cheapest_spread(problem, depth)
+    spread = cheapest_spread(replace(problem, free=free.ravel(), start=start.ravel()), makespan)
     assert isinstance(spread, Spread), spread
     is_owner = spread.flow.reshape(free.shape) > 0
     return StackReorder(
         owners=_read_only(placement.host_array[is_owner].astype(np.int32)),
-        order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depth), depth=depth),
-        depth=depth,
+        order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depths), depth=int(depths.max())),
+        depth=int(depths.max()),
         num_moves=spread.num_moves,
         phase=3,
     )
@@ -149,16 +152,16 @@ def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray
 
 
 def _bring_in(
-    placement: Placement, order: StackOrder, is_owner: BoolArray, position: IntArray, depth: int
+    placement: Placement, order: StackOrder, is_owner: BoolArray, position: IntArray, depths: IntArray
 ) -> StackArray:
-    """The order after every owned shard beyond the depth has swapped places with one that is not owned."""
+    """The order after every owned shard beyond its owner's depth has swapped places with one that is not owned."""
     stacks = order.stacks.copy()
-    shards, columns = np.nonzero(is_owner & (position >= depth))
+    shards, columns = np.nonzero(is_owner & (position >= depths[placement.host_array]))
     owned = np.zeros(stacks.shape, dtype=np.bool_)
     owned[placement.host_array[is_owner], position[is_owner]] = True
     for shard, column in zip(shards.tolist(), columns.tolist(), strict=True):
         group, old = placement.host_array[shard, column], position[shard, column]
-        new = int(owned[group, :depth].argmin())
+        new = int(owned[group, : depths[group]].argmin())
         stacks[group, [old, new]] = stacks[group, [new, old]]
         owned[group, new] = True
     return _read_only(stacks)

@@ -5,7 +5,7 @@ given to another, or that is given another place, ends the ranks that it has.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.config.schema import RunConfig
@@ -13,7 +13,8 @@ from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.records import PlacesRecord
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, Member, ShardId
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.supervisor.group_rendezvous import present_members
@@ -37,6 +38,7 @@ class Assigned:
             holdings=[list(holding) for holding in assignment.holdings],
             places=[list(place) for place in assignment.places],
             idle=list(assignment.idle),
+            shards=list(assignment.shards),
         )
 
 
@@ -96,6 +98,13 @@ class GroupReforming:
         self._groups_per_domain = config.spare.groups_per_domain
         self._after_s = reform_after_s(config)
         self._left_out = left_out
+        spare, num_groups = config.spare, config.layout.num_groups
+        # Shards that all groups can read need no host.
+        self._placement = (
+            None
+            if config.data.access == "shared"
+            else make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
+        )
         self._has_begun = False  # training
         self._broken_since_s: dict[Member, float] = {}
 
@@ -114,17 +123,18 @@ class GroupReforming:
         if not due or not self._is_lowest(store, assignments.places, [member.group for member in due]):
             return None
         found = [place for member in due for place in empty[member]]
-        assignment = assignments.places.reform(found, self._groups_per_domain)
+        unhosted = self._unhosted([member.group for member in empty])
+        assignment = assignments.places.reform(found, self._groups_per_domain, unhosted)
         return assignments.append(assignment) if assignment.holdings else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
         """Takes a place for the machine, which has none or replaces another one. ValueError: it was replaced itself."""
         while True:
             places = assignments.read()
-            empty: list[PlaceId] = []
-            if places.held_by(self._machine) is None:
-                empty = self._empty_of(store, places, [member.group for member in self._broken(store)])
-            assigned = assignments.append(places.replace(self._machine, empty, self._groups_per_domain))
+            broken = [] if places.held_by(self._machine) else [member.group for member in self._broken(store)]
+            empty = self._empty_of(store, places, broken)
+            chosen = places.replace(self._machine, empty, self._groups_per_domain, self._unhosted(broken))
+            assigned = assignments.append(chosen)
             held = assignments.places.held_by(self._machine)
             if assigned is not None and held is not None:
                 return PlaceTaken(holding=held, by=assigned)
@@ -138,6 +148,13 @@ class GroupReforming:
         # A node that has not published that is alive, or its silence has had the member fenced.
         left = store.get([keys.has_left(member, self._layout.nodes_of(member.group)[0]) for member in present])
         return [member for member, *texts in zip(present, fenced, left, strict=True) if texts != [None, None]]
+
+    def _unhosted(self, broken: Iterable[GroupId]) -> dict[ShardId, Collection[GroupId]]:
+        """The shards that no group hosts besides the broken ones and those that are left out, and their hosts."""
+        if self._placement is None:
+            return {}
+        alive = frozenset(map(GroupId, range(self._placement.num_groups))) - self._left_out() - {*broken}
+        return {shard: self._placement.hosts[shard] for shard in self._placement.uncovered(alive)}
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
         """The places of these groups that no machine holds, or one that has ended, is silent or gave its place up."""

@@ -1,5 +1,5 @@
 """Injects the faults of a trace that strike from outside a rank: suspended ranks, cut or slow networks, hosts with
-fewer processors, killed supervisors.
+fewer processors, killed supervisors, and groups that are asked to leave or to join.
 """
 
 import contextlib
@@ -12,8 +12,14 @@ from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.processes import say
 from spare_megatron.process.processor_quota import ProcessorQuota
 from spare_megatron.process.reports import FaultWanted, GoOn
+from spare_megatron.process.requests import asked_to_leave, request
+from spare_megatron.process.specs import NodeSpec
 from spare_megatron.process.timers import Timers
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
+
+_LEAVING_S = 0.5
+"""How often a group that is asked to leave is looked at."""
 
 
 class NodeFaults:
@@ -21,11 +27,14 @@ class NodeFaults:
 
     def __init__(
         self,
+        spec: NodeSpec,
         ranks: RankProcesses,
         timers: Timers,
         network: NodeNetwork | None,
         pass_on: Callable[[FaultWanted], None],
     ) -> None:
+        self._run_dir = spec.run_dir
+        self._further = spec.config.parallel.further_groups
         self._ranks = ranks
         self._timers = timers
         self._network = network
@@ -52,6 +61,15 @@ class NodeFaults:
                 self.let_go_on(wanted)
             case "slow_host":
                 self._slow_host(wanted.fault)
+                self.let_go_on(wanted)
+            case "drain":
+                request(self._run_dir, [wanted.fault.group], "drain")
+                if seconds is not None:
+                    self._timers.after(seconds, lambda: self._ask_back(wanted.fault.group))
+                self.let_go_on(wanted)
+            case "resize":
+                are_away = asked_to_leave(self._run_dir, self._further) >= self._further
+                request(self._run_dir, self._further, "grow" if are_away else "drain")
                 self.let_go_on(wanted)
             case "kill_supervisor":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -83,6 +101,13 @@ class NodeFaults:
         quota.limit(self._ranks.pids.values())
         if fault.seconds is not None:
             self._timers.after(fault.seconds, lambda: self.close() if self._quota is quota else None)
+
+    def _ask_back(self, group: GroupId) -> None:
+        """Asks the group to take part again, once its ranks here have ended."""
+        if self._ranks.have_ended(group):
+            request(self._run_dir, [group], "grow")
+        else:
+            self._timers.after(_LEAVING_S, lambda: self._ask_back(group))
 
     def let_go_on(self, wanted: FaultWanted) -> None:
         """Resumes the rank that wanted the fault, if it is still there."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from spare_megatron.config.own_code import code_mismatch
 from spare_megatron.core.reforming import MachineId
-from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process import end_signal
 from spare_megatron.process.network import NodeNetwork
@@ -46,21 +45,23 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
     spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
-    budget: RestartBudget | None = None
+    former: Supervisor | None = None
     taken = _take_place(spec, machine) if spec.incarnation else None
     while True:
         if taken is not None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
-        supervisor = Supervisor(spec, link, network, taken, budget)
+        supervisor = Supervisor(spec, link, network, taken, None if former is None else former.budget)
         end_signal.listen(supervisor.ask_to_end)
+        if former is not None and former.is_end_asked:  # perhaps while it left its place
+            supervisor.ask_to_end()
         end = supervisor.run()
         if isinstance(end, str):
             is_orphaned = supervisor.close(end)
             sys.stdout.flush()
             return spec.node if is_orphaned else None
         supervisor.leave()
-        budget = supervisor.budget
+        former = supervisor
         taken = end.to or _take_place(spec, machine)
 
 

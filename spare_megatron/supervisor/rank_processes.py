@@ -123,6 +123,7 @@ class RankProcesses:
         pipes: Pipe of reports -> rank that writes it.
         sentinels: Sentinel that becomes ready when a process ends -> its rank.
         foreign: Groups last started by a lost supervisor, in an incarnation that is not known yet.
+        is_end_asked: Whether the run is to end after the current step.
     """
 
     def __init__(self, spec: NodeSpec) -> None:
@@ -141,7 +142,7 @@ class RankProcesses:
             self._faults = {fault for fault in spec.faults if _record_of(fault) not in struck}
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
-        self._is_end_asked = False
+        self.is_end_asked = False
         self._leave_asked: frozenset[GroupId] = frozenset()
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
@@ -180,7 +181,7 @@ class RankProcesses:
 
     def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
-        process.page.end_asked, process.page.leave_asked = self._is_end_asked, group in self._leave_asked
+        process.page.end_asked, process.page.leave_asked = self.is_end_asked, group in self._leave_asked
         spec = RankSpec(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
@@ -209,7 +210,7 @@ class RankProcesses:
 
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""
-        self._is_end_asked = True
+        self.is_end_asked = True
         for process in self._processes.values():
             process.page.end_asked = True
 

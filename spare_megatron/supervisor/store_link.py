@@ -195,6 +195,8 @@ class StoreLink:
         self._beats = incarnation * BEATS_PER_INCARNATION
         self._beat_at_s = time.monotonic()
         """Due time of the next heartbeat."""
+        self.answers = (0, 0.0)
+        """Heartbeats that the store has answered, and seconds until it had, in all."""
         self._last_beats: dict[int, int] = {}
         self._has_begun = False  # training
         self._since_s = time.monotonic()
@@ -344,6 +346,8 @@ class StoreLink:
         watched = [*near, *sorted(self._silent)]  # a silent node may come back, and its groups with it
         # Without nodes to watch it reads its own beat, to see that the store answers.
         found = store.get([keys.beat(other) for other in watched or [self._node]])
+        num_answers, answers_s = self.answers
+        self.answers = num_answers + 1, answers_s + time.monotonic() - began_s
         if not self._has_begun and watched and None in found:
             self._has_begun = store.exists(keys.ALL_GROUPS_READY)
         now_s = time.monotonic()

@@ -43,6 +43,7 @@ from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
+from spare_megatron.supervisor.measurements import Measurements
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
 from spare_megatron.supervisor.rank_processes import RankProcesses
@@ -133,7 +134,7 @@ class Supervisor:
         self._has_given_up = False  # its place
         self._store_failure = ""
         self._head_hint = 0
-        self._faults = NodeFaults(self._ranks, self._timers, network, self._driver.report)
+        self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
@@ -150,6 +151,7 @@ class Supervisor:
             else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
+        self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers)
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
@@ -180,6 +182,10 @@ class Supervisor:
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
+
+    @property
+    def is_end_asked(self) -> bool:
+        return self._ranks.is_end_asked
 
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
@@ -355,6 +361,8 @@ class Supervisor:
             # Ranks block wherever they use the store, so a lack of progress proves nothing.
             self._rank_watch.forgive()
             return
+        if (measured := self._measurements.poll(now_s)) is not None:
+            self._driver.report(measured)
         for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
             self._lose(group, rank, cause)
 

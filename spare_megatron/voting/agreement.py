@@ -52,16 +52,24 @@ class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
     `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete, and `terms` empty. Per
-    rank, `num_complete` buckets are summed and passes took `compute_s` seconds. `finding`: the worst about the group's
-    own gradients.
+    rank, `num_complete` buckets are summed, passes took `compute_s` seconds, and the first bucket whose sum contradicts
+    its checksum is in `wrong_sums`. `pace_s`: seconds per microbatch of the slowest rank. `finding`: the worst about
+    the group's own gradients. `ends`: some rank is asked to end the run.
     """
 
     is_complete: bool
     loss: LossSum | None
     num_complete: tuple[int, ...]
     compute_s: tuple[float, ...] = ()
+    pace_s: float = 0.0
     finding: GradientFinding = GradientFinding.SOUND
     terms: tuple[LossSum, ...] = ()
+    ends: bool = False
+    wrong_sums: tuple[int | None, ...] = ()
+
+    @property
+    def has_wrong_sum(self) -> bool:
+        return any(bucket is not None for bucket in self.wrong_sums)
 
 
 class GroupAgreement:
@@ -133,6 +141,9 @@ class GroupAgreement:
         terms: Sequence[LossSum | None] = (),
         finding: GradientFinding,
         compute_s: float = 0.0,
+        ends: bool = False,
+        num_passes: float = 0.0,
+        wrong_sum: int | None = None,
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
 
@@ -146,20 +157,25 @@ class GroupAgreement:
             terms: The same of each further term of the loss.
             finding: About this rank's own gradients.
             compute_s: Seconds of its forward and backward passes in the step.
+            ends: Whether this rank is asked to end the run.
+            num_passes: Microbatches that it has passed forward and backward in them.
+            wrong_sum: The first bucket whose sum it has found wrong.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         unknown = (-math.inf, -math.inf)
         known = [value for one in (loss, *terms) for value in one or unknown]  # a float64 counts tokens up to 2^53
         num_ranks = self._ranks.size()
-        of_ranks = [0.0] * 2 * num_ranks
-        of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
-        own = [float(not is_complete), work, -work, float(finding)]
+        of_ranks = [0.0] * 3 * num_ranks
+        wrong = 0.0 if wrong_sum is None else wrong_sum + 1.0
+        of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s, wrong
+        pace_s = compute_s / num_passes if num_passes else 0.0
+        own = [float(not is_complete), work, -work, float(finding), float(ends), pace_s]
         mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
-        has_failed, highest, negated_lowest, worst, *others = mine.tolist()
+        has_failed, highest, negated_lowest, worst, is_end_asked, pace_s, *others = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
-        of_ranks, known = others[: 2 * num_ranks], others[2 * num_ranks :]
+        of_ranks, known = others[: 3 * num_ranks], others[3 * num_ranks :]
         pairs = zip(known[::2], known[1::2], strict=True)
         sums = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
         return GroupOpinion(
@@ -167,8 +183,11 @@ class GroupAgreement:
             loss=sums[0] if sums else None,
             terms=tuple(sums[1:]),
             num_complete=tuple(map(int, of_ranks[:num_ranks])),
-            compute_s=tuple(of_ranks[num_ranks:]),
+            compute_s=tuple(of_ranks[num_ranks : 2 * num_ranks]),
+            pace_s=pace_s,
             finding=GradientFinding(int(worst)),
+            wrong_sums=tuple(int(wrong) - 1 if wrong else None for wrong in of_ranks[2 * num_ranks :]),
+            ends=bool(is_end_asked),
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:

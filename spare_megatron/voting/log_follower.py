@@ -38,6 +38,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
         microbatches_per_shard=config.unit_ramp.largest,
         ramp=config.unit_ramp,
+        rounds=config.rounds if spare.deal_by_pace else None,
         num_steps=config.train.steps,
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",

@@ -66,7 +66,7 @@ def compare_digests(device: str) -> int:
 
 def compare(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore import fixed_point_kernel, gradients
+    from spare_megatron.mcore import fixed_point, fixed_point_kernel
 
     generator = torch.Generator().manual_seed(7)
     num_compared = 0
@@ -77,7 +77,7 @@ def compare(device: str) -> int:
             added, expected = before.to(device), before.clone()
             found, expected_largest = largest.to(device), largest.clone()
             fixed_point_kernel.add_rounded(added, values.to(device), scale, found)
-            gradients.add_rounded(expected, values, scale, expected_largest)
+            fixed_point.add_rounded(expected, values, scale, expected_largest)
             fits = values.float().abs() * scale <= 2.0**62  # what does not is flagged, and its sum void
             assert torch.equal(added.cpu()[fits], expected[fits]), (values.dtype, values.shape, scale)
             assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected_largest.nan_to_num(nan=-1.0))

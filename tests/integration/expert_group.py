@@ -1,7 +1,7 @@
 """The full mixture of experts on one rank by plain autograd, with the losses of its routers as the papers have them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
@@ -54,6 +55,62 @@ def reference_sums(
     for name, parameter in model.named_parameters():
         gradients[name][: len(parameter)] = parameter.grad.numpy()
     return loss_sum, gradients
+
+
+def biases_after_a_step(config: RunConfig) -> tuple[None, Arrays, dict[int, tuple[np.ndarray, ...]]]:
+    """Of the whole batch of step 0 in two calls: parameters before it as `mcore_group.compute_sums` has them; and of
+    each layer the biases before, which are not zero, how often the batch chose each expert, and the biases after.
+    """
+    trainer = GroupTrainer(config, CPU)
+    routers = [layer.mlp.router for chunk in trainer.chunks for layer in unwrap_model(chunk.module).decoder.layers]
+    for router in routers:
+        router.expert_bias += 0.01 * torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(router.layer_number)
+    before = [router.expert_bias.numpy().copy() for router in routers]
+    parameters = {
+        named.name: (named.parameter.detach().numpy().copy(), named.main_grad.numpy().copy(), named.partition_dim)
+        for named in trainer.parameters_named()
+    }
+    trainer.begin_step(0)
+    work = all_units(config, 0)
+    trainer.compute(work[:3])
+    trainer.compute(work[3:])
+    reduce_alone(trainer)
+    trainer.gradients.finish()
+    counted = trainer.gradients.experts.tokens.numpy().copy()
+    trainer.update(agreed_loss(trainer))
+    after = [router.expert_bias.numpy() for router in routers]
+    numbers = [router.layer_number for router in routers]
+    return None, parameters, dict(zip(numbers, zip(before, counted, after, strict=True), strict=True))
+
+
+def chosen_experts(
+    config: RunConfig, parameters: Arrays, numbers: Sequence[int], biases: Mapping[int, np.ndarray]
+) -> dict[int, np.ndarray]:
+    """How many tokens of microbatches of step 0 choose each expert of a layer, whose biases are given."""
+    model, corpus = _full_model(config, parameters), Corpus(config)
+    chosen = {}
+    for layer in model.decoder.layers:
+        chosen[layer.layer_number] = counts = np.zeros(config.model.num_experts, dtype=np.int64)
+        _route(layer.mlp.router, torch.from_numpy(biases[layer.layer_number]), config.model.experts_per_token, counts)
+    with torch.no_grad():
+        for number in numbers:
+            batch = on_device(corpus.microbatch(0, number), config, CPU, model.pg_collection.cp)
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return chosen
+
+
+def _route(router: Any, biases: Tensor, num_chosen: int, counts: np.ndarray) -> None:
+    """Chooses by scores and biases, and weighs by scores: Wang et al., arXiv 2408.15664 (3)."""
+
+    def routing(logits: Tensor, **_others: Any) -> tuple[Tensor, Tensor]:
+        scores = logits.flatten(0, 1).sigmoid()
+        experts = (scores + biases).topk(num_chosen).indices
+        is_chosen = F.one_hot(experts, len(biases)).sum(1).bool()
+        counts[:] += is_chosen.sum(0).numpy()
+        weights = torch.where(is_chosen, scores, 0.0)
+        return weights / weights.sum(1, keepdim=True), is_chosen
+
+    router.routing = routing
 
 
 def _record(router: Any, logits: list[Tensor]) -> None:

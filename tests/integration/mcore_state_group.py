@@ -69,11 +69,26 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
     newcomer = GroupTrainer(config, CPU)
     hand_over(donor, newcomer)
     found = [(one.rest_of_state().hexdigest(), one.params_sha256()) for one in (donor, other, newcomer)]
-    corrupt(newcomer, "moment_flip", 0)
+    corrupt(newcomer, "moment_flip", 0, None)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     _count_one_more(newcomer._optimizer)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     return [rest for rest, _ in found], [params for _, params in found]
+
+
+def biases_taken_over(config: RunConfig) -> tuple[list[str], list[torch.Tensor]]:
+    """Digests of the parameters of a mixture after two steps, of a new trainer, of that once it has taken the state
+    over, and of that with one bias changed; and all biases of the first.
+    """
+    donor, newcomer = GroupTrainer(config, CPU), GroupTrainer(config, CPU)
+    for step in range(2):
+        _train(donor, config, step)
+    digests = [one.params_digest().hexdigest() for one in (donor, newcomer)]
+    hand_over(donor, newcomer)
+    digests.append(newcomer.params_digest().hexdigest())
+    next(newcomer.gradients.experts.biases())[1][0] += 1.0
+    digests.append(newcomer.params_digest().hexdigest())
+    return digests, [biases for _, biases in donor.gradients.experts.biases()]
 
 
 def _count_one_more(own: AnyOptimizer) -> None:

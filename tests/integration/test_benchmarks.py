@@ -43,7 +43,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
         (),
     ),
     "growth": ("--groups 2 3 --runs 1 --steps 8", {"curves"}, ()),
-    "memory": ("--steps 1", {"rows", "ratio"}, ("layout.num_groups=3",)),
+    "memory": ("--steps 1 --lanes 2", {"rows", "ratio"}, TWO_GROUPS),
     "peers.compare": ("--runs 1 --faults kill --peers", {"faults", "ratio"}, ()),
     "peers.fault_free": ("--runs 1 --steps 13 --peers", {"ratio", "step_s", "processor_over_plain"}, ()),
     "recovery": ("--kills 1", {"phases"}, ()),

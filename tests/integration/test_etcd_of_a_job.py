@@ -18,7 +18,7 @@ from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.test_etcd_security import write_certificate
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,12 @@ from tests.integration.test_model_shape import count_flops, parameters_of
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
 
 COEFFICIENTS = 0.1, 0.03
+RATE = 0.05
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": RATE,
+}
 
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "one rank": ("seq_aux_loss", {}, {}),
@@ -81,6 +87,25 @@ def test_local_sums_are_those_of_the_full_mixture(
     assert losses == pytest.approx([loss_sum] * config.layout.data_parallel, rel=1e-6)
 
 
+@pytest.mark.parametrize(("case", "mode"), [("interleaved", "fast"), ("divided, two stages", "reproducible")])
+def test_biases_move_by_the_experts_that_all_tokens_of_the_batch_chose(text_corpus: Path, case: str, mode: str) -> None:
+    """A step in two calls, of work that the interleaved schedule pads, against the choices of the full model."""
+    _, layout, model = CASES[case]
+    plain = replace(config_of(text_corpus, layout, **model), megatron={"moe_router_score_function": "sigmoid"})
+    config = replace(plain, megatron=BIASED, reduce=replace(plain.reduce, mode=mode))
+    ranks = run_group(expert_group.biases_after_a_step, config)
+    values, _ = whole_model(with_all_experts([rank[:2] for rank in ranks], config), config)
+    start = {layer: before for rank in ranks for layer, (before, _, _) in rank[2].items()}
+    assert len(start) == config.model.num_layers
+    [chosen] = run_group(expert_group.chosen_experts, only_rank(plain), values, range(2 * 4), start)
+    for _, _, of_rank in ranks:
+        for layer, (before, counted, after) in of_rank.items():
+            np.testing.assert_array_equal(counted, chosen[layer])
+            moved = np.sign(chosen[layer].mean() - chosen[layer]).astype(np.float32) * np.float32(RATE)
+            np.testing.assert_array_equal(after, before + moved)
+    assert all(0 < min(of_layer) < max(of_layer) for of_layer in chosen.values())
+
+
 def with_all_experts(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) -> list[Any]:
     """Each rank's answer with the experts of all lanes that divide them, numbered over these lanes."""
     assert config.model.num_experts is not None
@@ -126,11 +151,11 @@ def test_checkpoints_name_the_tensors_of_a_mixture_as_exports_do(text_corpus: Pa
 
 
 def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text_corpus: Path, tmp_path: Path) -> None:
-    """Two lanes of two stages divide the experts, and one of the two groups is lost."""
+    """Two lanes of two stages divide the experts, whose biases move, and one of the two groups is lost."""
     layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
     mixture = {"linear_bias": False, "num_experts": 4, "shared_expert_ffn_hidden_size": 24, "hidden_dropout": 0.1}
     config = tiny_config(text_corpus, layout, mode="reproducible", faults=[kill("backward", 1, 1, 3)], **mixture)
-    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"})
+    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, **BIASED})
     run = complete_run(config, tmp_path)
     assert_masked(run)
     curve = run_group(expert_group.curve, config)[0]
@@ -140,13 +165,13 @@ def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text
 def test_a_checkpoint_of_divided_experts_loads_in_stages_and_the_other_way_round(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """And experts begin alike in both."""
+    """And experts begin alike in both. The biases decide many choices."""
     layouts = [
         LayoutConfig(num_groups=2, data_parallel=4, expert_parallel=2),
         LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2),
     ]
     config = config_of(text_corpus, {"data_parallel": 4})
-    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1})
+    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, **BIASED})
     of_ranks = run_group(expert_group.moved, config, layouts, tmp_path)
     began = []
     for ways in zip(*of_ranks, strict=True):

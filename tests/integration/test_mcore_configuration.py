@@ -27,7 +27,7 @@ from spare_megatron.config.validate_training import COUNTED_WITH
 from spare_megatron.mcore import model as model_module
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.gradients import fixed_point
+from spare_megatron.mcore.fixed_point import fixed_point
 from spare_megatron.mcore.model import choose_deterministic_kernels, kernels_of, layer_spec
 from spare_megatron.mcore.plain_megatron import transfers
 from spare_megatron.mcore.transformer import fits, transformer_config

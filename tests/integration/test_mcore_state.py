@@ -1,5 +1,6 @@
 """The whole state of a rank, taken over by another in pieces."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,19 @@ def test_a_digest_covers_what_the_state_has_beside_parameters(
         assert len(set(params)) == 1
         assert rests[0] == rests[1] == rests[2]
         assert len(set(rests)) == 3
+
+
+def test_expert_biases_are_taken_over_and_their_digest_is_that_of_the_parameters(text_corpus: Path) -> None:
+    """In fp32, as they are in a model in bf16 from its first pass on."""
+    mixture = {"linear_bias": False, "num_experts": 4, "precision": "bf16"}
+    config = tiny_config(text_corpus, STAGES, **mixture)
+    fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = replace(config, megatron=fields)
+    prepare_index(config)
+    for (before, new, taken_over, changed), biases in run_group(group.biases_taken_over, config):
+        assert before == taken_over
+        assert len({before, new, changed}) == 3
+        assert all(one.dtype is torch.float32 and one.count_nonzero() for one in biases)
 
 
 def test_a_fused_adam_and_torchs_go_on_from_each_others_state(text_corpus: Path) -> None:

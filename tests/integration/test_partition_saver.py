@@ -15,7 +15,7 @@ from spare_megatron.store import keys
 from tests.unit.memory_store import MemoryStore
 from tests.unit.test_partition_saves import HEAD, save_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 TIMEOUT_S = 40.0
 SAVE = save_of(4, 2)

@@ -15,7 +15,7 @@ from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import PHASES_OF_A_BUCKET, FaultPoint
 from spare_megatron.core.gradient_guard import GradientFinding, UnsoundGradient
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
@@ -41,6 +41,8 @@ class Sums:
         self.measured: dict[int, float] = {}
         self.num_reads = 0
         self.stagings: list[torch.Tensor] = []
+        self.wrong: dict[int, int] = {}  # bucket -> attempts in which its sum is still to come wrong
+        self.checked: list[int] = []
         self.kept: list[int] = []
         self.put_back: list[int] = []
 
@@ -67,6 +69,16 @@ class Sums:
     def on_summed(self, bucket: int, staging: torch.Tensor) -> int:
         assert math.isnan(staging[0]) or float(staging[1]) == 2.0, "only what is complete has arrived"
         return int(staging[10])
+
+    def check(self, bucket: int, _staging: torch.Tensor, _places: Sequence[slice]) -> None:
+        self.checked.append(bucket)
+
+    def wrong_sums(self) -> tuple[int, ...]:
+        checked, self.checked = self.checked, []
+        found = tuple(bucket for bucket in checked if self.wrong.get(bucket))
+        for bucket in found:
+            self.wrong[bucket] -= 1
+        return found
 
     def extras(self, staged: torch.Tensor) -> torch.Tensor:
         return staged[-1:]
@@ -158,13 +170,22 @@ class Agreement:
     def highest(self, value: int) -> int:
         return value
 
-    def settle(self, *, is_complete: bool, num_complete: int, finding: GradientFinding, **_rest: Any) -> GroupOpinion:
+    def settle(
+        self,
+        *,
+        is_complete: bool,
+        num_complete: int,
+        finding: GradientFinding,
+        wrong_sum: int | None,
+        **_rest: Any,
+    ) -> GroupOpinion:
         return GroupOpinion(
             is_complete=is_complete,
             loss=LossSum(0.0, 1),
             num_complete=(num_complete,),
             compute_s=(0.5,),
             finding=max(finding, self.found),
+            wrong_sums=(wrong_sum,),
         )
 
     def vote(self, _attempt: int, vote: Vote, _voters: Sequence[Member]) -> None:
@@ -172,12 +193,15 @@ class Agreement:
 
 
 class Probe(SilentProbe):
+    num_forward = 2
+
     def __init__(self) -> None:
         self.calls: list[FaultPoint] = []
         self.interrupted: list[Operation] = []
 
     def __call__(self, phase: FaultPoint, /) -> None:
-        self.calls.append(phase)
+        if phase not in PHASES_OF_A_BUCKET:
+            self.calls.append(phase)
 
     def compute_s(self) -> float:
         return 0.5
@@ -216,6 +240,7 @@ class Rank:
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),
             overlaps=overlaps,
+            num_chunks=1,
             probe=self.probe,
             progress=RankProgress(step=step),
         )
@@ -279,6 +304,32 @@ def test_a_failed_attempt_leaves_the_local_sums_of_all_that_others_may_not_hold(
         assert rank.sums.kept == [0, num_kept]
         contributions = [record for record in rank.records if hasattr(record, "microbatches")]
         assert [record.kept for record in contributions] == [[], [num_kept]]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_sum_that_contradicts_its_checksum_is_not_committed_and_found_in_its_attempt(overlaps: bool) -> None:
+    rank = Rank(num_sums=3 * NUM_BUCKETS, overlaps=overlaps)
+    rank.sums.wrong = {5: 1, 7: 1}
+    if overlaps:
+        rank.compute(0)(NUM_BUCKETS)
+    vote = rank.attempt(0)
+    assert (vote.is_complete, vote.has_wrong_sum) == (False, True)
+    [record] = [record for record in rank.records if hasattr(record, "evidence")]
+    assert record.evidence == "rank 0: the sum of bucket 5 contradicts its checksum"
+    with pytest.raises(AssertionError, match="complete sum"):
+        rank.reduction.commit()
+    rank.sums.local.fill_(1.0)  # all is computed again
+    vote = rank.attempt(1)
+    assert (vote.is_complete, vote.has_wrong_sum) == (True, False)
+    rank.reduction.commit()
+    assert bool((rank.sums.local == 2.0).all())
+
+
+def test_a_wrong_sum_before_the_attempt_breaks_is_reported_too() -> None:
+    rank = Rank(num_sums=4)
+    rank.sums.wrong = {2: 1}
+    vote = rank.attempt(0)
+    assert (vote.is_complete, vote.num_complete, vote.has_wrong_sum) == (False, (4,), True)
 
 
 def test_more_than_it_holds_is_not_taken_for_kept() -> None:

@@ -118,10 +118,11 @@ def test_float_sums_of_buckets_kept_and_reduced_again_are_the_gradient_of_the_wh
 def test_sums_in_bf16_count_more_microbatches_than_bf16_can(text_corpus: Path, tmp_path: Path) -> None:
     """261 of them, which it would round to 260."""
     faults = [kill(FaultPoint.IN_REDUCE, 1, 1)]
-    settings = {"layout": LayoutConfig(num_groups=3), "num_microbatches": 87, "precision": "bf16"}
-    for overlap in (False, True):
-        config = bucketed(text_corpus, faults, mode="fast_bf16", overlap=overlap, **settings)
-        config = replace(config, train=replace(config.train, steps=3))
+    settings = {"num_microbatches": 87, "precision": "bf16"}
+    for lanes, overlap in ((1, False), (2, True)):
+        layout = LayoutConfig(num_groups=3, data_parallel=lanes)
+        config = bucketed(text_corpus, faults, mode="fast_bf16", overlap=overlap, layout=layout, **settings)
+        config = replace(config, train=replace(config.train, steps=2))
         run = run_of(config, tmp_path / f"overlap-{overlap}")
         assert_masked(run)
         assert max(kept_by(run)[1][0]) > 0

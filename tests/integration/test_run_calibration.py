@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 STEPS = 14
 

@@ -11,7 +11,8 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultKind, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
-from tests.integration.whole_run import alert_config, kill, tiny_config
+from spare_megatron.journal.files import read_journal
+from tests.integration.whole_run import alert_config, entries_of, kill, tiny_config
 
 pytestmark = [pytest.mark.timeout(450), pytest.mark.slow]
 
@@ -36,8 +37,14 @@ def campaign(config: RunConfig, tmp_path: Path, *options: str) -> tuple[int, dic
 
 
 def test_random_faults_of_all_kinds_are_masked_and_nothing_is_left_behind(text_corpus: Path, tmp_path: Path) -> None:
+    """With a further group, which joins, and groups that leave and come back."""
     config = alert_config(text_corpus, LayoutConfig(num_groups=4), steps=STEPS, rejoins=100)
-    faults = FaultsConfig(seed=2, mean_steps=10.0, recovery_steps=40, max_seconds=0.2)
+    config = dataclasses.replace(
+        config,
+        layout=dataclasses.replace(config.layout, max_groups=5),
+        data=dataclasses.replace(config.data, access="shared"),
+    )
+    faults = FaultsConfig(seed=45, mean_steps=10.0, recovery_steps=40, max_seconds=0.2)
     code, figures = campaign(dataclasses.replace(config, faults=faults), tmp_path)
     assert figures["problems"] == []
     assert (code, figures["is_passed"]) == (0, True)
@@ -45,6 +52,10 @@ def test_random_faults_of_all_kinds_are_masked_and_nothing_is_left_behind(text_c
     fired = {kind: count["fired"] for kind, count in figures["faults"].items() if count["fired"]}
     assert sum(fired.values()) >= 10
     assert len(fired) >= 5
+    assert fired.keys() >= {"drain", "resize"}
+    entries = entries_of(read_journal(tmp_path / "run"))
+    assert any(entry["entry"] == "commit" and entry["drain"] for entry in entries)
+    assert any(entry["entry"] == "commit" and [4, 1] in entry["admit"] for entry in entries)
     assert figures["losses"] >= 2
     assert figures["admissions"] >= 1
     assert figures["processes"]["orphans"] == []

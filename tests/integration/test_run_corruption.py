@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import LEAST_STEPS
-from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.journal.records import FaultRecord, LossRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
@@ -60,18 +60,23 @@ def fences_of(run: Run) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
-@pytest.mark.parametrize("phase", [FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE])
 def test_a_gradient_that_is_not_a_number_costs_its_group_and_no_other(
-    text_corpus: Path, tmp_path: Path, phase: FaultPoint, layout: LayoutConfig
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    fault = wrong("nan", phase, 1, 2, layout.pipeline_parallel - 1)
-    watch = Watch(dump_steps=frozenset(range(4)))
-    run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=watch)
-    assert_exact(run, range(4))
-    [(group, fence)] = fences_of(run).items()
-    assert group == 2
-    assert "the gradient of step 1 is not finite" in fence["error"]
-    assert not fence["discard"]
+    """In a phase each of steps 1, 3 and 5."""
+    phases = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE)
+    faults = [
+        wrong("nan", phase, 2 * number + 1, number + 1, layout.pipeline_parallel - 1)
+        for number, phase in enumerate(phases)
+    ]
+    watch = Watch(dump_steps=frozenset(range(7)))
+    run = finished(text_corpus, tmp_path / "run", faults, layout, steps=7, watch=watch)
+    assert_exact(run, range(7))
+    fences = fences_of(run)
+    assert fences.keys() == {fault.group for fault in faults}
+    for fault in faults:
+        assert f"the gradient of step {fault.step} is not finite" in fences[fault.group]["error"]
+        assert not fences[fault.group]["discard"]
 
 
 def test_a_patch_that_is_not_a_number_costs_its_group_too(text_corpus: Path, tmp_path: Path) -> None:
@@ -156,8 +161,15 @@ def test_whatever_is_found_leaves_the_bits_of_the_run_without_faults(text_corpus
         wrong("nan", FaultPoint.BACKWARD, 1, 0),
         wrong("param_flip", FaultPoint.AFTER_COMMIT, 4, 1, bit=10),
         wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 2),
+        wrong("sum_flip", FaultPoint.STAGED, 2, 3, bit=7),
+        wrong("sum_flip", FaultPoint.SUMMED, 3, 4, bit=0),
     ]
     run = finished(text_corpus, tmp_path / "run", faults, layout, steps=steps, mode="reproducible")
     assert fences_of(run).keys() == {0, 1, 2}
+    retries = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry" and entry["wrong_sums"]]
+    found_by = [(entry["step"], entry["recompute"], list(entry["wrong_sums"])) for entry in retries]
+    assert found_by == [(2, True, [1, 2, 3, 4]), (3, True, [4])], "one was sent to all, the other came to one wrong"
+    evidence = {vote.evidence for vote in run.journal.of(VoteRecord) if vote.step in (2, 3) and vote.evidence}
+    assert evidence == {"rank 0: the sum of bucket 0 contradicts its checksum"}
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -1,6 +1,7 @@
 """Ranks, nodes and a store that stop without dying: found, or waited for, and nothing lost."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig, WatchConfig
 from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
@@ -40,7 +41,7 @@ from tests.integration.whole_run import (
     read_run,
 )
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
 LAYOUT = LayoutConfig(num_groups=4, pipeline_parallel=2)
 STEPS = 5
@@ -128,13 +129,24 @@ def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path,
 def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_it(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    run = complete_run(
-        faulty(text_corpus, [at(FaultPoint.FORWARD, "slow", factor=8.0, step=0, rank=1)]), tmp_path / "run"
+    """And named, with its machine: in the journal, the report, and to the user's command."""
+    num_steps, told = 80, tmp_path / "told"
+    config = faulty(text_corpus, [at(FaultPoint.FORWARD, "slow", factor=8.0, step=0, rank=1)], num_nodes=4)
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=num_steps),
+        watch=WatchConfig(on_event=("/bin/sh", "-c", f"cat >> {told}")),
     )
+    run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     assert fenced_groups(run.journal) == set()
     history = history_of(read_run_state(run.run_dir), "valid", now_s=0.0)
-    assert history.paces.ratio.shape == (STEPS, 4, 2)
+    assert history.paces.ratio.shape == (num_steps, 4, 2)
+    culprit = history.culprits[0]
+    assert (culprit.machine, culprit.cause, culprit.of_group, culprit.rank) == (1, "compute", 1, 1)
+    events = [json.loads(f"{{{text}") for text in told.read_text().split("{")[1:]]
+    assert [event["event"] for event in (events[0], events[-1])] == ["culprit", "end"]
+    assert (events[0]["machine"], events[-1]["outcome"]) == (1, "finished")
     slowest = find_slowest(history.paces.ratio)
     assert slowest is not None
     assert (slowest.group, slowest.rank) == (1, 1)

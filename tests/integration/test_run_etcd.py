@@ -16,7 +16,7 @@ from spare_megatron.store.etcd_gateway import EtcdGateway
 from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
+from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,7 +40,7 @@ def own_cluster(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdCluster]:
 def test_losses_are_masked_and_no_key_is_left(own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill("backward", 1, 2), kill("in_reduce", 2, 1, 1)]
     layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
-    config = with_etcd(alert_config(text_corpus, layout, faults=faults), own_cluster)
+    config = with_etcd(tiny_config(text_corpus, layout, faults=faults), own_cluster)
     num_keys: list[int] = []
 
     def count_keys(event: RunEvent) -> None:
@@ -64,7 +64,7 @@ def test_no_key_of_a_run_is_left_that_ended_by_a_failure(
             [supervisor] = [child for child in multiprocessing.active_children() if child.name == "supervisor-0"]
             supervisor.kill()
 
-    config = with_etcd(alert_config(text_corpus, LayoutConfig(num_groups=2), steps=1000), own_cluster)
+    config = with_etcd(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=1000), own_cluster)
     run = complete_run(config, tmp_path / "run", on_event=kill_supervisor)
     assert num_keys[0] > 0
     assert (run.summary.outcome, run.summary.outcome_reason) == ("failed", "node 0: its supervisor died: SIGKILL")
@@ -83,7 +83,7 @@ def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
             own_cluster.kill(killed[0])
 
     config = with_etcd(
-        alert_config(text_corpus, LayoutConfig(num_groups=3), steps=6, faults=[kill("forward", 3, 1)]), own_cluster
+        tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=6, faults=[kill("forward", 3, 1)]), own_cluster
     )
     assert_masked(complete_run(config, tmp_path / "run", on_event=kill_leader))
     assert len(killed) == 1
@@ -94,6 +94,7 @@ def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
     assert "valid" in answer.output
 
 
+@pytest.mark.alone
 def test_training_pauses_while_etcd_has_no_quorum_and_no_group_is_lost(
     own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
 ) -> None:
@@ -118,13 +119,14 @@ def test_training_pauses_while_etcd_has_no_quorum_and_no_group_is_lost(
 
 
 def test_a_lost_group_comes_back_over_etcd(own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path) -> None:
-    tiny = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=6, faults=[kill("forward", 2, 1)], rejoins=1)
+    tiny = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=6, faults=[kill("forward", 2, 1)], rejoins=1)
     watch = Watch(awaited=frozenset({(3, Member(GroupId(1), 1))}))
     run = complete_run(with_etcd(tiny, own_cluster), tmp_path / "run", watch)
     assert_masked(run)
     assert run.summary.groups_rejoined == 1
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_losses_are_masked_while_the_leader_of_etcd_is_killed_again_and_again(

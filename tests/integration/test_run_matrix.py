@@ -6,11 +6,22 @@ from pathlib import Path
 import pytest
 
 from tests.integration.whole_run import Run
-from tests.matrix.cells import HOSTS, PAUSE_CELLS, REFORM_CELLS, Cell, PauseCell, draw_faults, sample_cells
+from tests.matrix.cells import (
+    HOSTS,
+    MEMBERSHIP_CELLS,
+    PAUSE_CELLS,
+    REFORM_CELLS,
+    Cell,
+    MembershipCell,
+    PauseCell,
+    draw_faults,
+    sample_cells,
+)
+from tests.matrix.membership import run_membership_cell
 from tests.matrix.pauses import run_pause_cell
 from tests.matrix.trial import run_cell, run_without_faults, why_not_here
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 NUM_CELLS = 10
 
@@ -48,4 +59,16 @@ def test_both_hosts_of_a_shard_come_back_in_a_pause_and_no_committed_step_is_don
 ) -> None:
     outcome = run_pause_cell(cell, text_corpus, tmp_path / "run", expected)
     assert outcome.fenced == HOSTS
+    assert outcome.params_sha256 == expected.summary.params_sha256
+
+
+OF_EACH_CHANGE = [[cell for cell in MEMBERSHIP_CELLS if cell.change == change] for change in ("drain", "grow")]
+
+
+@pytest.mark.parametrize("cell", [cells[SEED % len(cells)] for cells in OF_EACH_CHANGE], ids=str)
+def test_a_loss_in_the_step_in_which_a_group_leaves_or_joins_changes_no_bit(
+    text_corpus: Path, tmp_path: Path, expected: Run, cell: MembershipCell
+) -> None:
+    outcome = run_membership_cell(cell, text_corpus, tmp_path / "run", expected)
+    assert outcome.fenced == (cell.victim,)
     assert outcome.params_sha256 == expected.summary.params_sha256

@@ -17,7 +17,7 @@ from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig
 from spare_megatron.driver import telemetry
 from spare_megatron.observe.metrics import DetachedSink
 from spare_megatron.process.reports import MetricsLost
-from tests.integration.whole_run import alert_config, assert_masked, complete_run
+from tests.integration.whole_run import assert_masked, complete_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,7 +26,7 @@ STEPS = 4
 
 def with_wandb(corpus: Path) -> RunConfig:
     metrics = MetricsConfig(wandb_project="tests", run_id="abcd1234")
-    return replace(alert_config(corpus, LayoutConfig(num_groups=2), steps=STEPS), metrics=metrics)
+    return replace(tiny_config(corpus, LayoutConfig(num_groups=2), steps=STEPS), metrics=metrics)
 
 
 def records_in(file: Path) -> Iterator[Record]:

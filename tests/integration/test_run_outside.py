@@ -32,7 +32,7 @@ from tests.integration.perfetto import loaded_in_perfetto
 from tests.integration.reference import assert_exact
 from tests.integration.test_report_browser import browser
 from tests.integration.watched_rank import Watch, watched_rank
-from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, kill, read_run
+from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, kill, read_run, tiny_config
 from tests.matrix.cells import PHASES_OF_EVERY_STEP
 
 __all__ = ["browser"]
@@ -89,6 +89,7 @@ def outlived(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return read_run(config, run_dir, killer.events)
 
 
+@pytest.mark.alone
 def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(outlived: Run) -> None:
     run = outlived
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
@@ -115,6 +116,7 @@ group by process, thread, slice.name, step
 """What each rank of each group spent on what, by steps, for Perfetto."""
 
 
+@pytest.mark.alone
 def test_perfetto_finds_the_recovery_of_a_run_and_what_its_journal_says_of_times(
     browser: Browser, outlived: Run, tmp_path: Path
 ) -> None:
@@ -235,7 +237,7 @@ def assert_spans_add_up(parts: list[RankSpans], metrics: Sequence[Mapping[str, A
 
 
 def test_a_run_whose_control_store_dies_ends_at_once_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
-    config = alert_config(text_corpus, LAYOUT, steps=5000)
+    config = tiny_config(text_corpus, LAYOUT, steps=5000)
     killer = Killer("control-store", step=2)
     summary = start_run(config, tmp_path / "run", killer)
     assert killer.has_struck
@@ -260,7 +262,7 @@ def test_random_losses_are_masked(text_corpus: Path, tmp_path: Path, seed: int) 
         for group in generator.permutation(5)[:4]
     ]
     steps = 5
-    config = alert_config(text_corpus, layout, steps=steps, faults=faults)
+    config = tiny_config(text_corpus, layout, steps=steps, faults=faults)
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(steps))))
     assert_masked(run)
     assert_exact(run, range(steps))

@@ -1,12 +1,13 @@
 """Losses around the return of a group: of the newcomer, of its donor, of others, at every moment of it."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
 from spare_megatron.process.reports import GroupLost, GroupRejoined
@@ -22,6 +23,7 @@ from tests.integration.whole_run import (
     entries_of,
     kill,
     losses_of,
+    tiny_config,
 )
 
 pytestmark = pytest.mark.timeout(180)
@@ -30,7 +32,8 @@ STEPS = 8
 AWAITED = 4
 """The step at whose end the group that was lost first is taken in."""
 LOSS = kill(FaultPoint.FORWARD, 2, 1)
-FOUR = LayoutConfig(num_groups=4)
+THREE, FOUR = LayoutConfig(num_groups=3), LayoutConfig(num_groups=4)
+STOP, HANG = (pytest.param(kind, marks=pytest.mark.alone) for kind in ("stop", "hang"))
 AWAY_S = 10 * HEARTBEAT_S
 """Of a node that comes back: it is missed before that also where the store was slow meanwhile, and once more."""
 
@@ -42,6 +45,11 @@ def awaiting(*awaited: tuple[int, int, int]) -> Watch:
 
 def strike(kind: FaultKind, phase: FaultPoint, step: int, group: int, rank: int = 0) -> FaultConfig:
     return replace(kill(phase, step, group, rank), kind=kind)
+
+
+def config_of(kind: FaultKind) -> Callable[..., RunConfig]:
+    """Close heartbeats only where a process falls silent."""
+    return tiny_config if kind == "kill" else alert_config
 
 
 def rejoined_incarnations(run: Run) -> list[tuple[int, int, int]]:
@@ -57,13 +65,13 @@ def groups_at_the_end(run: Run) -> set[int]:
     return last
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "hang"])
+@pytest.mark.parametrize("kind", ["kill", STOP, HANG])
 def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     """Its next incarnation is taken in, and does not meet the fault again."""
     faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 1)]
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    config = config_of(kind)(text_corpus, THREE, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert rejoined_incarnations(run) == [(1, 2, AWAITED + 3)]
@@ -71,13 +79,13 @@ def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
     assert groups_at_the_end(run) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("kind", ["kill", STOP])
 def test_a_newcomer_goes_on_with_another_group_where_its_donor_is_lost_during_the_transfer(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     """It was lost with its donor, and its next incarnation was taken in with the donor's."""
     faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 0)]
-    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible")
+    config = config_of(kind)(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1)))
     assert_masked(run)
@@ -90,7 +98,7 @@ def test_a_newcomer_goes_on_with_another_group_where_its_donor_is_lost_during_th
 def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp_path: Path) -> None:
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     faults = [LOSS, strike("kill", FaultPoint.JOIN, 2, 1, rank=1)]
-    config = alert_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
+    config = tiny_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert rejoined_incarnations(run) == [(1, 2, AWAITED + 3)]
@@ -100,9 +108,7 @@ def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp
 def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Path, phase: FaultPoint) -> None:
     """After the commit that admits, or in the first step: the newcomer does not wait for what the lost one says."""
     step = AWAITED if phase is FaultPoint.AFTER_COMMIT else AWAITED + 1
-    config = alert_config(
-        text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[LOSS, kill(phase, step, 2)], rejoins=1
-    )
+    config = tiny_config(text_corpus, THREE, steps=STEPS, faults=[LOSS, kill(phase, step, 2)], rejoins=1)
     watch = replace(awaiting((AWAITED, 1, 1), (AWAITED + 2, 2, 1)), dump_steps=frozenset({AWAITED, AWAITED + 1}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
@@ -113,7 +119,7 @@ def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Pa
 
 def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, tmp_path: Path) -> None:
     faults = [LOSS, kill(FaultPoint.BACKWARD, AWAITED + 1, 1)]
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    config = tiny_config(text_corpus, THREE, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert rejoined_incarnations(run) == [(1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
@@ -122,7 +128,7 @@ def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, 
 
 def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Path, tmp_path: Path) -> None:
     faults = [LOSS, kill(FaultPoint.FORWARD, 4, 1), kill(FaultPoint.FORWARD, 6, 1)]
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    config = tiny_config(text_corpus, THREE, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1), (5, 1, 2)))
     assert_masked(run)
     assert rejoined_incarnations(run) == [(1, 1, 4), (1, 2, 6)]
@@ -137,7 +143,7 @@ def test_groups_lost_in_one_step_come_back_in_one_commit(
     text_corpus: Path, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:
     faults = [kill(FaultPoint.BACKWARD, 2, group) for group in lost]
-    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting(*((AWAITED, group, 1) for group in lost)))
     assert_masked(run)
@@ -149,7 +155,7 @@ def test_groups_lost_in_one_step_come_back_in_one_commit(
 
 def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Path, tmp_path: Path) -> None:
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2, tensor_parallel=2)
-    config = alert_config(text_corpus, layout, steps=6, faults=[LOSS], rejoins=1, mode="reproducible", precision="bf16")
+    config = tiny_config(text_corpus, layout, steps=6, faults=[LOSS], rejoins=1, mode="reproducible", precision="bf16")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1)))
     assert_masked(run)
@@ -160,7 +166,7 @@ def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Pa
 def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Path) -> None:
     """The donor's parameters change right before it gives them. Neither it nor the newcomer outvotes the others."""
     faults = [LOSS, replace(strike("param_flip", FaultPoint.JOIN, 2, 0), bit=20)]
-    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
     watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
     run = complete_run(config, tmp_path / "run", watch)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
@@ -180,7 +186,7 @@ def test_a_donor_revealed_by_its_gradients_costs_its_newcomer_at_most_one_incarn
     Which of the two is a matter of milliseconds.
     """
     faults = [LOSS, strike("param_flip", FaultPoint.JOIN, 2, 0)]
-    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1)))
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
     assert {(record.group, record.kind) for record in run.journal.of(FaultRecord)} == {(1, "kill"), (0, "param_flip")}
@@ -199,7 +205,7 @@ def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(text_corpus: Path, t
     would hold the same wrong ones, and no group would know who is right.
     """
     faults = [LOSS, replace(strike("moment_flip", FaultPoint.JOIN, 2, 0), bit=25)]
-    config = alert_config(
+    config = tiny_config(
         text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible", precision=precision
     )
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
@@ -218,6 +224,7 @@ def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(text_corpus: Path, t
     assert run.summary.params_sha256 == whole.summary.params_sha256
 
 
+@pytest.mark.alone
 def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -> None:
     fault = replace(strike("stop_node", FaultPoint.FORWARD, 2, 1), seconds=AWAY_S)
     cluster = ClusterConfig(device="cpu", num_nodes=4)
@@ -229,9 +236,7 @@ def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -
 
 
 def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path, tmp_path: Path) -> None:
-    config = alert_config(
-        text_corpus, LayoutConfig(num_groups=3), steps=4, faults=[kill(FaultPoint.FORWARD, 3, 1)], rejoins=1
-    )
+    config = tiny_config(text_corpus, THREE, steps=4, faults=[kill(FaultPoint.FORWARD, 3, 1)], rejoins=1)
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     assert rejoined_incarnations(run) == []
@@ -242,7 +247,7 @@ def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path
 
 def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill(FaultPoint.FORWARD, 2, group) for group in range(3)]
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=3)
+    config = tiny_config(text_corpus, THREE, steps=STEPS, faults=faults, rejoins=3)
     run = complete_run(config, tmp_path / "run")
     assert run.summary.outcome == "wipe_out", run.summary.outcome_reason
     assert run.summary.verdict == "valid", run.summary.reasons
@@ -250,6 +255,7 @@ def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Pa
     assert run.journal.lines[-1].at_s - losses[-1] < 30.0
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
 def test_a_node_that_was_cut_off_comes_back(text_corpus: Path, tmp_path: Path) -> None:
     fault = replace(strike("cut", FaultPoint.FORWARD, 2, 1), seconds=AWAY_S)

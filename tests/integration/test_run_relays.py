@@ -20,7 +20,7 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from tests.integration.whole_run import assert_masked, kill, read_run, tiny_config
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 STEPS = 6
 HEARTBEAT_S = 2.0

@@ -6,12 +6,22 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import RepairRecord, UpdateRecord
 from spare_megatron.mcore.data import prepare_index
 from tests.integration.mcore_group import run_ranks
 from tests.integration.scattered_gradients import norms_both_ways
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, assert_masked, complete_run, kill, losses_of, params_of, tiny_config
+from tests.integration.whole_run import (
+    Run,
+    assert_masked,
+    complete_run,
+    entries_of,
+    kill,
+    losses_of,
+    params_of,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,7 +34,12 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
     text_corpus: Path, tmp_path: Path
 ) -> None:
     expected = scattered(text_corpus, tmp_path / "expected", [])
-    run = scattered(text_corpus, tmp_path / "faults", [kill("in_reduce", 1, 1, 1), kill("after_commit", 3, 3)])
+    flip = FaultConfig(phase=FaultPoint.STAGED, step=2, group=2, rank=0, kind="sum_flip", bit=5)
+    faults = [kill("in_reduce", 1, 1, 1), flip, kill("after_commit", 3, 3)]
+    run = scattered(text_corpus, tmp_path / "faults", faults)
+    found = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry" and entry["wrong_sums"]]
+    assert [(entry["step"], entry["recompute"], entry["gather"]) for entry in found] == [(2, True, True)]
+    assert found[0]["wrong_sums"], "those to whom that part of the bucket has come"
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert params_of(run) == params_of(expected)
     assert norms_of(run) == norms_of(expected)

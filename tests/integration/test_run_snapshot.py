@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 
 STEPS = 7
 ONE_RANK = LayoutConfig(num_groups=3)
-TWO_STAGES = LayoutConfig(num_groups=3, pipeline_parallel=2)
+TWO_LANES = LayoutConfig(num_groups=3, data_parallel=2)
 COMMON = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
 
 
@@ -96,9 +96,9 @@ def snapshots_of(run: Run) -> set[tuple[int, int, int]]:
 def test_a_wipe_out_starts_again_from_memory_and_ends_bitwise_like_the_run_without_faults(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """On one node, whose server has a copy of each of two rank positions."""
-    whole = complete_run(tiny_config(text_corpus, TWO_STAGES, **COMMON), tmp_path / "whole")
-    config = wiped_out_config(text_corpus, TWO_STAGES)
+    """On one node, whose server has a copy of each of two rank positions: lanes, which divide the optimizer state."""
+    whole = complete_run(tiny_config(text_corpus, TWO_LANES, **COMMON), tmp_path / "whole")
+    config = wiped_out_config(text_corpus, TWO_LANES)
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 1)
     assert restarts_of(run) == {(4, 1, "memory")}

@@ -19,7 +19,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import GroupLost, KernelsChosen, RunEvent
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.rank import rank
-from tests.integration.whole_run import Run, alert_config, complete_run, fenced_groups, read_run, tiny_config
+from tests.integration.whole_run import Run, complete_run, fenced_groups, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -104,7 +104,7 @@ def test_what_all_ranks_raise_at_the_start_ends_the_run_at_once_and_is_its_reaso
 
 
 def test_groups_that_all_crash_at_the_start_end_the_run(text_corpus: Path, tmp_path: Path) -> None:
-    config = alert_config(text_corpus, LayoutConfig(num_groups=2), rejoins=3, max_restarts=3)
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), rejoins=3, max_restarts=3)
     run = started(config, tmp_path / "run", crashing)
     assert run.summary.outcome == "failed"
     assert run.summary.outcome_reason.startswith("all groups were lost before training began; group ")
@@ -117,7 +117,7 @@ def test_a_machine_that_is_broken_from_the_start_is_masked(
 ) -> None:
     """A node with two groups on which nothing can be imported; or one group, as on a broken GPU."""
     cluster = ClusterConfig(device="cpu", num_nodes=num_nodes)
-    config = alert_config(text_corpus, LayoutConfig(num_groups=num_groups), steps=STEPS, rejoins=1, cluster=cluster)
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=num_groups), steps=STEPS, rejoins=1, cluster=cluster)
     run = started(config, tmp_path / "run", partial(unimportable, frozenset(broken)))
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert run.summary.steps_committed == STEPS
@@ -131,14 +131,14 @@ def patient(config: RunConfig) -> RunConfig:
 
 
 def test_ranks_of_a_group_may_start_far_apart(text_corpus: Path, tmp_path: Path) -> None:
-    config = patient(alert_config(text_corpus, LayoutConfig(num_groups=1, pipeline_parallel=2), steps=STEPS))
+    config = patient(tiny_config(text_corpus, LayoutConfig(num_groups=1, pipeline_parallel=2), steps=STEPS))
     run = started(config, tmp_path / "run", late)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert num_losses(run) == {}
 
 
 def test_ranks_of_a_group_may_take_a_checkpoint_over_far_apart(text_corpus: Path, tmp_path: Path) -> None:
-    config = alert_config(text_corpus, LayoutConfig(num_groups=1, pipeline_parallel=2), steps=STEPS + 1)
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=1, pipeline_parallel=2), steps=STEPS + 1)
     saving = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS, asynchronous=False))
     complete_run(saving, tmp_path / "first")
     first = tmp_path / "first" / "checkpoints" / f"step-{STEPS:08d}"

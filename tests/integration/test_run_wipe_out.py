@@ -16,7 +16,7 @@ from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.process import end_signal
-from spare_megatron.process.reports import GroupLost, RunEvent, RunStopped
+from spare_megatron.process.reports import GroupLost, RunEvent, RunStopped, Starting, StepCommitted
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, kill, tiny_config
@@ -69,12 +69,20 @@ def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text
     assert (rest.summary.outcome, rest.summary.verdict, rest.summary.steps_committed) == ("finished", "valid", 2)
 
 
-def test_a_run_asked_to_end_while_it_starts_ends_with_its_first_steps(text_corpus: Path, tmp_path: Path) -> None:
-    """It was ignored until the supervisor was there, and the job ran into its time limit."""
+@pytest.mark.parametrize("moment", [Starting, StepCommitted])
+def test_a_run_whose_driver_is_asked_to_end_does_so_with_the_next_steps(
+    text_corpus: Path, tmp_path: Path, moment: type[RunEvent]
+) -> None:
+    """Once it was ignored until the supervisor was there, and the job ran into its time limit; once from then on."""
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, moment):
+            signal.raise_signal(signal.SIGUSR1)  # to this thread: others of the tests' process would let it through
+
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with end_signal.blocked():
-        signal.raise_signal(signal.SIGUSR1)  # to this thread: others of the tests' process would let it through
-        run = complete_run(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=5000), tmp_path / "run")
+        config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=5000)
+        run = complete_run(config, tmp_path / "run", on_event=on_event)
     signal.signal(signal.SIGUSR1, before)
     assert (run.summary.verdict, run.summary.outcome) == ("valid", "finished")
     assert run.summary.steps_committed > 0

@@ -30,7 +30,7 @@ from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 from spare_megatron.state.transfer.piece_client import PieceClient
 from tests.integration.snapshot_memory import memory_files
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 HOST = "127.0.0.1"
 START_S = 30.0

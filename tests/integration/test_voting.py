@@ -18,7 +18,7 @@ from spare_megatron.voting.vote_relay import VoteRelay
 from spare_megatron.voting.voting import RelayParts, Voting
 from tests.memory_store import MemoryStore
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 LONG_S = 50.0
 """A wait of this length is a failure."""

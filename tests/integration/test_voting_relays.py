@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.voting.relay_link import RETRY_ATTEMPTS, RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 LONG_S = 50.0
 """A wait of this length is a failure."""

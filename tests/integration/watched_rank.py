@@ -67,6 +67,8 @@ class Watch:
             to it only when the log has moved on.
         awaited: Steps at whose end members are taken in: before, these do not ask for it, and all who take part
             enter the reduction only when they have.
+        leaving: Steps and groups that are asked to leave: their votes of the step are the first to say so, and are cast
+            only once they are asked.
         late_groups: Groups that begin to train, and report that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
         whole_spares: Steps in which a rank enters the reduction only when all ranks and spares of its node are there.
@@ -81,6 +83,7 @@ class Watch:
     in_second_attempt: frozenset[Moment] = frozenset()
     unfinished_reduces: frozenset[Moment] = frozenset()
     awaited: frozenset[tuple[int, Member]] = frozenset()
+    leaving: frozenset[tuple[int, int]] = frozenset()
     late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
     whole_spares: frozenset[int] = frozenset()
@@ -214,6 +217,14 @@ def _wait_until_waiting(spec: RankSpec, member: Member) -> None:
         time.sleep(_POLL_S)
 
 
+def _wait_until_asked(is_asked: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + _TIMEOUT_S
+    while not is_asked():
+        if time.monotonic() > end_s:
+            raise TimeoutError("the group is not asked to leave")
+        time.sleep(_POLL_S)
+
+
 def _wait_for_spares(config: RunConfig) -> None:
     """Of a run on one node, none of whose groups is lost."""
     supervisor = psutil.Process(os.getppid())
@@ -293,12 +304,18 @@ class _WatchedReduction(Reduction):
     def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
         self._watch, self._attempts = watch, now
         super().__init__(**parts)
+        first = min((step for step, group in watch.leaving if group == now.spec.group), default=0)
+        self._is_leave_asked = self._progress.is_leave_asked
+        self._progress.is_leave_asked = lambda: now.step >= first and self._is_leave_asked()
 
     def attempt(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
         for member in [member for step, member in self._watch.awaited if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_until_waiting(self._attempts.spec, member)
+        if (action.step, self._attempts.spec.group) in self._watch.leaving:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_until_asked(self._is_leave_asked)
         if action.step in self._watch.whole_spares:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_for_spares(self._attempts.spec.config)

@@ -17,13 +17,24 @@ from types import FrameType
 from spare_megatron.process.processes import fork_server
 from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
-from tests.matrix.cells import CELLS, KINDS, PAUSE_CELLS, REFORM_CELLS, Cell, PauseCell
+from tests.matrix.cells import (
+    CELLS,
+    KINDS,
+    MEMBERSHIP_CELLS,
+    PAUSE_CELLS,
+    REFORM_CELLS,
+    Cell,
+    MembershipCell,
+    PauseCell,
+)
+from tests.matrix.membership import run_membership_cell
 from tests.matrix.pauses import run_pause_cell
 from tests.matrix.trial import Outcome, run_cell, run_without_faults, why_not_here
 from tests.search_path import put_checkout_first
 
 CELL_TIMEOUT_S = 180
-_ALL = (*CELLS, *PAUSE_CELLS, *REFORM_CELLS)
+_ALL = (*CELLS, *PAUSE_CELLS, *REFORM_CELLS, *MEMBERSHIP_CELLS)
+AnyCell = Cell | PauseCell | MembershipCell
 
 
 def main() -> int:
@@ -41,7 +52,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="spare-matrix-"))
     write_text_corpus(folder / "corpus")
     expected = run_without_faults(folder / "corpus", folder / "none")
-    outcomes: dict[Cell | PauseCell, Outcome | str] = {}
+    outcomes: dict[AnyCell, Outcome | str] = {}
     for cell in chosen:
         outcomes[cell] = _try(cell, arguments.seed, folder, expected)
         print(_line(cell, outcomes[cell]), flush=True)
@@ -53,7 +64,7 @@ def main() -> int:
     return 1 if num_failed else 0
 
 
-def _try(cell: Cell | PauseCell, seed: int, folder: Path, expected: Run) -> Outcome | str:
+def _try(cell: AnyCell, seed: int, folder: Path, expected: Run) -> Outcome | str:
     """What the cell cost; or why it was not run, in brackets, or failed."""
     if isinstance(cell, Cell) and (reason := why_not_here(cell, folder / "corpus")):
         return f"({reason})"
@@ -62,6 +73,8 @@ def _try(cell: Cell | PauseCell, seed: int, folder: Path, expected: Run) -> Outc
         with _time_limit(CELL_TIMEOUT_S):
             if isinstance(cell, PauseCell):
                 outcome = run_pause_cell(cell, folder / "corpus", run_dir, expected)
+            elif isinstance(cell, MembershipCell):
+                outcome = run_membership_cell(cell, folder / "corpus", run_dir, expected)
             else:
                 outcome = run_cell(cell, seed, folder / "corpus", run_dir, expected)
     except Exception as error:  # noqa: BLE001  (whatever it is, the other cells are run, too)
@@ -84,7 +97,7 @@ def _time_limit(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def _line(cell: Cell | PauseCell, outcome: Outcome | str) -> str:
+def _line(cell: AnyCell, outcome: Outcome | str) -> str:
     if isinstance(outcome, str):
         return f"{cell!s:38} {'skipped' if outcome.startswith('(') else 'FAILED'} {outcome}"
     groups = ", ".join(map(str, outcome.fenced))
@@ -94,14 +107,14 @@ def _line(cell: Cell | PauseCell, outcome: Outcome | str) -> str:
     )
 
 
-def _print_summary(outcomes: dict[Cell | PauseCell, Outcome | str], wall_s: float) -> int:
+def _print_summary(outcomes: dict[AnyCell, Outcome | str], wall_s: float) -> int:
     """Returns how many cells failed."""
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for cell, outcome in outcomes.items():
         if isinstance(outcome, Outcome):
             by_kind[cell.kind].append(outcome)
     print(f"\n{'kind':6} {'cells':>5}  median (largest) ms until found    until recovered")
-    for kind in [kind for kind in (*KINDS, "pause", "reform") if by_kind[kind]]:
+    for kind in [kind for kind in (*KINDS, "pause", "reform", "drain", "grow") if by_kind[kind]]:
         found, recovered = ([1000 * getattr(o, name) for o in by_kind[kind]] for name in ("found_s", "recovery_s"))
         print(f"{kind:6} {len(found):5}  {_middle(found):>32} {_middle(recovered):>18}")
     num_skipped = sum(isinstance(outcome, str) and outcome.startswith("(") for outcome in outcomes.values())

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
     FaultPoint,
@@ -31,8 +33,9 @@ PHASES_OF_EVERY_STEP = tuple(
     phase
     for phase in FaultPoint
     if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES
+    and phase not in PHASES_OF_A_BUCKET
 )
-"""Phases that some rank of every group reaches in every step."""
+"""Phases that some rank of every group reaches in every step; those of single buckets lie around `in_reduce`."""
 
 KINDS: tuple[FaultKind, ...] = ("kill", "stop", "raise", "hang", "cut")
 
@@ -151,6 +154,61 @@ PAUSE_CELLS: tuple[PauseCell, ...] = (
 
 REFORM_CELLS: tuple[PauseCell, ...] = tuple(
     replace(cell, is_reformed=True) for cell in PAUSE_CELLS if cell.granularity == "microbatch"
+)
+
+
+LEAVING, JOINING, OTHER = 3, 4, 1
+"""The group that is asked to leave, the further group that is asked for, and one that stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipCell:
+    """The moment at which a group is killed in the step that ends with a drain or an admission.
+
+    With partitioned state the group that leaves hands its part over from this step on, and leaves later. `is_own`: the
+    group that leaves is killed, or the further group in its first step.
+    """
+
+    change: Literal["drain", "grow"]
+    phase: FaultPoint
+    is_stacked: bool
+    is_own: bool
+
+    @property
+    def kind(self) -> str:
+        return self.change
+
+    @property
+    def victim(self) -> int:
+        return {"drain": LEAVING, "grow": JOINING}[self.change] if self.is_own else OTHER
+
+    @property
+    def step(self) -> int:
+        """The step of the fault."""
+        return STEP + (self.change == "grow" and self.is_own)
+
+    def __str__(self) -> str:
+        own = "-own" if self.is_own else ""
+        return f"{self.change}-{self.phase}{own}{'-stacked' if self.is_stacked else ''}"
+
+
+def _membership_phases(change: str, *, is_stacked: bool, is_own: bool) -> Sequence[FaultPoint]:
+    if change == "grow" and is_own:  # so small a batch has no work for it
+        return (*_OF_EACH_ATTEMPT, FaultPoint.AFTER_COMMIT)
+    if change == "grow" and is_stacked:
+        # A gather that breaks before an admission leaves no group whose state the newcomer could take: it is lost, too.
+        return [
+            phase for phase in PHASES_OF_EVERY_STEP if phase not in (FaultPoint.AFTER_VOTE, FaultPoint.AFTER_COMMIT)
+        ]
+    return (*PHASES_OF_EVERY_STEP, *((FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER) if is_stacked else ()))
+
+
+MEMBERSHIP_CELLS: tuple[MembershipCell, ...] = tuple(
+    MembershipCell(change=change, phase=phase, is_stacked=is_stacked, is_own=is_own)
+    for change in ("drain", "grow")
+    for is_own in (False, True)
+    for is_stacked in (False, True)
+    for phase in _membership_phases(change, is_stacked=is_stacked, is_own=is_own)
 )
 
 

@@ -137,7 +137,10 @@ def assert_same_bits(run: Run, expected: Run) -> None:
     assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
 
 
-def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
+def config_of(
+    corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False, num_further: int = 0
+) -> RunConfig:
+    """`num_further`: groups beyond those that the run begins with, which need data that all can read."""
     stacked = OptimizerConfig(sharding="stacked", redundancy=PARTITION_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
     config = alert_config(
@@ -152,7 +155,8 @@ def config_of(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_
     )
     config = replace(
         config,
-        data=replace(config.data, split="9,1"),
+        layout=replace(config.layout, max_groups=NUM_GROUPS + num_further if num_further else None),
+        data=replace(config.data, split="9,1", access="shared" if num_further else config.data.access),
         audit=AuditConfig(every_steps=1),  # so that groups are lost in the middle of audits
         eval=EvalConfig(every_steps=STEP),
         faults=replace(config.faults, trace=tuple(faults)),

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import combinations
 
 from tests.protocol.violation import Violation
 
@@ -10,15 +11,18 @@ from tests.protocol.violation import Violation
 class Assignments:
     """The list as it is written. `trains` says whether a group of this number takes part in training now."""
 
-    def __init__(self, num_places: int, num_groups: int, trains: Callable[[int], bool]) -> None:
+    def __init__(
+        self, num_places: int, num_groups: int, trains: Callable[[int], bool], hosts: Sequence[Sequence[int]]
+    ) -> None:
         self._num_places, self._size, self._trains = num_places, num_places // num_groups, trains
+        self._hosts = hosts  # of each shard
         self._num_entries = 0
         self._machine_in = {place: place for place in range(num_places)}
         self._incarnations = Counter[int]()
         self.counts = Counter[str]()
 
     def written(self, index: int, text: str) -> None:
-        holdings, places, idle = json.loads(text)
+        holdings, places, idle, shards = json.loads(text)
         if index != self._num_entries:
             raise Violation(f"assignment {index} follows {self._num_entries} others")
         for what, numbers in (("machine", [one[0] for one in holdings]), ("place", [one[1] for one in holdings])):
@@ -33,7 +37,7 @@ class Assignments:
             if incarnation != self._incarnations[place] + 1:
                 raise Violation(f"place {place} begins {incarnation} after {self._incarnations[place]}: it has two")
         if places:
-            self._re_forms(holdings, dict(places), idle)
+            self._re_forms(holdings, dict(places), idle, shards)
         for machine, place, incarnation in holdings:
             former = [held for held, holder in self._machine_in.items() if self._seat(holder) == self._seat(machine)]
             for held in former:
@@ -44,8 +48,12 @@ class Assignments:
         self._num_entries += 1
         self.counts["assignment"] += 1
 
-    def _re_forms(self, holdings: list[list[int]], places: dict[int, int | None], idle: list[int]) -> None:
-        """As many groups are made whole as there are machines for, of groups that do not train."""
+    def _re_forms(
+        self, holdings: list[list[int]], places: dict[int, int | None], idle: list[int], shards: list[int]
+    ) -> None:
+        """As many groups are made whole as there are machines for, of groups that do not train. Of all such sets they
+        leave fewest of the shards without a host, by the fewest moves.
+        """
         self.counts["re-forming"] += 1
         groups = {place // self._size for place in places}
         if training := [group for group in groups if self._trains(group)]:
@@ -56,10 +64,17 @@ class Assignments:
         filled = Counter(place // self._size for _, place, _ in holdings)
         if any(number != missing[group] for group, number in filled.items()):
             raise Violation(f"groups {sorted(filled)} get {dict(filled)} machines, and lack {dict(missing)}")
-        lacking = sorted(missing[group] for group in groups)[: num_machines // self._size]
-        if sum(filled.values()) != sum(lacking):
-            raise Violation(f"{sum(filled.values())} machines move where {sum(lacking)} make as many groups whole")
+        num_whole = min(len(groups), num_machines // self._size)
+        best = min(self._score(chosen, missing, shards) for chosen in combinations(sorted(groups), num_whole))
+        whole = [group for group in groups if missing[group] == filled[group]]
+        if len(whole) != num_whole or self._score(whole, missing, shards) != best:
+            raise Violation(f"groups {whole} are made whole, and not the best {num_whole} of {dict(missing)}")
         self.counts["moved machine"] += len(holdings)
+        self.counts["shard without a host"] += len(shards)
+
+    def _score(self, chosen: Collection[int], missing: Mapping[int, int], shards: Collection[int]) -> tuple[int, int]:
+        num_left = sum(not {*self._hosts[shard]} & {*chosen} for shard in shards)
+        return num_left, sum(missing[group] for group in chosen)
 
     def admitted(self, group: int, joined: Collection[tuple[int, int]]) -> None:
         """The group takes part again, with these places, each with its machine, that have joined its incarnation."""

@@ -17,6 +17,9 @@ from tests.protocol.violation import Violation
 UNSOUND = Microbatch(ShardId(-1), -1)
 """Stands in a local sum that is not finite: no batch has it, so no sum with it may be applied."""
 
+FLIPPED = Microbatch(ShardId(-2), -1)
+"""Stands in a sum over groups that has changed since it was staged, which its checksum shows."""
+
 Recipients = Sequence[Collection[int]]
 """For each state partition, the groups that get the sums of its gradients; empty without partitions."""
 
@@ -49,6 +52,13 @@ class Buckets:
         self.window = window_type(num_buckets, 0)
         self.has_posted_unsound = False
         """Whether it has posted an unsound local sum in this attempt; it finds out when the attempt is over."""
+        self.has_wrong_sum = False
+        """Whether a sum that has come in this attempt contradicts its checksum."""
+        self._flips = ""  # what is flipped next
+
+    def flip(self, what: str) -> None:
+        """What is "sent" next changes on its way, or the next sum "received", or every one from here on ("always")."""
+        self._flips = what
 
     def spoil(self, random: Random) -> bool:
         """Some local sum that is still to be posted becomes unsound. False if there is none."""
@@ -63,7 +73,7 @@ class Buckets:
         self._local = [list(items) for _ in range(self.num_buckets)]
         self._staged, self._in_place = {}, {}
         self._num_kept = 0
-        self.has_posted_unsound = False
+        self.has_posted_unsound = self.has_wrong_sum = False
         self.window = self._window_type(self.num_buckets, 0)
 
     def begin(self, attempt: int, kept: tuple[int, ...], to: Recipients) -> None:
@@ -80,7 +90,7 @@ class Buckets:
         for bucket in range(self._num_kept):
             self._put(bucket)
         self._staged = {}
-        self.has_posted_unsound = False
+        self.has_posted_unsound = self.has_wrong_sum = False
         self.window = self._window_type(self.num_buckets, self._num_kept)
 
     def patch(self, work: Iterable[Microbatch]) -> None:
@@ -99,14 +109,26 @@ class Buckets:
         if bucket in self._in_place:
             raise Violation(f"{self._name} has lost its local sum of bucket {bucket}, which is reduced again")
         self.has_posted_unsound |= UNSOUND in self._local[bucket]
-        return bucket, tuple(self._local[bucket])
+        return bucket, (*self._local[bucket], *self._flip("sent"))
 
     def receive(self, sums: Sums) -> bool:
         """The sum of the first bucket in flight has come. False if it has an unsound part: the attempt is over."""
         is_sound = not any(UNSOUND in brought for brought in sums.values())
         if is_sound:
-            self.complete(sums)
+            arrived = {**sums, self._name: (*sums[self._name], *self._flip("received"))}
+            self.has_wrong_sum |= self.is_wrong(arrived)
+            self.complete(arrived)
         return is_sound
+
+    def is_wrong(self, sums: Sums) -> bool:
+        return any(FLIPPED in brought for brought in sums.values())
+
+    def _flip(self, what: str) -> tuple[Microbatch, ...]:
+        is_always = self._flips == "always" and what == "received"
+        if self._flips != what and not is_always:
+            return ()
+        self._flips = self._flips if is_always else ""
+        return (FLIPPED,)
 
     def complete(self, sums: Sums) -> None:
         """Counts the sum of the first bucket in flight."""

@@ -18,6 +18,7 @@ from spare_megatron.core.actions import (
     AttemptReduce,
     AwaitHosts,
     BuildCommunicator,
+    ChangePaces,
     CheckpointCandidate,
     ComputeAudits,
     ComputePatch,
@@ -87,6 +88,7 @@ class Group:
         self._evaluation = world.evaluation_type()
         self.audits = world.audits_type(self.name)
         self._computed: list[str] = []  # digests of this step's plans
+        self._has_work = False  # in this step
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
         self._lacks_params = False
@@ -134,6 +136,10 @@ class Group:
     def spoil(self, random: Random) -> bool:
         """A local gradient sum becomes unsound. False if none is to be summed any more."""
         return self._buckets.spoil(random)
+
+    def flip(self, what: str) -> None:
+        """As `Buckets.flip`."""
+        self._buckets.flip(what)
 
     def corrupt(self, random: Random) -> None:
         """Its parameters, or one of its state partitions, change unnoticed, to values that no group has."""
@@ -195,8 +201,8 @@ class Group:
                 self._state_reports.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
-            case DrainGroups():
-                pass
+            case DrainGroups() | ChangePaces():
+                self._world.invariants.counts[type(action).__name__] += 1
             case AdmitGroups():
                 yield from self._give_state()
             case SaveCheckpoint():
@@ -272,7 +278,8 @@ class Group:
         work = plan.work.of(self.group)
         self._world.computes(self.group, work)
         if not is_patch:
-            self._computed = []
+            self._computed, self._has_work = [], False
+        self._has_work |= bool(work)
         if plan.is_evaluation:
             if not is_patch:
                 self._evaluation.begin()
@@ -456,7 +463,9 @@ class Group:
             if self._buckets.has_posted_unsound:
                 raise RaisesForGradients
             num_complete = (self._buckets.window.num_complete,)
-        is_reduced = not isinstance(action, AttemptReduce) or self._buckets.sums() is not None
+        has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._buckets.has_wrong_sum
+        self._world.invariants.counts["wrong sum"] += has_wrong_sum
+        is_reduced = not isinstance(action, AttemptReduce) or (self._buckets.sums() is not None and not has_wrong_sum)
         is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
         vote = Vote(
@@ -470,7 +479,9 @@ class Group:
             state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
+            pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
+            has_wrong_sum=has_wrong_sum,
             audits=self.audits.words() if isinstance(action, AttemptReduce) and not self._lacks_params else (),
         )
         if self.held is not None:

@@ -130,6 +130,7 @@ class Invariants:
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
         self._is_anew = False  # it follows one of which nothing may stay
+        self._found_wrong: frozenset[Incarnation] = frozenset()  # sums of the attempt before
         self._is_halted = False
         self._is_finished = not partitions.exist  # the log has said that the run can end
         self.counts: Counter[str] = Counter()
@@ -218,10 +219,20 @@ class Invariants:
         self._is_given_up = True
 
     def _discarded(self, process: str, writer: str) -> None:
-        if process not in self._corrupted and not self._is_unconfirmed(incarnation_of(process)):
+        incarnation = incarnation_of(process)
+        is_wrong = process in self._corrupted or self._is_unconfirmed(incarnation)
+        if not is_wrong and not self._receives_wrong_sums(incarnation):
             raise Violation(f"{writer} puts out {process}, whose parameters are right")
         self._is_discarded = True
         self.counts["discard"] += 1
+
+    def _receives_wrong_sums(self, incarnation: Incarnation) -> bool:
+        """Whether it found sums wrong twice, and all others found them right the second time."""
+        votes = {member: self._votes[member, self.attempt] for member in self.members}
+        is_alone = all(vote.is_complete != (member == incarnation) for member, vote in votes.items())
+        is_found = self._found_wrong == {incarnation} and votes[incarnation].has_wrong_sum
+        self.counts["fence for wrong sums"] += is_alone and is_found
+        return is_alone and is_found
 
     def _is_unconfirmed(self, incarnation: Incarnation) -> bool:
         """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
@@ -314,13 +325,13 @@ class Invariants:
         silent = [incarnation for incarnation, vote in votes.items() if vote is None]
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
-        is_anew = self._compared(entry, writer)
+        found_wrong = frozenset(member for member, vote in votes.items() if vote is not None and vote.has_wrong_sum)
+        is_anew = self._compared(entry, writer) or bool(found_wrong)
         if isinstance(entry, Commit | Evaluated) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a fenced group, by its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
         if self._is_evaluation_due:  # what the lost have computed is lost
             is_complete &= self.members == self._opened[self.attempt].members
-        lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
         disputes = entry.disputes if isinstance(entry, Retry) else ()
         if disputes:
             self.audits.asked(writer, entry, {group for group, _ in self.members})
@@ -328,26 +339,29 @@ class Invariants:
             is_anew = False
         elif isinstance(entry, Retry) == (is_complete and not is_anew):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
-        if isinstance(entry, Retry):
-            self._retried(entry, writer, votes, is_anew=is_anew)
-        if isinstance(entry, Retry) and entry.gather != (lacks_params or (is_anew and self.partitions.exist)):
-            raise Violation(f"{writer} writes {entry} though the members voted {votes}")
+        self._retried(entry, writer, votes, is_anew=is_anew)
         if not isinstance(entry, Retry):
             self._expect(entry, writer)
             self._num_resumes = 0
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
+        self._found_wrong = found_wrong if isinstance(entry, Retry) else frozenset()
         if isinstance(entry, Commit):
             self._committed(entry, writer, {incarnation: vote for incarnation, vote in votes.items() if vote})
         self._is_discarded = bool(disputes)
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
-    def _retried(self, entry: Retry, writer: str, votes: Mapping[Incarnation, Vote | None], *, is_anew: bool) -> None:
+    def _retried(self, entry: Entry, writer: str, votes: Mapping[Incarnation, Vote | None], *, is_anew: bool) -> None:
+        if not isinstance(entry, Retry):
+            return
         held = [vote.num_complete for vote in votes.values() if vote is not None]
         least = () if is_anew or () in held else (min(held)[0],)
         if (entry.recompute, entry.kept) != (is_anew, least):
             raise Violation(f"{writer} writes {entry} though the members hold {held}")
+        lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
+        if entry.gather != (lacks_params or (is_anew and self.partitions.exist)):
+            raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         self.counts["retry that keeps buckets"] += any(entry.kept)
 
     def _committed(self, entry: Commit, writer: str, cast: Mapping[Incarnation, Vote]) -> None:

@@ -26,6 +26,7 @@ from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import keys
 from spare_megatron.supervisor import group_reforming, group_rendezvous, restarts, store_link
 from spare_megatron.supervisor.group_reforming import Assigned, PlaceTaken
@@ -52,7 +53,7 @@ def config_of(num_groups: int, size: int, reform_after_s: float = 0.0, rejoins: 
     return RunConfig(
         layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=size),
         cluster=ClusterConfig(num_nodes=num_groups * size),
-        spare=SpareConfig(reform_after_s=reform_after_s, rejoins=rejoins),
+        spare=SpareConfig(redundancy=2, reform_after_s=reform_after_s, rejoins=rejoins),
     )
 
 
@@ -172,7 +173,9 @@ class World:
         self.clock, self.random, self.config = clock, Random(seed), config
         self.layout = config.parallel
         self.budgets = defaultdict[int, RestartBudget](lambda: RestartBudget(config.spare.rejoins, INTERVAL_S))
-        self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains)
+        spare = config.spare
+        hosts = make_placement(spare.placement, config.layout.num_groups, spare.redundancy).hosts
+        self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains, hosts)
         self.store = Store(self.assignments)
         self.records: list[PlacesRecord] = []
         self.num_moves = 0
@@ -489,5 +492,12 @@ def settle(world: World) -> None:
 def found_in(world: World) -> list[str]:
     """What `spare check` finds in the assignments."""
     view: Any = SimpleNamespace(rare=[SimpleNamespace(record=record) for record in world.records])
-    run: Any = SimpleNamespace(most_groups=world.layout.num_groups)
+    spare = world.config.spare
+    run: Any = SimpleNamespace(
+        most_groups=world.layout.num_groups,
+        num_groups=world.layout.num_groups,
+        redundancy=spare.redundancy,
+        placement=spare.placement,
+        groups_per_domain=1,
+    )
     return [finding.reason for finding in check_places(view, run)]

@@ -55,9 +55,9 @@ class ReusesCommunicatorNames(Controller):
 class KeepsTheFirstBatch(Controller):
     """Deals every step as many microbatches as the first one has."""
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, *, after: str = "") -> StepPlan:
         self._dealt = self._ramp.at(self.step)
-        return super()._plan()
+        return super()._plan(after=after)
 
 
 class RestartsWithTheLargerBatch(Controller):
@@ -357,6 +357,21 @@ class CountsUnsoundSums(Buckets):
         return is_sound
 
 
+class ChecksNoSums(Buckets):
+    """Takes every sum that comes for the sum of what was staged."""
+
+    def is_wrong(self, sums: Sums) -> bool:
+        return False
+
+
+class KeepsWrongSums(Controller):
+    """Retries a wrong sum as one that has broken: what all members hold stays."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        votes = {group: replace(vote, has_wrong_sum=False) for group, vote in event.votes.items()}
+        return super()._decide(replace(event, votes=votes), now_s)
+
+
 class ComparesParamsAlone(Controller):
     """Takes the majority's parameters for right, which most have from one owner."""
 
@@ -396,9 +411,9 @@ class ReportsNoBreak(GroupAgreement):
 class PatchesEvaluations(Controller):
     """Takes the work of an evaluation for a part of the next step: after a loss it is computed for a gradient."""
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, *, after: str = "") -> StepPlan:
         before = [plan for plan in self._plans if plan.is_evaluation]
-        plan = super()._plan()
+        plan = super()._plan(after=after)
         self._plans = [*before, plan]
         return plan
 
@@ -516,6 +531,10 @@ MUTATIONS_OF_COMPARISONS = {
 MUTATIONS_OF_GRADIENTS = {
     "applies sums with unsound parts": Protocol(buckets_type=AppliesUnsoundSums),
     "keeps sums with unsound parts": Protocol(buckets_type=CountsUnsoundSums),
+}
+MUTATIONS_OF_SUMS = {
+    "commits a wrong sum": Protocol(buckets_type=ChecksNoSums),
+    "keeps buckets of a wrong sum": Protocol(controller_type=KeepsWrongSums),
 }
 MUTATIONS_OF_EVALUATIONS = {
     "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),

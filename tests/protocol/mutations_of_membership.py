@@ -81,11 +81,11 @@ class DealsToTheDrained(Controller):
         self._before = self.members if drained else ()
         return super()._admit(asked, drained)
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, *, after: str = "") -> StepPlan:
         present, before = self.members, getattr(self, "_before", ())
         self.members, self._before = before or present, ()
         try:
-            return super()._plan()
+            return super()._plan(after=after)
         finally:
             self.members = present
 

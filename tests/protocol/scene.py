@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
+from typing import NamedTuple
 
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.order import Granularity
@@ -16,6 +17,15 @@ FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart",
 stands still; the store stops answering, or also forgets the answers on their way; a group starts again, whether it was
 lost or not; a reduction breaks; the parameters of a process change, or a state partition of it.
 """
+
+
+class SlowGroup(NamedTuple):
+    """A group that takes `factor` times as long for a microbatch from the step `first` to before `end`."""
+
+    group: int
+    first: int
+    end: int
+    factor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +65,8 @@ class Scene:
     fetch: int | None = None
     """Thousandths of a microbatch's time until a group has data that it does not host; None if it cannot read them."""
 
+    slow: tuple["SlowGroup", ...] | None = None
+    """Groups that compute slower for some steps; None deals the same work to all."""
     num_lanes: int = 1
     """Of every group."""
     row_size: int = 1
@@ -226,6 +238,18 @@ class Scene:
         )
 
     @classmethod
+    def draw_flips(cls, random: Random) -> "Scene":
+        """One in which sums change on their way, and little else happens.
+
+        The fault `flip` is none of `FAULTS`: it strikes what a group sends or receives next. `flip always` strikes all
+        that one receives, which names it where sums come to all groups.
+        """
+        scene = cls.draw_unsound(random)
+        always = 0 if scene.partition_redundancy else random.choice((0, 0, 1))
+        faults = {**scene.fault_budget, "unsound": 0, "flip": random.randint(1, 3), "flip always": always}
+        return replace(scene, fault_budget=faults)
+
+    @classmethod
     def draw_audits(cls, random: Random) -> "Scene":
         """One with audits, in which groups compute wrongly, and some are lost or come back meanwhile.
 
@@ -281,6 +305,16 @@ class Scene:
             pauses=random.choice((False, True)),
             keep_last=random.choice((1, 9)),
         )
+
+    @classmethod
+    def draw_slow(cls, random: Random) -> "Scene":
+        """One of these in which some groups are slow for a while."""
+        scene = replace(cls.draw_drains(random), num_steps=random.randint(6, 10), microbatches_per_shard=3)
+        slow = []
+        for group in random.sample(range(scene.num_groups), random.randint(1, 2)):
+            first = random.randint(0, 3)
+            slow.append(SlowGroup(group, first, first + random.randint(3, 8), random.randint(8, 40)))
+        return replace(scene, slow=tuple(slow), fault_moves=20 * scene.num_groups * scene.num_steps)
 
     @classmethod
     def draw_growth(cls, random: Random) -> "Scene":

@@ -17,10 +17,12 @@ NUM_WIPE_OUT_HISTORIES = 150
 NUM_PAUSE_HISTORIES = 200
 NUM_CORRUPTION_HISTORIES = 100
 NUM_UNSOUND_HISTORIES = 150
+NUM_FLIP_HISTORIES = 100
 NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
 NUM_DRAIN_HISTORIES = 60
 NUM_GROWTH_HISTORIES = 40
+NUM_SLOW_HISTORIES = 60
 NUM_SHARED_HISTORIES = 100
 NUM_LANE_HISTORIES = 60
 NUM_AUDIT_HISTORIES = 120
@@ -111,6 +113,14 @@ def test_no_history_of_unsound_gradients_violates_an_invariant() -> None:
     assert sample.counts["Halt"] == 0
 
 
+def test_no_history_of_wrong_sums_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_FLIP_HISTORIES), draw=Scene.draw_flips)
+    assert sample.violations == {}
+    least = {"flip": 150, "wrong sum": 150, "fence for wrong sums": 1, "FinishRun": 150}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+    assert sample.counts["Halt"] == 0
+
+
 def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_RETURN_HISTORIES), draw=Scene.draw_returns)
     assert sample.violations == {}
@@ -122,6 +132,13 @@ def test_no_history_of_drains_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_DRAIN_HISTORIES), draw=Scene.draw_drains)
     assert sample.violations == {}
     least = {"drained": 30, "handed over": 20, "admission": 20, "Restart": 2, "save": 60, "FinishRun": 100}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_slow_groups_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_SLOW_HISTORIES), draw=Scene.draw_slow)
+    assert sample.violations == {}
+    least = {"ChangePaces": 60, "Retry": 40, "admission": 15, "drained": 20, "FinishRun": 60}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

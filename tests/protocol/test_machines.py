@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ def test_no_history_of_machines_violates_an_invariant(reforming_type: type[Group
     with planted({group_reforming: {"GroupReforming": reforming_type}}):
         counts = run_histories(range(NUM_HISTORIES))
     least = {"assignment": 30, "re-forming": 15, "moved machine": 15, "admission": 30, "place left": 20}
+    least["shard without a host"] = 5
     assert {what: counts[what] for what in least if counts[what] < least[what]} == {}
 
 
@@ -128,6 +130,14 @@ class KeepsFormerPlaces(Places):
         return self._last[place]
 
 
+class IgnoresShards(Places):
+    """Completes the groups that lack fewest machines, whichever shards have no host."""
+
+    def reform(self, empty: Any, groups_per_domain: int, unhosted: Any, idle: Any = ()) -> Assignment:
+        chosen = super().reform(empty, groups_per_domain, {}, idle)
+        return replace(chosen, shards=tuple(unhosted))
+
+
 class StaysWhereItWas(StoreLink):
     """Goes on in a place that another machine has been given."""
 
@@ -162,6 +172,7 @@ BUGS: dict[str, Planted] = {
         {},
         "counts as in place",
     ),
+    "ignores shards without a host": ({group_reforming: {"Places": IgnoresShards}}, {}, "not the best"),
     "stays in a place that another machine has": (
         {store_link: {"StoreLink": StaysWhereItWas}},
         {},

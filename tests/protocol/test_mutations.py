@@ -18,9 +18,11 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_LANES,
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHARED_DATA,
+    MUTATIONS_OF_SUMS,
     Protocol,
 )
 from tests.protocol.mutations_of_membership import MUTATIONS_OF_DRAINS, MUTATIONS_OF_PAUSES
+from tests.protocol.mutations_of_paces import MUTATIONS_OF_PACES
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
 from tests.protocol.test_histories import scenes
@@ -69,6 +71,8 @@ FOUND_AS = {
     "leaves votes to lost relays": "no progress|no end",
     "applies sums with unsound parts": "which counts",
     "keeps sums with unsound parts": "which counts",
+    "commits a wrong sum": "which counts",
+    "keeps buckets of a wrong sum": "though the members hold",
     "counts half a row": "which counts",
     "counts an audit into a sum": "which counts",
     "votes with digests of another attempt": "that is none of step",
@@ -91,6 +95,8 @@ FOUND_AS = {
     "drains the last host": "leaves shards without a host",
     "drains before copies are compared": "are drained, and partition",
     "drains the writer of a checkpoint": "is drained too soon",
+    "counts the paces that it has read itself": "groups have different plans",
+    "deals the step under way by new paces": "named twice|which counts|different plans",
 }
 
 
@@ -212,9 +218,11 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_EVALUATIONS, Scene.draw_evaluations),
         (MUTATIONS_OF_GRADIENTS, Scene.draw_unsound),
         (MUTATIONS_OF_LANES, draw_lanes),
+        (MUTATIONS_OF_PACES, Scene.draw_slow),
         (MUTATIONS_OF_PAUSES, Scene.draw_pauses),
         (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
         (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),
+        (MUTATIONS_OF_SUMS, Scene.draw_flips),
     )
     for mutation, protocol in mutations.items()
 }

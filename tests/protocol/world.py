@@ -18,6 +18,7 @@ from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
@@ -132,6 +133,7 @@ class World:
             ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
+            rounds=None if scene.slow is None else Rounds(fill=1),
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             evaluation=evaluation,
@@ -157,6 +159,11 @@ class World:
         self._processes.append(Process(name, member, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
 
     # ----------------------------------------------------------------------------------------------- for the groups
+
+    def pace_ns(self, group: GroupId, step: int) -> int:
+        """What the group measures in a step; no two groups the same."""
+        factors = [one.factor for one in self._scene.slow or () if one.group == group and one.first <= step < one.end]
+        return (10_000 + 10 * group) * max(factors, default=1)
 
     def now_s(self, process: str) -> float:
         return self.num_moves + self._clock_skew_s[process]
@@ -336,6 +343,9 @@ class World:
             case "drain" if alive:
                 group = self._groups[self._random.choice(alive).name]
                 group.leaves = not group.leaves or self._random.random() < 0.5
+            case "flip" | "flip always" if alive:
+                what = self._random.choice(("sent", "received")) if fault == "flip" else "always"
+                self._groups[self._random.choice(alive).name].flip(what)
             case "miscompute" if alive:
                 self._groups[self._random.choice(alive).name].audits.spoil(self._random)
             case "unsound" if alive:

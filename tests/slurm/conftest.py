@@ -79,7 +79,12 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
     """Submits a run with a rank on each node, of the smallest model, that leaves processors to what else runs here."""
 
     def submit(
-        layout: LayoutConfig, slurm: SlurmConfig, *, redundancy: int | None = None, faults: Sequence[FaultConfig] = ()
+        layout: LayoutConfig,
+        slurm: SlurmConfig,
+        *,
+        redundancy: int | None = None,
+        faults: Sequence[FaultConfig] = (),
+        num_further: int = 0,
     ) -> Job:
         config = tiny_config(
             text_corpus,
@@ -98,6 +103,14 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
             slurm=dataclasses.replace(slurm, etcd_port=ports_for_members()),
             spare=dataclasses.replace(config.spare, reform_after_s=0.0),
         )
+        if num_further:
+            most_groups = layout.num_groups + num_further
+            config = dataclasses.replace(
+                config,
+                layout=dataclasses.replace(layout, max_groups=most_groups),
+                cluster=dataclasses.replace(config.cluster, num_nodes=most_groups * layout.pipeline_parallel),
+                data=dataclasses.replace(config.data, access="shared"),
+            )
         preset = tmp_path / "preset.toml"
         preset.write_text(dump_run_config(config))
         spare("submit", "--config", str(preset), "--run-dir", str(tmp_path / "job"))

@@ -1,5 +1,6 @@
 """What `spare check` and the views of a run make of machines that take places."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,24 +10,26 @@ from spare_megatron.core.places import Assignment, Holding, Places, decode_assig
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.check_places import check_places
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import placement_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe.history import history_of
 from spare_megatron.observe.page import _figures_of
 from spare_megatron.observe.trace import _moves
-from spare_megatron.stacking.layout import Layout
+from spare_megatron.stacking.layout import GroupId, Layout, ShardId
 from tests.unit.journal_in_memory import run_record
 
 RE_FORMED = PlacesRecord(index=0, num_places=8, holdings=[[2, 0, 1]], places=[[0, None], [1, 1], [2, 2], [3, None]])
 """Four groups of two machines each; the first of group 0 and the second of group 1 are lost."""
+RUN = replace(run_record(4), redundancy=2)
 CAME_BACK = PlacesRecord(index=1, num_places=8, holdings=[[8, 2, 1]])
 """Another machine in the place of the first takes the place that was left."""
 
 
 def found(*records: PlacesRecord) -> list[str]:
     view: Any = SimpleNamespace(rare=[SimpleNamespace(record=record) for record in records])
-    return [finding.reason for finding in check_places(view, run_record(4))]
+    return [finding.reason for finding in check_places(view, RUN)]
 
 
 def changed(record: PlacesRecord, **fields: Any) -> PlacesRecord:
@@ -66,7 +69,11 @@ def test_more_moves_than_it_takes_are_found() -> None:
     record = PlacesRecord(index=0, num_places=12, holdings=[[8, 0, 1]], places=places)
     assert found(record) == []
     wasteful = changed(record, holdings=[[1, 4, 1], [2, 5, 1]])
-    assert found(wasteful) == ["assignment 0 of places moves 2 machines, and fewer would make as many groups whole"]
+    assert any("moves 2 machines, and fewer would make as many groups whole" in one for one in found(wasteful))
+    hosts = placement_of(RUN).hosts
+    for group, reasons in ((1, 0), (0, 1)):
+        shard = next(shard for shard, groups in enumerate(hosts) if group in groups and 1 - group not in groups)
+        assert len(found(changed(wasteful, shards=[shard]))) == reasons, "group 1 is chosen, by more moves"
 
 
 def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() -> None:
@@ -87,15 +94,18 @@ def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() ->
 
 def test_a_place_is_vacant_once_its_machine_has_left_it_and_the_list_is_read_as_it_was_written() -> None:
     places = Places(Layout(num_groups=4, pipeline_parallel=2, num_nodes=8))
-    chosen = places.reform([PlaceId(0), PlaceId(3)], 1)
+    [other] = places.reform([PlaceId(0), PlaceId(3)], 1, {ShardId(2): [GroupId(1)]}).holdings
+    assert other == Holding(MachineId(1), PlaceId(3), 1), "shard 2 has no host without group 1"
+    chosen = places.reform([PlaceId(0), PlaceId(3)], 1, {ShardId(2): [GroupId(3)]})
     assert chosen.holdings == (Holding(MachineId(2), PlaceId(0), 1),)
+    assert chosen.shards == (2,)
     assert decode_assignment(encode_assignment(chosen)) == chosen
     places.apply(chosen)
     assert [places.holder_of(PlaceId(place)) for place in range(4)] == [2, 1, None, 3]
     assert places.held_by(MachineId(0)) is None
-    back = places.replace(MachineId(8), [], 1)
+    back = places.replace(MachineId(8), [], 1, {})
     assert back == Assignment(holdings=(Holding(MachineId(8), PlaceId(2), 1),))
     places.apply(back)
     assert places.has_replaced(MachineId(0))
     with pytest.raises(ValueError, match="node 0: another supervisor has replaced this one"):
-        places.replace(MachineId(0), [], 1)
+        places.replace(MachineId(0), [], 1, {})

@@ -218,6 +218,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[0].step=20 lies outside 0 to 19; train.steps is 20",
         ),
         (["faults.trace=[{phase='forward', group=4}]"], "faults.trace[0].group=4 lies outside 0 to 3"),
+        (
+            ["layout.max_groups=6", "data.access=shared", "faults.trace=[{phase='forward', group=6}]"],
+            "faults.trace[0].group=6 lies outside 0 to 5; layout.max_groups is 6",
+        ),
         (["faults.trace=[{phase='forward', rank=-1}]"], "faults.trace[0].rank=-1 lies outside 0 to 0"),
         (["faults.trace=[{phase='send'}]"], "faults.trace[0].phase=send is never reached"),
         (
@@ -311,6 +315,18 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (
             ["faults.trace=[{phase='backward', kind='moment_flip', step=0}]"],
             "faults.trace[0].kind=moment_flip strikes moments, which the first update creates, but",
+        ),
+        (
+            ["faults.trace=[{phase='in_reduce', kind='sum_flip'}]"],
+            "faults.trace[0].kind=sum_flip strikes a bucket that is staged, and none is at phase=in_reduce; choose one",
+        ),
+        (
+            [
+                "reduce.mode=fast_bf16",
+                "model.precision=bf16",
+                "faults.trace=[{phase='staged', kind='sum_flip', bit=16}]",
+            ],
+            "faults.trace[0].bit=16 lies outside 0 to 15",
         ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),

@@ -18,6 +18,7 @@ from spare_megatron.config.validate_faults import rate_problems
 from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
     FaultPoint,
@@ -41,8 +42,8 @@ def configured(*overrides: str) -> RunConfig:
 
 
 def at_risk(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """What the fault may cost, as opposed to what it spares: everything that lasts, and corruptions."""
-    if fault.kind in ("bit_flip", "param_flip"):
+    """What the fault may cost, as opposed to what it spares: everything that lasts, corruptions, and drains."""
+    if fault.kind in ("bit_flip", "param_flip", "drain"):
         return frozenset({fault.group})
     return groups_hit(config, fault)
 
@@ -66,12 +67,13 @@ def test_a_longer_run_begins_with_the_same_faults() -> None:
 
 
 def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_rank() -> None:
-    config = configured("layout.num_groups=12", "cluster.num_nodes=12", "cluster.isolate_nodes=true")
+    settings = ("layout.max_groups=13", "data.access=shared", "cluster.num_nodes=13", "cluster.isolate_nodes=true")
+    config = configured("layout.num_groups=12", *settings)
     faults = [fault for seed in range(20) for fault in draw_faults(with_seed(config, seed))]
     assert {fault.kind for fault in faults} == set(survivable_kinds(config))
     assert "kill_store" not in survivable_kinds(config)
     assert {fault.phase for fault in faults} == (
-        set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_OF_AN_EVALUATION - PHASES_WITH_SLICES
+        set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_OF_AN_EVALUATION - PHASES_WITH_SLICES - PHASES_OF_A_BUCKET
     )
     assert {fault.group for fault in faults} == set(range(12))
     assert {fault.rank for fault in faults} == {0, 1}
@@ -256,7 +258,7 @@ def lost_when(config: RunConfig, faults: Sequence[Fault], step: int, num_rejoins
         if fault.step > step:
             break
         for group in at_risk(config, fault):
-            times[group] += 1
+            times[group] += fault.kind != "drain"
             for_good = times[group] > num_rejoins or fault.kind in of_node
             if for_good or step < fault.step + config.faults.recovery_steps:
                 lost.add(group)

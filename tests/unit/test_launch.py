@@ -59,7 +59,7 @@ def test_ctrl_c_in_a_call_of_pytest_ends_the_whole(root: Path) -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("part", ["pytest tests/slurm", "--ignore", "tests/unit tests/protocol", "pytest tests/gpu"])
+@pytest.mark.parametrize("part", ["pytest tests/slurm", "not (alone", "tests/unit tests/protocol", "-m alone or gpu"])
 def test_a_failure_in_any_call_of_pytest_is_that_of_the_whole_which_goes_on(root: Path, part: str) -> None:
     stub = f"""#!/usr/bin/env bash\nprintf '%s\\n' "$*" >>calls\ncase "$*" in *"{part}"*) exit 3 ;; esac\n"""
     (root / "venv/bin/python").write_text(stub)
@@ -67,8 +67,22 @@ def test_a_failure_in_any_call_of_pytest_is_that_of_the_whole_which_goes_on(root
     calls = (root / "calls").read_text().splitlines()
     assert (done.returncode, len(calls), sum(part in call for call in calls)) == (3, 4, 1)
     [most] = [call for call in calls if "--ignore" in call]
-    others = {word for call in calls if call != most for word in call.split() if word.startswith("tests/")}
+    assert most.partition("-m not (")[2].partition(") ")[0] == "alone or gpu", "what another call has"
+    others = {
+        word for call in calls for word in call.split() if word in ("tests/slurm", "tests/unit", "tests/protocol")
+    }
     assert others == {word.removeprefix("--ignore=") for word in most.split() if word.startswith("--ignore=")}
+
+
+def test_tests_that_run_alone_are_looked_for_in_the_files_that_have_them(root: Path) -> None:
+    texts = {"gpu/test_a": "@pytest.mark.gpu(count=2)", "integration/test_b": "[timeout, pytest.mark.alone]"}
+    for name, text in (texts | {"integration/test_c": "pytest.mark.slow", "unit/test_d": "pytest.mark.alone"}).items():
+        (root / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "tests" / name).with_suffix(".py").write_text(text)
+    (root / "venv/bin/python").write_text('#!/bin/sh\necho "$*" >>calls\n')
+    subprocess.run(["bash", "launch/test"], cwd=root, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, check=True)
+    [call] = [call for call in (root / "calls").read_text().splitlines() if "-m alone or gpu" in call]
+    assert call.split()[6:] == [f"tests/{name}.py" for name in texts]
 
 
 def make_environment(checkout: Path, path: str) -> subprocess.CompletedProcess[str]:

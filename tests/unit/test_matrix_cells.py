@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_OF_A_BUCKET, PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
@@ -23,12 +23,13 @@ from tests.matrix.cells import (
     sample_cells,
 )
 
+OF_STEPS = set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_OF_A_BUCKET
 AGAIN = {FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE}
 
 
 def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
     """Those between steps, which tests/stages has, apart. No rank waits for a copy that hangs."""
-    assert {moment.phase for moment in MOMENTS} == set(FaultPoint) - PHASES_BETWEEN_STEPS
+    assert {moment.phase for moment in MOMENTS} == OF_STEPS
     assert {m.phase for m in MOMENTS if m.in_recovery} == {
         FaultPoint.PATCH,
         FaultPoint.REBUILD,
@@ -53,7 +54,7 @@ def test_samples_come_to_every_cell() -> None:
 
 
 def test_both_hosts_of_a_shard_are_lost_at_every_moment_and_some_state_partition_never_with_them() -> None:
-    assert {cell.phase for cell in PAUSE_CELLS} == set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_AFTER_A_LOSS
+    assert {cell.phase for cell in PAUSE_CELLS} == OF_STEPS - PHASES_AFTER_A_LOSS
     assert {cell.phase for cell in REFORM_CELLS} == {cell.phase for cell in PAUSE_CELLS}
     assert len({str(cell) for cell in (*PAUSE_CELLS, *REFORM_CELLS)}) == len(PAUSE_CELLS) + len(REFORM_CELLS) == 76
     assert set(make_placement("golomb", NUM_GROUPS, 2).hosts[1]) == set(HOSTS)

@@ -1,5 +1,6 @@
 """What a machine keeps when it takes another place, and what a supervisor leaves out when it re-forms groups."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,34 +44,44 @@ def spec_of(run_dir: Path, *, node: int = 2, rejoins: int = 3, minutes: float | 
     )
 
 
-def test_the_clock_of_a_run_goes_on_when_a_machine_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train.max_minutes` would begin anew with each place."""
-    now_s, ends_at_s = [100.0], []
+def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train.max_minutes` would begin anew with each place, and a request to end the run be lost with the last one."""
+    now_s, ends_at_s, asked = [100.0], [], []
 
     class TwoPlaces:
         budget = None
+        is_end_asked = False
 
         def __init__(self, spec: NodeSpec, *_: object) -> None:
+            self.place = spec.node
             ends_at_s.append((spec.node, spec.ends_at_s))
 
         def run(self) -> str | PlaceChanged:
             now_s[0] += 50.0
             return PlaceChanged(to=TAKEN) if len(ends_at_s) == 1 else ""
 
-        def leave(self) -> None: ...
+        def leave(self) -> None:
+            listeners[-1]()  # the signal comes now
 
         def close(self, end: str) -> bool:
             return False
 
-        def ask_to_end(self) -> None: ...
+        def ask_to_end(self) -> None:
+            self.is_end_asked = True
+            asked.append(self.place)
+
+    listeners: list[Callable[[], None]] = []
 
     monkeypatch.setattr(node_process, "Supervisor", TwoPlaces)
     monkeypatch.setattr(node_process, "DriverLink", lambda *_, **__: None)
     monkeypatch.setattr(node_process, "log_to_file", lambda *_: None)
     monkeypatch.setattr(node_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(node_process.end_signal, "listen", lambda on_asked: None)
+    monkeypatch.setattr(node_process.end_signal, "listen", listeners.append)
     node_process.look_after(spec_of(tmp_path, minutes=2.0), None)  # type: ignore[arg-type]
     assert ends_at_s == [(2, 220.0), (1, 220.0)]
+    assert asked == [2, 1]
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Which machines fill the places of broken groups, against every possible assignment."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -14,6 +16,7 @@ from spare_megatron.stacking.layout import GroupId, Layout
 
 Places = dict[PlaceId, MachineId | None]
 Idle = dict[MachineId, int | None]
+Unhosted = Sequence[frozenset[GroupId]]
 
 
 def layout_of(num_groups: int, size: int) -> Layout:
@@ -30,7 +33,9 @@ def places_of(size: int, held: Mapping[int, str]) -> Places:
     }
 
 
-def moves_of(layout: Layout, places: Places, idle: Idle, *, groups_per_domain: int = 1) -> tuple[Move, ...]:
+def moves_of(
+    layout: Layout, places: Places, idle: Idle, *, groups_per_domain: int = 1, unhosted: Unhosted = ()
+) -> tuple[Move, ...]:
     """`reform` for broken groups with these places, beside a whole group that no move may touch."""
     size = places_per_group(layout)
     groups = {GroupId(place // size) for place in places}
@@ -38,7 +43,7 @@ def moves_of(layout: Layout, places: Places, idle: Idle, *, groups_per_domain: i
     machines |= {machine: Machine("idle", domain=domain) for machine, domain in idle.items()}
     training = next(group for group in range(layout.num_groups) if group not in groups)
     machines |= {MachineId(200 + i): Machine("placed", PlaceId(training * size + i)) for i in range(size)}
-    return reform(layout, machines, groups, groups_per_domain=groups_per_domain)
+    return reform(layout, machines, groups, groups_per_domain=groups_per_domain, unhosted=unhosted)
 
 
 def arrangements(places: list[PlaceId], machines: frozenset[MachineId]) -> Iterator[Places]:
@@ -51,18 +56,20 @@ def arrangements(places: list[PlaceId], machines: frozenset[MachineId]) -> Itera
             yield {places[0]: taken, **rest}
 
 
-Score = tuple[int, int, int]
+Score = tuple[int, int, int, int]
 
 
-def score_of(before: Places, idle: Idle, after: Places, size: int, per_domain: int) -> Score:
-    """Groups that are not whole, moves, moves across domains: less is better, in this order."""
+def score_of(before: Places, idle: Idle, after: Places, size: int, per_domain: int, unhosted: Unhosted = ()) -> Score:
+    """Groups that are not whole, shards without a host, moves, and moves across domains where all shards have one: less
+    is better, in this order.
+    """
     home = {machine: place for place, machine in before.items() if machine is not None}
     moved = [(machine, place) for place, machine in after.items() if machine is not None and home.get(machine) != place]
     groups = {place // size for place in after}
-    whole = sum(all(after[PlaceId(group * size + i)] is not None for i in range(size)) for group in groups)
+    whole = {group for group in groups if all(after[PlaceId(group * size + i)] is not None for i in range(size))}
     domains = {machine: place // size // per_domain for machine, place in home.items()}
     num_across = sum(idle.get(machine, domains.get(machine)) != place // size // per_domain for machine, place in moved)
-    return -whole, len(moved), num_across
+    return -len(whole), sum(not hosts & whole for hosts in unhosted), len(moved), 0 if unhosted else num_across
 
 
 def applied(places: Places, moves: tuple[Move, ...]) -> Places:
@@ -78,8 +85,10 @@ def applied(places: Places, moves: tuple[Move, ...]) -> Places:
 
 
 @st.composite
-def broken(draw: st.DrawFn) -> tuple[int, Places, Idle, int]:
-    """Up to 6 places in groups of equal size, up to 6 machines, in domains of up to 3 groups."""
+def broken(draw: st.DrawFn) -> tuple[int, Places, Idle, int, Unhosted]:
+    """Up to 6 places in groups of equal size, up to 6 machines, in domains of up to 3 groups, and shards that up to
+    three groups could host.
+    """
     size = draw(st.integers(1, 3))
     groups = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6 // size, unique=True))
     letters = st.text("ox", min_size=size, max_size=size)
@@ -89,25 +98,75 @@ def broken(draw: st.DrawFn) -> tuple[int, Places, Idle, int]:
     places = {place: None if held is None else MachineId(machines[ids.index(place)]) for place, held in places.items()}
     room = 6 - sum(held is not None for held in places.values())
     idle = draw(st.lists(st.one_of(st.none(), st.integers(0, 2)), max_size=min(room, 3)))
-    return size, places, {MachineId(100 + i): domain for i, domain in enumerate(idle)}, draw(st.integers(1, 3))
+    hosts = st.frozensets(st.sampled_from([*map(GroupId, groups), GroupId(7)]), min_size=1, max_size=3)
+    unhosted = draw(st.lists(hosts, max_size=3))
+    numbered = {MachineId(100 + i): domain for i, domain in enumerate(idle)}
+    return size, places, numbered, draw(st.integers(1, 3)), unhosted
 
 
 @given(broken())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_moves_are_the_best_of_all(case: tuple[int, Places, Idle, int]) -> None:
-    size, places, idle, per_domain = case
-    moves = moves_of(layout_of(7, size), places, idle, groups_per_domain=per_domain)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_moves_are_the_best_of_all(case: tuple[int, Places, Idle, int, Unhosted]) -> None:
+    size, places, idle, per_domain, unhosted = case
+    moves = moves_of(layout_of(7, size), places, idle, groups_per_domain=per_domain, unhosted=unhosted)
     after = applied(places, moves)
     machines = frozenset({*places.values(), *idle} - {None})
     assert len({move.machine for move in moves}) == len(moves), "a machine takes two places"
     best = min(
-        score_of(places, idle, every, size, per_domain)
+        score_of(places, idle, every, size, per_domain, unhosted)
         for every in arrangements(list(places), machines)  # type: ignore[arg-type]
     )
-    assert score_of(places, idle, after, size, per_domain) == best
+    assert score_of(places, idle, after, size, per_domain, unhosted) == best
     assert [move.place for move in moves] == sorted(move.place for move in moves)
     shuffled = dict(reversed(places.items())), dict(reversed(idle.items()))
-    assert moves_of(layout_of(7, size), *shuffled, groups_per_domain=per_domain) == moves
+    again = moves_of(layout_of(7, size), *shuffled, groups_per_domain=per_domain, unhosted=unhosted[::-1])
+    assert again == moves
+
+
+def test_groups_that_shards_need_are_completed_first() -> None:
+    """Group 2 lacks more than the others, and alone could host a shard that has no host."""
+    places = places_of(3, {0: "oox", 1: "oox", 2: "oxx"})
+    assert {move.place for move in moves_of(layout_of(5, 3), places, {})} == {2}
+    needed = moves_of(layout_of(5, 3), places, {}, unhosted=[frozenset({GroupId(2), GroupId(4)})])
+    assert {move.place for move in needed} == {7, 8}
+
+
+def fewest_left(places: Places, num_machines: int, size: int, unhosted: Unhosted) -> tuple[int, int]:
+    """Fewest shards without a host, and fewest moves for that, of all sets of groups that can be whole."""
+    missing = Counter({place // size: 0 for place in places})
+    missing.update(place // size for place, held in places.items() if held is None)
+    return min(
+        (sum(not hosts & {*chosen} for hosts in unhosted), sum(missing[group] for group in chosen))
+        for chosen in combinations(sorted(missing), min(len(missing), num_machines // size))
+    )
+
+
+def test_fewest_shards_stay_without_a_host_in_larger_cases() -> None:
+    rng, num_better = np.random.default_rng(1), 0
+    for _ in range(300):
+        size, num_groups = int(rng.integers(2, 5)), int(rng.integers(4, 10))
+        letters = ("x" * num + "o" * (size - num) for num in rng.integers(1, size + 1, num_groups).tolist())
+        places = places_of(size, dict(enumerate(letters)))
+        sizes = rng.integers(1, 4, rng.integers(1, 6)).tolist()
+        unhosted = [frozenset(map(GroupId, rng.integers(0, num_groups + 1, number).tolist())) for number in sizes]
+        num_machines = sum(held is not None for held in places.values())
+        moves = moves_of(layout_of(num_groups + 2, size), places, {}, unhosted=unhosted)
+        _, num_left, num_moves, _ = score_of(places, {}, applied(places, moves), size, 1, unhosted)
+        assert (num_left, num_moves) == fewest_left(places, num_machines, size, unhosted)
+        plain = applied(places, moves_of(layout_of(num_groups + 2, size), places, {}))
+        num_better += num_left < score_of(places, {}, plain, size, 1, unhosted)[1]
+    assert num_better > 50
+
+
+def test_the_choice_for_shards_is_quick_for_a_thousand_groups() -> None:
+    """However many sets of hosts there are: not all are tried."""
+    rng = np.random.default_rng(2)
+    places = places_of(4, {group: "xoxo" if group % 2 else "xooo" for group in range(1000)})
+    unhosted = [frozenset(map(GroupId, rng.integers(0, 1000, 8).tolist())) for _ in range(40)]
+    began_s = time.process_time()
+    moves = moves_of(layout_of(1001, 4), places, {}, unhosted=unhosted)
+    assert time.process_time() - began_s < 2.0
+    assert score_of(places, {}, applied(places, moves), 4, 1, unhosted)[1] == 0
 
 
 def fewest_across(places: Places, idle: Idle, size: int, per_domain: int) -> tuple[int, int]:
@@ -135,7 +194,7 @@ def test_moves_across_domains_are_as_few_as_an_exact_assignment_has() -> None:
         drawn = rng.integers(-1, 3, rng.integers(0, 5)).tolist()
         idle = {MachineId(100 + i): None if domain < 0 else domain for i, domain in enumerate(drawn)}
         moves = moves_of(layout_of(8, size), places, idle, groups_per_domain=per_domain)
-        _, num_moves, num_across = score_of(places, idle, applied(places, moves), size, per_domain)
+        *_, num_moves, num_across = score_of(places, idle, applied(places, moves), size, per_domain)
         assert (num_moves, num_across) == fewest_across(places, idle, size, per_domain)
 
 

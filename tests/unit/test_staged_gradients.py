@@ -12,7 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spare_megatron.core.loss_sum import LossSum
-from spare_megatron.mcore.gradients import FixedPoint, FixedPointSums, FloatSums
+from spare_megatron.mcore.checksums import NUM_DIGITS
+from spare_megatron.mcore.experts import Router
+from spare_megatron.mcore.fixed_point import FixedPoint
+from spare_megatron.mcore.gradients import FixedPointSums, FloatSums
 
 NUM_ELEMENTS = 10
 BUCKET_ELEMENTS = 4
@@ -20,13 +23,21 @@ LAST = 2
 FIXED = FixedPoint(scale=2.0**20, largest=2.0**40)
 
 
-def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_terms: int = 0) -> Any:
+def make_sums(
+    mode: str, device: str = "cpu", all_count: int | None = None, num_terms: int = 0, num_routers: int = 0
+) -> Any:
     """Sums of a model with a single parameter, in three buckets; all gradients are zero."""
     parameter = torch.nn.Parameter(torch.zeros(NUM_ELEMENTS, device=device))
     parameter.main_grad = torch.zeros(NUM_ELEMENTS, device=device)
     places = {parameter: (0, NUM_ELEMENTS, 0)}
     buffer = SimpleNamespace(grad_data=parameter.main_grad, param_index_map=places, params=[parameter])
-    module = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], zero_grad_buffer=parameter.main_grad.zero_)
+    routers = [make_router() for _ in range(num_routers)]
+    module = SimpleNamespace(
+        buffers=[buffer],
+        expert_parallel_buffers=[],
+        zero_grad_buffer=parameter.main_grad.zero_,
+        modules=lambda: routers,
+    )
     chunks: Any = [SimpleNamespace(module=module)]
     groups: Any = SimpleNamespace(lanes=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
     place = (chunks, groups, torch.device(device))
@@ -34,6 +45,16 @@ def make_sums(mode: str, device: str = "cpu", all_count: int | None = None, num_
         return FixedPointSums(*place, BUCKET_ELEMENTS * 8, FIXED, all_count, num_terms)
     dtype = torch.float32 if mode == "fast" else torch.bfloat16
     return FloatSums(*place, BUCKET_ELEMENTS * dtype.itemsize, dtype, all_count, num_terms)
+
+
+def make_router() -> Router:
+    """Of three experts with biases, as far as sums know it."""
+    router = Router.__new__(Router)
+    torch.nn.Module.__init__(router)
+    router.enable_expert_bias, router.config = True, SimpleNamespace(num_moe_experts=3)
+    for name in ("expert_bias", "local_tokens_per_expert"):
+        router.register_buffer(name, torch.zeros(3))
+    return router
 
 
 def add(sums: Any, element: int, value: float) -> None:
@@ -84,7 +105,9 @@ def test_staging_a_bucket_and_judging_it_waits_for_no_device(mode: str) -> None:
         for bucket in range(len(sums.buckets)):
             sums.stage(bucket, sums.new_staging())
             sums.measure(bucket, 10.0)
-            sums.stage(bucket, sums.new_staging())
+            staging = sums.new_staging()
+            sums.stage(bucket, staging)
+            sums.check(bucket, staging)
     assert operators.seen
     assert operators.seen.isdisjoint(WAITING)
 
@@ -138,7 +161,7 @@ def test_a_new_attempt_judges_anew() -> None:
     add(sums, 5, 3.0)
     sums.measure(1, 2.0)
     sums.mark_kept(0)
-    assert float(sums.stage(1, sums.new_staging())[-3]) == 0.0
+    assert float(sums.extras(sums.stage(1, sums.new_staging()))[-3]) == 0.0
     assert sums.norms() == {}
 
 
@@ -185,7 +208,8 @@ def test_where_all_tokens_count_their_number_is_that_of_the_microbatches(mode: s
     sums = make_sums(mode, all_count=100)
     sums.add_loss(torch.tensor(2.0), None)
     sums.add_count(3)
-    assert len(sums.stage(LAST, sums.new_staging())) == len(sums.buckets[LAST]) + 3
+    num_checked = NUM_DIGITS if mode == "reproducible" else 0
+    assert len(sums.stage(LAST, sums.new_staging())) == len(sums.buckets[LAST]) + num_checked + 3
     assert summed([sums]) == LossSum(2.0, 300)
 
 
@@ -211,10 +235,27 @@ def test_sums_and_counts_of_further_terms_ride_in_the_last_bucket(mode: str) -> 
     assert summed(groups) == LossSum(6.0, 300)
     assert groups[0].totals().terms == (LossSum(0.75, 3 * (2**24 + 1)), LossSum(6.0, 3))
     early = groups[0].extras(groups[0].stage(0, groups[0].new_staging()))
-    assert early[:-3].tolist() == [0.0] * 6
+    assert early[-9:-3].tolist() == [0.0] * 6
     groups[0].reset()
     assert summed(groups[:1]) == LossSum(0.0, 0)
     assert groups[0].totals().terms == (LossSum(0.0, 0), LossSum(0.0, 0))
+
+
+@pytest.mark.parametrize("mode", ["fast", "fast_bf16", "reproducible"])
+def test_the_tokens_of_each_expert_ride_in_the_last_bucket(mode: str) -> None:
+    """Beside tokens that count and a term, exactly where fp32 would round their number."""
+    counts = [torch.tensor([[0, 1, 2**24 + 1], [2**33 - 1, number, 4096]]) for number in range(3)]
+    groups = [make_sums(mode, num_terms=1, num_routers=2) for _ in counts]
+    for sums, count in zip(groups, counts, strict=True):
+        sums.experts.tokens += count
+        sums.add_loss(torch.tensor(2.0), torch.tensor(5))
+        sums.add_term(0, torch.tensor(1.0), torch.tensor(7))
+    assert summed(groups) == LossSum(6.0, 15)
+    groups[0].finish()
+    assert torch.equal(groups[0].experts.tokens, sum(counts))
+    assert groups[0].totals().terms == (LossSum(3.0, 21),)
+    early = groups[1].extras(groups[1].stage(0, groups[1].new_staging()))
+    assert not early.any()
 
 
 @pytest.mark.parametrize(

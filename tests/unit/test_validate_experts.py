@@ -39,7 +39,7 @@ def test_lanes_divide_nothing_without_experts() -> None:
         (["megatron.moe_expert_capacity_factor=1.0"], "whether a token is dropped would depend on"),
         (["megatron.moe_router_load_balancing_type=global_aux_loss"], "its value depends on other microbatches"),
         (['megatron.moe_router_load_balancing_type=["aux_loss", "sinkhorn"]'], "=sinkhorn cannot be had"),
-        (["megatron.moe_router_enable_expert_bias=true"], "from the tokens of one group"),
+        (["megatron.moe_router_enable_expert_bias=true"], "moe_router_score_function=softmax: biases are added to"),
         (["megatron.moe_token_dispatcher_type=flex"], "choose alltoall or allgather"),
         (["megatron.moe_input_jitter_eps=0.1"], "its noise would not be that of the microbatch"),
     ],

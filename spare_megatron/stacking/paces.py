@@ -1,0 +1,80 @@
+"""How long a group needs for its units of work: its pace, and the rounds that the pipeline schedule makes of the units.
+
+The pace is the time of one round, in thousandths of the pace of the group's like. Groups without lanes, pipeline fill
+and padding need one round per unit: pace x load.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.stacking.layout import GroupId
+
+LIKE = 1000
+"""The pace of a group that is as fast as its like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """A group computes u > 0 units in `fill` + k rounds, where k is the least multiple of `multiple` with
+    k x `lanes` >= u x `size`; it needs no round for none.
+
+    Attributes:
+        size: Microbatches per unit: 1, or all of a shard.
+        lanes: Microbatches in a round.
+        multiple: Rounds to which an interleaved schedule pads.
+        fill: Rounds that filling and draining the pipeline takes.
+    """
+
+    size: int = 1
+    lanes: int = 1
+    multiple: int = 1
+    fill: int = 0
+
+    def num_rounds(self, units: int) -> int:
+        """Rounds that this many units take.
+
+        >>> Rounds(lanes=2, multiple=3, fill=1).num_rounds(7)  # 4 rounds, padded to 6
+        7
+        """
+        return (self.fill if units else 0) + self.multiple * -(-units * self.size // (self.lanes * self.multiple))
+
+    def num_units(self, rounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The most units that fit into these rounds."""
+        full = np.maximum(rounds - self.fill, 0) // self.multiple
+        return full * (self.multiple * self.lanes) // self.size
+
+
+ONE_BY_ONE = Rounds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paces:
+    """The paces of all groups: thousandths by group where they are not `LIKE`, and what a round is."""
+
+    permille: Mapping[GroupId, int] = field(default_factory=dict)
+    rounds: Rounds = ONE_BY_ONE
+
+    def among(self, is_alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+        """The pace of each group, lost ones included; None if all surviving groups have the same.
+
+        >>> Paces(permille={GroupId(1): 2000}).among(np.array([True, True, False]))
+        array([1000, 2000, 1000])
+        >>> Paces(permille={GroupId(1): 2000}).among(np.array([True, False, True])) is None
+        True
+        """
+        paces = np.full(is_alive.size, LIKE, dtype=np.int64)
+        for group, permille in self.permille.items():
+            if group < is_alive.size:
+                paces[group] = permille
+        present = paces[is_alive]
+        return None if (present == present[:1]).all() else paces
+
+    def in_units_of(self, size: int) -> "Paces":
+        """The same where a unit is as many microbatches."""
+        return replace(self, rounds=replace(self.rounds, size=size))
+
+
+EVEN = Paces()

@@ -1,0 +1,130 @@
+"""Work dealt by pace, at both granularities, against all ways to deal it."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds
+from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.plans import Microbatch, Owners
+from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
+from spare_megatron.stacking.stack_reorder import reorder_stacks
+
+EVERYWHERE = make_placement("golomb", 8, 8)
+
+
+def slow(permille: dict[int, int], rounds: Rounds | None = None) -> Paces:
+    by_group = {GroupId(group): pace for group, pace in permille.items()}
+    return Paces(permille=by_group, rounds=rounds or Rounds())
+
+
+def time_of(loads: dict[int, int], paces: Paces) -> int:
+    """When the last group is done, counted round by round."""
+    longest, rounds = 0, paces.rounds
+    for group, load in loads.items():
+        passes = -(-load * rounds.size // rounds.lanes)
+        passes += -passes % rounds.multiple + (rounds.fill if load else 0)
+        longest = max(longest, passes * paces.permille.get(GroupId(group), 1000))
+    return longest
+
+
+def loads_of(owners: Owners | list[int]) -> dict[int, int]:
+    groups, counts = np.unique(np.array(owners), return_counts=True)
+    return dict(zip(groups.tolist(), counts.tolist(), strict=True))
+
+
+def brute_force(placement: Placement, alive: frozenset[GroupId], owners: Owners, paces: Paces) -> tuple[int, int]:
+    """Least time and, at it, fewest moves, by trying all owners."""
+    choices = [[g for g in row if g in alive] for row in placement.hosts for _ in range(owners.shape[1])]
+    present = owners.ravel().tolist()
+    return min(
+        (time_of(loads_of(list(trial)), paces), sum(a != b for a, b in zip(trial, present, strict=True)))
+        for trial in product(*choices)
+    )
+
+
+def random_paces(rng: np.random.Generator, num_groups: int) -> Paces:
+    lanes, multiple = rng.integers(1, 3, 2).tolist()
+    rounds = Rounds(lanes=lanes, multiple=multiple, fill=int(rng.integers(0, 3)))
+    return slow(dict(enumerate(rng.integers(500, 3000, num_groups).tolist())), rounds)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_microbatches_take_the_least_time_and_then_the_fewest_moves(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_groups, redundancy, num_microbatches = [(3, 2, 3), (4, 3, 2), (5, 2, 2), (2, 2, 4)][seed % 4]
+    placement = make_placement("golomb", num_groups, redundancy)
+    owners = rng.integers(0, num_groups, (num_groups, num_microbatches)).astype(np.int32)
+    while placement.uncovered(alive := frozenset(np.flatnonzero(rng.random(num_groups) < 0.8).tolist())):
+        pass
+    paces = random_paces(rng, num_groups)
+    if len(alive) == 1:
+        paces = EVEN
+    result = reorder_microbatches(placement, alive, owners, paces=paces)
+    found = (time_of(loads_of(result.owners), paces), result.num_moves)
+    assert found == brute_force(placement, alive, owners, paces)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whole_shards_take_the_least_time(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_groups, redundancy = [(4, 3), (5, 3), (3, 2)][seed % 3]
+    placement = make_placement("golomb", num_groups, redundancy)
+    while placement.uncovered(alive := frozenset(np.flatnonzero(rng.random(num_groups) < 0.8).tolist())):
+        pass
+    paces = random_paces(rng, num_groups).in_units_of(4)
+    if len(alive) == 1:
+        paces = EVEN
+    result = reorder_stacks(placement, alive, initial_stacks(placement), paces=paces)
+    best, _ = brute_force(placement, alive, initial_owners(placement, 1), paces)
+    assert time_of(loads_of(result.owners), paces) == best
+    again = reorder_stacks(placement, alive, result.order, paces=paces)
+    assert again.num_moves == 0, "what is dealt by these paces stays as it is"
+
+
+def test_a_group_at_half_speed_gets_about_half_the_work() -> None:
+    result = reorder_microbatches(
+        EVERYWHERE, frozenset(range(8)), initial_owners(EVERYWHERE, 16), paces=slow({2: 2000})
+    )
+    loads = loads_of(result.owners)
+    assert (loads[2], time_of(loads, slow({2: 2000}))) == (9, 18_000)
+    assert result.num_moves == 7, "only what the slow group gives away moves"
+
+
+@pytest.mark.parametrize("granularity", ["microbatch", "stack"])
+def test_equal_paces_deal_exactly_as_none(granularity: str) -> None:
+    placement, alive = make_placement("golomb", 13, 4), frozenset(range(13)) - {GroupId(3), GroupId(7)}
+    order = initial_order(placement, 6, granularity)
+    all_slow = slow(dict.fromkeys(range(13), 1700), Rounds(lanes=2, multiple=3, fill=5))
+    one_lost = slow({3: 5000}, Rounds(fill=2))
+    orphans = [Microbatch(0, 1), Microbatch(3, 2), Microbatch(3, 4)]
+    for paces in (all_slow, one_lost):
+        assert order.for_groups(alive, paces).work.digest == order.for_groups(alive).work.digest
+        assert order.patch(alive, orphans, paces).digest == order.patch(alive, orphans).digest
+
+
+def test_a_patch_spares_a_slow_group() -> None:
+    placement, alive = make_placement("golomb", 3, 3), frozenset({GroupId(1), GroupId(2)})
+    orphans = [Microbatch(0, index) for index in range(6)]
+    work = patch_work(placement, alive, orphans, paces=slow({1: 2000}))
+    assert {group: len(items) for group, items in work.items()} == {1: 2, 2: 4}
+    filled = patch_work(placement, alive, orphans[:2], paces=slow({1: 3000}, Rounds(fill=2)))
+    assert {group: len(items) for group, items in filled.items()} == {2: 2}
+
+
+@pytest.mark.parametrize("granularity", ["microbatch", "stack"])
+def test_a_group_too_slow_for_any_work_is_probed_for_one_step(granularity: str) -> None:
+    groups = tuple(map(GroupId, range(8)))
+    dealing = Dealing(initial_order(EVERYWHERE, 4, granularity), groups)
+    paces = slow({5: 90_000})
+    before = dealing.work(groups, paces)
+    probing = dealing.work(groups, paces, probe=GroupId(5))
+    assert not before.of(GroupId(5))
+    assert len(probing.of(GroupId(5))) == {"microbatch": 1, "stack": 4}[granularity]
+    assert (probing.num_microbatches, int((probing.owners < 0).sum())) == (32, 0)
+    assert dealing.work(groups, paces).digest == before.digest
+    assert dealing.work(groups, paces, probe=GroupId(2)).digest == before.digest, "it has work"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def _ask(
     scene: Scene, task: Callable[..., Any], *ways: tuple[Any, ...], environment: Mapping[str, str] | None = None
 ) -> list[Any]:
     """What a process for each of `ways` sends, all at once. Raises RuntimeError if one ends early, TimeoutError."""
-    context: Any = multiprocessing.get_context("forkserver" if scene.is_dry else "spawn")  # CUDA cannot be forked
+    forking, spawning = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+    context: ForkServerContext | SpawnContext = forking if scene.is_dry else spawning  # CUDA cannot be forked
     context.set_forkserver_preload([__name__])
     os.environ.update({"OMP_NUM_THREADS": "1", **(environment or {})})
     pipes, processes = [], []

@@ -11,6 +11,7 @@ import typer
 
 from spare_megatron import __version__
 from spare_megatron.cli import (
+    audit,
     bench,
     campaign,
     check,
@@ -78,6 +79,7 @@ app.command("grow", rich_help_panel=_RUN)(membership.grow)
 app.command("serve", rich_help_panel=_RUN)(serve.serve)
 app.command("cancel", rich_help_panel=_RUN)(job.cancel)
 app.command("check", rich_help_panel=_AFTER)(check.check)
+app.command("audit", rich_help_panel=_AFTER)(audit.audit)
 app.command("report", rich_help_panel=_AFTER)(report.report)
 app.command("timeline", rich_help_panel=_AFTER)(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)

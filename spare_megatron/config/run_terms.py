@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.audits import audit_policy
 from spare_megatron.config.evaluation import units_per_shard
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
@@ -49,6 +50,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "program": config.program.sha256,
         "offset": config.data.offset,
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
+        "audit_every_steps": 0 if (audits := audit_policy(config)) is None else audits.every_steps,
         "eval_every_steps": config.eval.every_steps,
         "eval_microbatches_per_shard": units_per_shard(config),
     }

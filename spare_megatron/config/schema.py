@@ -316,6 +316,15 @@ class ReduceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """Microbatches that a second group computes, too, which shows wrong gradients before they are committed."""
+
+    every_steps: NonNegativeInt | None = None
+    """Steps between audits, in each of which every group computes one microbatch of another group; 0 disables them. If
+    absent as few as cost at most 1% of a step, and none where equal gradients may differ in bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
     """Agreement between groups, the control store, and timeouts inside a group."""
 
@@ -428,6 +437,9 @@ FaultKind = Literal[
     "data_flip",
     "drain",
     "resize",
+    "activation_flip",
+    "stuck_bit",
+    "drift",
 ]
 """What a fault does; `docs/campaigns.md` describes the effect of each kind."""
 
@@ -451,7 +463,8 @@ class FaultConfig:
     factor: float | None = None
     """How many times slower a slow rank, host or link is; above 1."""
     bit: int | None = None
-    """Bit that a flip inverts, counted from the lowest, 0; if absent the second highest, a float's top exponent bit."""
+    """Bit that a flip inverts or that is stuck, counted from the lowest, 0; if absent the second highest, a float's top
+    exponent bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -605,6 +618,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from spare_megatron.config.audits import audit_problems
 from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
@@ -95,6 +96,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_outside_range(config),
         *_infinite(config),
         *_redundancy(config),
+        *audit_problems(on_device(config, machine)),
         *spare_problems(config),
         *reforming_problems(config),
         *ramp_problems(config),

@@ -35,6 +35,9 @@ _FOR_GOOD = (
     "sum_flip",
     "data_flip",
     "resize",
+    "activation_flip",
+    "stuck_bit",
+    "drift",
 )
 """Kinds that do not pass by themselves."""
 
@@ -191,7 +194,15 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
         )
     if fault.bit is None:
         return
-    if fault.kind not in ("bit_flip", "param_flip", "moment_flip", "sum_flip", "data_flip"):
+    if fault.kind not in (
+        "bit_flip",
+        "param_flip",
+        "moment_flip",
+        "sum_flip",
+        "data_flip",
+        "activation_flip",
+        "stuck_bit",
+    ):
         yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
     is_of_sums = fault.kind in ("bit_flip", "sum_flip")
     num_bits = 64 if is_of_sums and config.reduce.mode == "reproducible" else 32
@@ -253,7 +264,7 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
             yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind in ("moment_flip", "sum_flip", "data_flip"):
+        if kind in ("moment_flip", "sum_flip", "data_flip", "activation_flip", "stuck_bit", "drift"):
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"

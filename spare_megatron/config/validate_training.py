@@ -371,7 +371,10 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
             f"experts; change one of them"
         )
     if num_lanes % config.row_size:
-        yield f"{lanes} is no multiple of {sharing}; change one of them"
+        yield (
+            f"{lanes} is no multiple of {sharing}: lanes of one group divide the experts, never groups, any of which "
+            f"may be lost; change one of them"
+        )
     if config.optimizer.sharding == "stacked":
         yield (
             f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "

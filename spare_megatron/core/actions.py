@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from spare_megatron.core.audits import Dispute
 from spare_megatron.core.cadence import Cadence
 from spare_megatron.core.entries import Entry
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId, ShardId
-from spare_megatron.stacking.plans import StepPlan
+from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, PartitionCopy, Repair
 
 
@@ -226,6 +227,8 @@ class AttemptReduce:
     plan_digest: str
     kept: tuple[int, ...] = ()
     ownership: Ownership | None = None
+    disputed: tuple[Microbatch, ...] = ()
+    """The vote shows the boundaries of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +250,18 @@ class ComputePatch:
 
     plan: StepPlan
     into: AttemptReduce | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeAudits:
+    """Compute those microbatches that these disputes ask this group about, once per attempt, and add them to no sum."""
+
+    step: int
+    attempt: int
+    disputes: tuple[Dispute, ...]
+
+    def asked_of(self, group: GroupId) -> tuple[Microbatch, ...]:
+        return tuple(dispute.microbatch for dispute in self.disputes if group in dispute.asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +390,7 @@ class StopHalted:
 Action = (
     ComputeStep
     | ComputePatch
+    | ComputeAudits
     | AttemptReduce
     | AttemptEvaluation
     | AttemptFinish

@@ -16,6 +16,7 @@ from spare_megatron.core.actions import (
     AwaitHosts,
     BuildCommunicator,
     ChangePaces,
+    ComputeAudits,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -31,6 +32,7 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
+from spare_megatron.core.audits import AuditPolicy, Dispute, draw_audits
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
@@ -48,7 +50,7 @@ from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.paces import EVEN, Paces, Rounds
 from spare_megatron.stacking.placement import Placement
-from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
+from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, Work, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
 from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
 
@@ -77,6 +79,7 @@ class ControllerSetup:
     """Longest wait for the return of hosts while a whole copy of the state lives; None if no group comes back."""
     snapshots: SnapshotPolicy | None = None
     evaluation: EvaluationPolicy | None = None
+    audits: AuditPolicy | None = None
     ramp: BatchRamp | None = None
     """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
     rounds: Rounds | None = None
@@ -118,6 +121,8 @@ class Controller:
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
+        self._disputes: tuple[Dispute, ...] = ()  # of this attempt
+        self._to_audit: frozenset[GroupId] = frozenset()  # in this step, because they are new
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(
@@ -252,6 +257,7 @@ class Controller:
         self._wrong_sums = ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
+        self._to_audit = frozenset()
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
@@ -294,6 +300,7 @@ class Controller:
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
             self._saves.on_admission(admitted)
+            self._to_audit |= {member.group for member in admitted}
             actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
         actions.append(self._build_communicator())
         return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
@@ -323,7 +330,8 @@ class Controller:
         )
         self.step = step
         self.attempt += 1
-        self._is_discarded, self._wrong_sums = False, ()
+        self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
+        self._to_audit = frozenset(self.members)
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
@@ -337,17 +345,18 @@ class Controller:
     def _resume(self, resume: Resume) -> tuple[Action, ...]:
         self.attempt += 1
         self.pause = None
-        self._is_discarded, self._wrong_sums = False, ()
+        self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
-        self._is_discarded, self._wrong_sums = False, retry.wrong_sums
+        self._wrong_sums, self._disputes = retry.wrong_sums, retry.disputes
+        self._is_discarded = bool(retry.disputes)  # its sums hold a gradient that is wrong
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
-        self._retries_without_loss += len(build)
+        self._retries_without_loss += len(build) and not retry.disputes
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
             if retry.wrong_sums:
@@ -369,6 +378,8 @@ class Controller:
         into = attempt if isinstance(attempt, AttemptReduce) else None
         # A group that lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], into) if retry.gather else _compute([], [patch], into)
+        if retry.disputes:
+            compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
@@ -393,6 +404,8 @@ class Controller:
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
+            disputes=self._disputes,
+            hosts=None if self._setup.last_resort else self._setup.placement.hosts,
         )
         is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
@@ -507,8 +520,19 @@ class Controller:
         probe = None if self._is_evaluating else self._paces.probe
         work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        self._plans = [make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating)]
-        return self._plans[0]
+        audits = self._draw_audits(work)
+        plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating, audits=audits)
+        self._plans = [plan]
+        return plan
+
+    def _draw_audits(self, work: Work) -> tuple[Audit, ...]:
+        """Of all groups in a step in which audits are due, else of those that take part for the first time."""
+        policy = self._setup.audits
+        if policy is None or self._is_evaluating:
+            return ()
+        auditors = self.members if policy.is_due(self.step) else self._to_audit
+        hosts = None if self._setup.last_resort else self._setup.placement.hosts
+        return draw_audits(policy, self.step, work, hosts, auditors) if auditors else ()
 
     def _plan_patch(self) -> StepPlan:
         patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest
@@ -566,6 +590,7 @@ class Controller:
             plan_digest=self._plan_digest,
             kept=kept,
             ownership=self.ownership,
+            disputed=tuple(dispute.microbatch for dispute in self._disputes),
         )
 
     def _await_decision(self) -> tuple[Action, ...]:

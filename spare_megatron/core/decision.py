@@ -1,13 +1,15 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
-First come objections (different plans or state, see `core.comparison`), then Commit if every survivor holds the
-complete sum; otherwise Retry, which keeps the buckets whose sums all survivors hold, and none if a sum is wrong. An
-evaluation is decided by the sums in the votes, so each loss takes work away and needs a Retry. Groups whose votes are
-missing too long are fenced.
+First come objections: different plans or state (`core.comparison`), then audits (`core.audits`). Without one, Commit
+follows if every survivor holds the complete sum; otherwise Retry, which keeps the buckets whose sums all survivors
+hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each loss takes work away and
+needs a Retry. Groups whose votes are missing too long are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from spare_megatron.core.audits import Dispute, Outvoted, Undecided, able_to_compute, heard, judge, mismatches
 from spare_megatron.core.comparison import by_value, objection
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, Retry
 from spare_megatron.core.evaluation import added
@@ -34,6 +36,10 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     if _is_at_fault(wrong, attempted, votes):
         reason = "it alone found sums over groups wrong, in two attempts in succession"
         return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
+    if attempted.disputes or any(vote.audits for vote in different):
+        entry = _judge_audits(attempted, votes, different)
+        if entry is not None:
+            return entry
     is_anew = attempted.is_discarded or bool(wrong)
     is_work_lost = attempted.is_evaluation and len(attempted.members) < len(attempted.voters)
     if is_anew or is_work_lost or not all(vote.is_complete for vote in different):
@@ -110,6 +116,41 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
 
 def _differ(field: str, votes: Iterable[Vote]) -> bool:
     return len({getattr(vote, field) for vote in votes} - {""}) > 1
+
+
+def _judge_audits(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
+    """What follows from the audits: a fence, a question to further hosts, or the end of the run; None if all agree.
+
+    Words of groups lost since they voted count: their gradients are in the sum.
+    """
+    if attempted.is_discarded and not attempted.disputes:
+        return None  # everything is computed again, audits included
+    words = {group: vote.audits for group, vote in votes.items()}
+    known = {dispute.microbatch for dispute in attempted.disputes}
+    disputes = [heard(dispute, words) for dispute in attempted.disputes]
+    disputes += [new for new in mismatches(words) if new.microbatch not in known]
+    asked = [able_to_compute(one.microbatch.shard, attempted.members, attempted.hosts, disputes) for one in disputes]
+    found = [judge(one, attempted.members, able) for one, able in zip(disputes, asked, strict=True)]
+    incarnations = dict(attempted.voters)
+    for verdict in found:
+        if isinstance(verdict, Outvoted):
+            group = verdict.group
+            return Fence(
+                group=group, incarnation=incarnations[group], reason=verdict.reason, discard=True, is_outvoted=True
+            )
+    questions = [verdict for verdict in found if isinstance(verdict, Dispute)]
+    undecided = [verdict for verdict in found if isinstance(verdict, Undecided)]
+    if questions:
+        return Retry(
+            step=attempted.step,
+            attempt=attempted.attempt,
+            kept=_kept(of_members),
+            gather=any(vote.lacks_params for vote in of_members),
+            disputes=(*questions, *(replace(verdict.dispute, asked=()) for verdict in undecided)),
+        )
+    if undecided:
+        return Halt(step=attempted.step, reason=undecided[0].reason, discard=True)
+    return None
 
 
 def _asking(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Member, ...]:

@@ -8,9 +8,11 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
+from spare_megatron.core.audits import Dispute, Statement
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.core.pace_evidence import PaceException
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
 VERSION = 3
@@ -83,6 +85,8 @@ class Fence:
     """The exception that ended it, if the program or the data may be at fault and other groups may raise it, too."""
     discard: bool = False
     """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
+    is_outvoted: bool = False
+    """It has computed a microbatch to other values than the groups that agree about it, or than itself before."""
 
     def hits(self, member: Member) -> bool:
         """Whether this entry fences the member.
@@ -102,6 +106,8 @@ class Retry:
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
         wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
+        disputes: Audited microbatches that groups have computed to different values. The groups that these name compute
+            them in the next attempt, whose sums are not committed.
     """
 
     step: int
@@ -110,6 +116,7 @@ class Retry:
     recompute: bool = False
     gather: bool = False
     wrong_sums: tuple[GroupId, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +221,17 @@ def decode_entry(text: str) -> Entry:
             values[name] = tuple(of(*one) for one in values[name])
     for name in values.keys() & {"kept", "wrong_sums"}:
         values[name] = tuple(values[name])
+    if "disputes" in values:
+        values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])
     for name in values.keys() & {"restored", "released", "proven"}:
         values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)
+
+
+def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int) -> Dispute:
+    return Dispute(
+        microbatch=Microbatch(*microbatch),
+        statements=tuple(Statement(group, digest) for group, digest, _ in statements),
+        asked=tuple(asked),
+        num_rounds=num_rounds,
+    )

@@ -1,9 +1,11 @@
 """A group's vote on an attempt, and its encoding for the control store."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from spare_megatron.core.audits import AuditWord, Boundary, Dispute
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -65,6 +67,8 @@ class Vote:
     """A rank of the group is asked to end the run: the commit of this attempt is the last."""
     has_wrong_sum: bool = False
     """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
+    audits: tuple[AuditWord, ...] = ()
+    """Of the audited microbatches that the group has computed in the step, its own and others'."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}
@@ -93,6 +97,11 @@ def decode_vote(text: str) -> Vote:
     for name in ("num_complete", "restored"):
         if name in values:
             values[name] = tuple(values[name])
+    if "audits" in values:
+        values["audits"] = tuple(
+            AuditWord(shard, index, digest, tuple(Boundary(*one) for one in boundaries))
+            for shard, index, digest, boundaries in values["audits"]
+        )
     return Vote(**values)
 
 
@@ -113,6 +122,10 @@ class Attempted:
     is_evaluation: bool = False
     ownership: Ownership | None = None
     wrong_sums: tuple[GroupId, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
+    """About microbatches that this attempt has had computed again."""
+    hosts: Sequence[Sequence[GroupId]] | None = None
+    """Of each shard; None if every group can read all data."""
 
     @property
     def is_shared(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from spare_megatron.journal.check_audits import check_audits
 from spare_megatron.journal.check_evaluations import check_evaluations
 from spare_megatron.journal.check_places import check_places
 from spare_megatron.journal.check_state import (
@@ -281,6 +282,7 @@ _RULES_OF_ATTEMPTS: Sequence[_Rule] = (
     check_applied,
     check_updates,
     check_evaluations,
+    check_audits,
 )
 
 _RULES_OF_STEPS: Sequence[_Rule] = (check_restored, check_params, check_last_params, check_compared)

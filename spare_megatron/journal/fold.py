@@ -198,6 +198,7 @@ class Folding:
                 self._decided(entry)
                 self._retry(entry)
                 self._open(entry["attempt"] + 1)
+                self.is_discarded = bool(entry.get("disputes"))
             case "evaluated":
                 self._evaluate(index, entry)
                 self._open(entry["attempt"] + 1)
@@ -251,7 +252,7 @@ class Folding:
             self.attempts.clear()
             self.computed_anew.add((self.num_restarts, self.step))
             before = ()
-        elif self.is_discarded:
+        elif self.is_discarded and not entry.get("disputes"):
             what = f"attempt {entry['attempt']} was discarded, and not all of it is computed again"
             self.errors.append(f"step {entry['step']}: {what}")
         if self.run.slice_redundancy and entry.get("recompute", False) and not entry.get("gather", False):

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from spare_megatron.journal.fold import Committed, Evaluation, Fold, FoldedAttempt
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
+    AuditRecord,
     ContributionRecord,
     EndRecord,
     EntryRecord,
@@ -40,7 +41,7 @@ Place = tuple[float, int, int]
 Placed = tuple[Place, Any]
 """A place and its record."""
 
-FREQUENT = (ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord, ParamsRecord)
+FREQUENT = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord, ParamsRecord)
 """Records that every group writes in every step or evaluation, apart from log entries."""
 RARE = (
     RunRecord,
@@ -113,7 +114,7 @@ class JournalView(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Records of consecutive attempts; contributions, evaluations, votes and updates with their places.
+    """Records of consecutive attempts; audits, contributions, evaluations, votes and updates with their places.
 
     Attributes:
         went_on: (group, attempt) of each contribution or evaluation in these attempts and the next one.
@@ -123,6 +124,7 @@ class Attempts:
         evaluated: (number among the evaluations, evaluation) of each that was decided on one of these attempts.
     """
 
+    audits: Sequence[Placed]
     contributions: Sequence[Placed]
     votes: Sequence[Placed]
     updates: Sequence[Placed]
@@ -141,10 +143,11 @@ def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     evaluated = _Sorted(evaluation.attempt for evaluation in fold.evaluations)
     for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
-        kinds = (ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)
+        kinds = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)
         found = view.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
         here = {kind: [placed for placed in found[kind] if placed[1].attempt in stretch] for kind in kinds}
         yield Attempts(
+            audits=here[AuditRecord],
             contributions=here[ContributionRecord],
             votes=here[VoteRecord],
             updates=here[UpdateRecord],

@@ -8,6 +8,7 @@ from typing import Any
 
 from spare_megatron import __version__
 from spare_megatron.journal.records import (
+    AuditRecord,
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
@@ -49,6 +50,7 @@ KINDS: dict[str, type[Record]] = {
     "rank": RankRecord,
     "contribution": ContributionRecord,
     "vote": VoteRecord,
+    "audit": AuditRecord,
     "evaluation": EvaluationRecord,
     "entry": EntryRecord,
     "paces": PacesRecord,

@@ -104,6 +104,8 @@ class RunRecord:
     """Steps between evaluations; 0 if there are none, as in earlier versions."""
     eval_microbatches_per_shard: int = 0
     """Microbatches of a shard in an evaluation, over all validation sets."""
+    audit_every_steps: int = 0
+    """Steps between audits; 0 if there are none, as in earlier versions."""
     ramp: list[int] = field(default_factory=list)
     """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
     `microbatches_per_shard`; empty if there are as many in every step."""
@@ -186,6 +188,21 @@ class VoteRecord:
     incarnation: int = 0
     num_complete: list[int] = field(default_factory=list)
     """For each rank, the number of leading buckets whose sums it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    """What a group votes with in an attempt of a step with audits; written before its vote."""
+
+    group: int
+    step: int
+    attempt: int
+    digests: list[list[Any]]
+    """Shard, index, and digest (16 hex digits) of each audited microbatch that the group has computed, its own and
+    those of others."""
+    num_added: int
+    """Microbatches whose gradients the leader has added to its sums in this step; those of others are none of them."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -514,6 +531,7 @@ Record = (
     | RankRecord
     | ContributionRecord
     | VoteRecord
+    | AuditRecord
     | EvaluationRecord
     | EntryRecord
     | PacesRecord
@@ -575,6 +593,7 @@ _LATER_TERMS = {
     "masks": "",
     "program": "",
     "offset": 0,
+    "audit_every_steps": 0,
     "eval_every_steps": 0,
     "eval_microbatches_per_shard": 0,
     "ramp": [],

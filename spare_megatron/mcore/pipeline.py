@@ -20,10 +20,21 @@ from spare_megatron.stacking.plans import Microbatch, Numbered, share_of
 
 
 class Item(NamedTuple):
-    """A microbatch in the schedule; padding contributes nothing."""
+    """A microbatch in the schedule; padding contributes nothing.
+
+    `is_digested`: it is audited, so that digests of it are taken. `is_audit`: another group owns it, and no sum gets
+    anything of it.
+    """
 
     microbatch: Numbered
     is_padding: bool = False
+    is_digested: bool = False
+    is_audit: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is one of those that this group adds to the sums of the step."""
+        return not (self.is_padding or self.is_audit)
 
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
@@ -31,6 +42,10 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
 
 ForwardStep = Callable[[Chunk, Item], tuple[Tensor, LossFunction]]
 """The forward pass of one microbatch through one chunk."""
+
+
+OnBackward = Callable[[Chunk, Item, Tensor], None]
+"""Called when the backward pass of a microbatch through a chunk begins, with the gradient of the chunk's output."""
 
 
 class ProbedCommunicator(P2PCommunicator):
@@ -85,7 +100,14 @@ class Pipeline:
         """Backward passes of each chunk in `run`, padding included."""
         return len(pad(items, self._multiple)) if items else 0
 
-    def run(self, items: Sequence[Item], forward_step: ForwardStep, *, is_forward_only: bool = False) -> None:
+    def run(
+        self,
+        items: Sequence[Item],
+        forward_step: ForwardStep,
+        on_backward: OnBackward | None = None,
+        *,
+        is_forward_only: bool = False,
+    ) -> None:
         """Adds gradients to the buffers, unless `is_forward_only`.
 
         Collective over: all ranks of the lane, with the same items in order.
@@ -98,12 +120,18 @@ class Pipeline:
             self._transfers.is_training = not is_forward_only
 
         def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
-            item = next(iterator)
+            item, chunk = next(iterator), self._chunks[id(module)]
             with self._probe.forward(item.microbatch.unit):
-                output, loss_function = forward_step(self._chunks[id(module)], item)
+                output, loss_function = forward_step(chunk, item)
+
+            def begin_backward(gradient: Tensor) -> None:
+                self._begin_backward(item)
+                if on_backward is not None:
+                    on_backward(chunk, item, gradient)
+
             if not is_forward_only:
                 # The schedule runs the backward pass, which starts with the gradient of this output.
-                output.register_hook(lambda _: self._begin_backward(item))
+                output.register_hook(begin_backward)
             return output, loss_function
 
         self._schedule(
@@ -139,7 +167,7 @@ def pad(items: Sequence[Item], multiple: int) -> list[Item]:
     >>> [item.is_padding for item in pad([Item(Numbered(Microbatch(0, 0), 0))], 2)]
     [False, True]
     """
-    return [*items, *[items[-1]._replace(is_padding=True)] * (-len(items) % multiple)]
+    return [*items, *[items[-1]._replace(is_padding=True, is_digested=False)] * (-len(items) % multiple)]
 
 
 def summed_loss(losses: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -17,6 +17,7 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu, rng
+from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus, on_device
 from spare_megatron.mcore.digests import TensorsDigest
@@ -112,6 +113,7 @@ class GroupTrainer:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
+        self.passes = AuditedPasses(self.chunks, self.gradients, torch.distributed.get_rank())
         self._has_lanes = groups.lanes.size() > 1
         self._ready = ReadyBuckets(self.chunks, self.gradients.space.ranges)
         self.stacked: StackedOptimizer | None = None
@@ -162,19 +164,28 @@ class GroupTrainer:
         self._step = step
         self._losses.clear()
         self.gradients.reset()
+        self.passes.forget()
         self._optimizer.zero_grad()
 
-    def compute(self, work: Sequence[Microbatch], on_ready: OnReady | None = None) -> list[Microbatch]:
+    def compute(
+        self,
+        work: Sequence[Microbatch],
+        on_ready: OnReady | None = None,
+        *,
+        audited: Collection[Microbatch] = (),
+        audits: Sequence[Microbatch] = (),
+    ) -> list[Microbatch]:
         """Adds the gradients and losses of some microbatches to the group's sums of the buckets that are not kept.
 
         This rank computes the share of its lane. `on_ready` gets the number of leading buckets with complete sums.
-        Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
-        group, with the same work in order.
+        `audits`, of other groups, are computed first and added to nothing; digests are taken of these and of `audited`
+        ones. Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
+        group, with the same arguments in order.
         """
         if not work:
             return []
-        share = share_in_lane(work, self.process_groups, self._config, self._config.unit_ramp.at(self._step))
-        items = [Item(microbatch) for microbatch in share]
+        share = self._share(work)
+        items = self._audits(audits) + [Item(one, is_digested=one.unit in audited) for one in share]
         self._seen.clear()
         is_counted = False
 
@@ -193,10 +204,26 @@ class GroupTrainer:
                 on_ready(num_ready)
 
         reported = None if on_ready is None else report
-        with self.gradients.adding(), self._ready.reporting(self._pipeline.num_passes(items), reported):
-            self._pipeline.run(items, self._forward)
+        with (
+            self.gradients.adding(),
+            self._ready.reporting(self._pipeline.num_passes(items), reported),
+            self.passes.watching(items),
+        ):
+            self._pipeline.run(items, self._forward, self.passes.on_backward)
         sum_ready(len(self.gradients.buckets), in_backward=False)
         return list(work)
+
+    def audit(self, microbatches: Sequence[Microbatch]) -> None:
+        """Computes some microbatches for their digests alone. Collective as `compute`."""
+        items = self._audits(microbatches)
+        with self.passes.watching(items):
+            self._pipeline.run(items, self._forward, self.passes.on_backward)
+
+    def _audits(self, microbatches: Sequence[Microbatch]) -> list[Item]:
+        return [Item(one, is_digested=True, is_audit=True) for one in self._share(microbatches)]
+
+    def _share(self, work: Sequence[Microbatch]) -> list[Numbered]:
+        return share_in_lane(work, self.process_groups, self._config, self._config.unit_ramp.at(self._step))
 
     def _count(self, share: Sequence[Numbered], *, in_backward: bool) -> None:
         """Counts the microbatches of all lanes, once this one has computed its share."""
@@ -358,7 +385,7 @@ class GroupTrainer:
 
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(FaultPoint.FORWARD)
-        if chunk is self.chunks[0] and not item.is_padding:
+        if chunk is self.chunks[0] and item.is_counted:
             self._seen.append(item.microbatch)
         if self._is_random:
             tensor_rank = self.process_groups.tp.rank()
@@ -374,18 +401,20 @@ class GroupTrainer:
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
-        with nullcontext() if item.is_padding else self.gradients.experts.counting():
+        with self.gradients.experts.counting() if item.is_counted else nullcontext():
             output, terms = self._program.forward_step(batch, chunk.module, context)
         if chunk.is_last:
-            output = self._loss(terms, item.microbatch, is_padding=item.is_padding)
+            output = self._loss(terms, item)
+        self.passes.on_forward(chunk, item, output)
         return output, self._finished_loss
 
-    def _loss(self, terms: Terms, microbatch: Numbered, *, is_padding: bool) -> Tensor:
-        """What to differentiate for a microbatch; adds its terms to the sums of the step."""
+    def _loss(self, terms: Terms, item: Item) -> Tensor:
+        """What to differentiate for a microbatch; adds its terms to the sums of the step, if it counts."""
         total = self._terms.weighted(terms)
-        if is_padding:
+        if item.is_padding:
             return total * 0.0
-        self._losses[microbatch] = self._terms.add_to(self.gradients, terms)
+        if not item.is_audit:
+            self._losses[item.microbatch] = self._terms.add_to(self.gradients, terms)
         return total
 
     def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -28,8 +28,6 @@ class PassTimes(Generic[Mark]):
         self._between_s = between_s
         self._began: Mark | None = None
         self._passes: list[tuple[Mark, Mark]] = []
-        self.num_forward = 0
-        """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
         self.reading_s = 0.0
         """Seconds that passes of the step were interrupted to read data."""
         self.stretch: Callable[[float], None] | None = None

@@ -22,6 +22,7 @@ from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import check_shared_data, choose_device, join_group
 from spare_megatron.rank.evaluation import Evaluation
+from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.params_gather import ParamsGather
@@ -134,9 +135,11 @@ class Assembly:
             outlier_factor=self._config.train.gradient_outlier_factor,
             probe=probe,
         )
+        audits = GroupAudits(trainer=self.trainer, agreement=self.agreement, reports=reports, progress=progress)
         reduction = Reduction(
             buckets=self.buckets,
             voting=self._voting,
+            audits=audits,
             repairs=repairs,
             digests=digests,
             reports=reports,
@@ -169,6 +172,7 @@ class Assembly:
         )
         return Executors(
             steps=steps,
+            audits=audits,
             evaluation=evaluation,
             reduction=reduction,
             log=GroupLog(voting=self._voting, digests=digests, reports=reports, probe=probe, progress=progress),

@@ -20,6 +20,8 @@ class StepUnderWay:
         is_evaluation: It is the evaluation after `step` committed steps.
         num_recomputed: Microbatches recomputed by all groups.
         epoch: Epoch of the last attempt.
+        has_audits: Some group audits another one in this step.
+        audited: The microbatches of which this group has digests.
     """
 
     step: int
@@ -31,6 +33,8 @@ class StepUnderWay:
     num_recomputed: int = 0
     epoch: int = 0
     is_evaluation: bool = False
+    has_audits: bool = False
+    audited: list[Microbatch] = field(default_factory=list)
 
     @property
     def spent_s(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.core.actions import AttemptReduce, BuildCommunicator
+from spare_megatron.core.audits import AuditWord
 from spare_megatron.core.events import Event, VotesRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
@@ -19,6 +20,7 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.suspicions import Suspicions
@@ -42,6 +44,7 @@ class Reduction:
         *,
         buckets: BucketExchange,
         voting: Voting,
+        audits: GroupAudits,
         repairs: GroupRepairs | None,
         digests: StateDigests,
         reports: RankReports,
@@ -53,6 +56,7 @@ class Reduction:
     ) -> None:
         self._buckets = buckets
         self._agreement, self._voting = voting.agreement, voting
+        self._audits = audits
         self._repairs = repairs
         self._digests = digests
         self._reports, self._suspicions = reports, suspicions
@@ -156,9 +160,11 @@ class Reduction:
                 wrong_sum=wrong,
             )
         self._raise_if_unsound(opinion.finding, step)
+        with self._probe.during(Operation.SETTLE):
+            words = self._audits.words(action.attempt, action.disputed)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
-        votes = self._cast(action, opinion, work_digest, digests, restored=restored)
+        votes = self._cast(action, opinion, work_digest, digests, restored=restored, audits=words)
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)
         return votes
 
@@ -196,6 +202,7 @@ class Reduction:
         *,
         lacks_params: bool = False,
         restored: tuple[PartitionId, ...] = (),
+        audits: tuple[AuditWord, ...] = (),
     ) -> list[Event]:
         all_votes: list[VotesRead | None] = []
         if self._agreement.is_leader:
@@ -225,6 +232,7 @@ class Reduction:
                 leaves=self._progress.is_leave_asked(),
                 ends=opinion.ends,
                 has_wrong_sum=opinion.has_wrong_sum,
+                audits=audits,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))

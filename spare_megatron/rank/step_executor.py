@@ -103,7 +103,10 @@ class StepExecutor:
         if plan.is_evaluation:
             now.computed.extend(self._trainer.evaluator.compute(work))
         else:
-            now.computed.extend(self._trainer.compute(work, on_ready))
+            audited, audits = plan.audited_of(self._group), plan.audited_by(self._group)
+            now.computed.extend(self._trainer.compute(work, on_ready, audited=audited, audits=audits))
+            now.has_audits |= bool(plan.audits)
+            now.audited.extend(sorted({*audited, *audits}))
         now.plans.append(plan.digest)
 
     def _start_attempt(self, into: AttemptReduce | None) -> None:

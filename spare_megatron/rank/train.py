@@ -15,6 +15,7 @@ from spare_megatron.core.actions import (
     AwaitHosts,
     BuildCommunicator,
     ChangePaces,
+    ComputeAudits,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -33,6 +34,7 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import EndRequested, Event, RunStarted
 from spare_megatron.rank.evaluation import Evaluation
+from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.reduction import Reduction
@@ -48,6 +50,7 @@ class Executors:
     """The objects that carry out the controller's actions on one rank; `stacked` only with stacked optimizer state."""
 
     steps: StepExecutor
+    audits: GroupAudits
     evaluation: Evaluation
     reduction: Reduction
     log: GroupLog
@@ -106,6 +109,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             executors.steps.compute_patch(action)
         case ChangePaces():
             executors.log.change_paces(action)
+        case ComputeAudits():
+            executors.audits.compute(action)
         case DrainGroups():
             pass  # of other groups
         case AdmitGroups():

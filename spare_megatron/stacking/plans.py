@@ -74,6 +74,10 @@ class Work:
         return np.bincount(self.owners[self.owners != NO_OWNER].ravel()).astype(np.int64)
 
     @property
+    def num_shards(self) -> int:
+        return len(self.owners)
+
+    @property
     def makespan(self) -> int:
         return int(self.loads.max(initial=0))
 
@@ -97,12 +101,20 @@ def work_of(by_group: Mapping[GroupId, Sequence[Microbatch]], shape: tuple[int, 
     return Work(owners)
 
 
+class Audit(NamedTuple):
+    """A microbatch that a group computes beside its owner, to compare."""
+
+    auditor: GroupId
+    owner: GroupId
+    microbatch: Microbatch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The work of one step or evaluation, or of one patch of it, for the epoch's set of surviving groups.
 
-    The digest is equal on two ranks exactly if step, epoch, work and all earlier plans of the step are; no evaluation
-    has that of a step.
+    The digest is equal on two ranks exactly if step, epoch, work, audits and all earlier plans of the step are; no
+    evaluation has that of a step.
     """
 
     step: int
@@ -110,10 +122,22 @@ class StepPlan:
     work: Work
     digest: str
     is_evaluation: bool = False
+    audits: tuple[Audit, ...] = ()
+
+    def audited_by(self, group: GroupId) -> tuple[Microbatch, ...]:
+        """Microbatches of other groups that this one computes to compare."""
+        return tuple(audit.microbatch for audit in self.audits if audit.auditor == group)
+
+    def audited_of(self, group: GroupId) -> frozenset[Microbatch]:
+        """Microbatches of this group that others compute to compare."""
+        return frozenset(audit.microbatch for audit in self.audits if audit.owner == group)
 
 
-def make_plan(step: int, epoch: int, work: Work, *, after: str = "", is_evaluation: bool = False) -> StepPlan:
+def make_plan(
+    step: int, epoch: int, work: Work, *, after: str = "", is_evaluation: bool = False, audits: tuple[Audit, ...] = ()
+) -> StepPlan:
     """A plan whose digest extends `after`: that of the plan that it patches, or what tells it from an earlier one."""
     kind = "evaluation|" if is_evaluation else ""
-    digest = hashlib.sha256(f"{kind}{after}|{step}|{epoch}|{work.digest}".encode()).hexdigest()[:16]
-    return StepPlan(step=step, epoch=epoch, work=work, digest=digest, is_evaluation=is_evaluation)
+    audited = "".join(f"|{one.auditor}:{one.microbatch.shard}.{one.microbatch.index}" for one in audits)
+    digest = hashlib.sha256(f"{kind}{after}|{step}|{epoch}|{work.digest}{audited}".encode()).hexdigest()[:16]
+    return StepPlan(step=step, epoch=epoch, work=work, digest=digest, is_evaluation=is_evaluation, audits=audits)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from spare_megatron.config.audits import audit_policy
 from spare_megatron.config.evaluation import units_per_shard
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
@@ -57,6 +58,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         partitions=partitions,
         snapshots=_snapshots(config),
         evaluation=_evaluation(config),
+        audits=audit_policy(config),
     )
 
 

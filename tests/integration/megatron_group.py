@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch._dynamo import config as dynamo_config
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.config.schema import RunConfig
@@ -26,6 +27,7 @@ Args = Mapping[str, Any]
 
 def build(args: Args, num_tensor: int, num_stages: int) -> GPTModel:
     """The model as `gpt_builders.py` of Megatron-LM 0.16.1 builds it from the arguments, on this rank of the world."""
+    dynamo_config.disable = True  # fused functions run as they are written; to compile them takes 20 s of a processor
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  (Megatron names CUDA)
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign]

@@ -61,18 +61,23 @@ def fences_of(run: Run) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
-@pytest.mark.parametrize("phase", [FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE])
 def test_a_gradient_that_is_not_a_number_costs_its_group_and_no_other(
-    text_corpus: Path, tmp_path: Path, phase: FaultPoint, layout: LayoutConfig
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    fault = wrong("nan", phase, 1, 2, layout.pipeline_parallel - 1)
-    watch = Watch(dump_steps=frozenset(range(4)))
-    run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=watch)
-    assert_exact(run, range(4))
-    [(group, fence)] = fences_of(run).items()
-    assert group == 2
-    assert "the gradient of step 1 is not finite" in fence["error"]
-    assert not fence["discard"]
+    """In a phase each of steps 1, 3 and 5."""
+    phases = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE)
+    faults = [
+        wrong("nan", phase, 2 * number + 1, number + 1, layout.pipeline_parallel - 1)
+        for number, phase in enumerate(phases)
+    ]
+    watch = Watch(dump_steps=frozenset(range(7)))
+    run = finished(text_corpus, tmp_path / "run", faults, layout, steps=7, watch=watch)
+    assert_exact(run, range(7))
+    fences = fences_of(run)
+    assert fences.keys() == {fault.group for fault in faults}
+    for fault in faults:
+        assert f"the gradient of step {fault.step} is not finite" in fences[fault.group]["error"]
+        assert not fences[fault.group]["discard"]
 
 
 def test_a_patch_that_is_not_a_number_costs_its_group_too(text_corpus: Path, tmp_path: Path) -> None:

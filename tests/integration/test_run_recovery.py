@@ -120,29 +120,33 @@ def assert_recovered_at_once(run: Run, step: int, lost: set[int], *, until_step:
 
 
 @pytest.mark.parametrize(
-    "phase",
+    "phases",
     [
-        FaultPoint.FORWARD,
-        FaultPoint.BACKWARD,
-        FaultPoint.SEND,
-        FaultPoint.BEFORE_REDUCE,
-        FaultPoint.IN_REDUCE,
-        FaultPoint.AFTER_VOTE,
+        (FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.IN_REDUCE),
+        (FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE, FaultPoint.AFTER_VOTE),
     ],
+    ids=lambda phases: "-".join(phases),
 )
 def test_a_group_whose_rank_raises_is_lost_and_its_traceback_reported(
-    text_corpus: Path, tmp_path: Path, phase: FaultPoint
+    text_corpus: Path, tmp_path: Path, phases: tuple[FaultPoint, ...]
 ) -> None:
-    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
-    config = tiny_config(text_corpus, layout, faults=[FaultConfig(phase=phase, step=1, group=1, rank=1, kind="raise")])
-    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({1, 2})))
+    """One after another, in a phase each of steps 1, 3 and 5."""
+    layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
+    raised = {2 * group + 1: (group, phase) for group, phase in enumerate(phases)}
+    faults = [
+        FaultConfig(phase=phase, step=step, group=group, rank=1, kind="raise")
+        for step, (group, phase) in raised.items()
+    ]
+    config = tiny_config(text_corpus, layout, steps=7, faults=faults)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(1, 7))))
     assert_masked(run)
-    assert_exact(run, [1, 2])
-    (lost,) = [event for event in run.events if isinstance(event, GroupLost)]
-    assert (lost.group, [record.group for record in run.journal.of(LossRecord)]) == (1, [1])
-    assert "Traceback" in lost.traceback
-    assert f"InjectedFault: {phase} of step 1" in lost.traceback
-    assert "faults.trace asked for it" in lost.cause
+    assert_exact(run, range(1, 7))
+    lost = [event for event in run.events if isinstance(event, GroupLost)]
+    assert [event.group for event in lost] == [record.group for record in run.journal.of(LossRecord)] == [0, 1, 2]
+    for event, (step, (_, phase)) in zip(lost, raised.items(), strict=True):
+        assert "Traceback" in event.traceback
+        assert f"InjectedFault: {phase} of step {step}" in event.traceback
+        assert "faults.trace asked for it" in event.cause
 
 
 # ----------------------------------------------------------------------------------------------------------- reorder

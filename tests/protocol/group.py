@@ -20,6 +20,7 @@ from spare_megatron.core.actions import (
     BuildCommunicator,
     ChangePaces,
     CheckpointCandidate,
+    ComputeAudits,
     ComputePatch,
     ComputeStep,
     DrainGroups,
@@ -85,6 +86,7 @@ class Group:
         self._world = world
         self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
         self._evaluation = world.evaluation_type()
+        self.audits = world.audits_type(self.name)
         self._computed: list[str] = []  # digests of this step's plans
         self._has_work = False  # in this step
         self._params = AT_FIRST
@@ -168,6 +170,9 @@ class Group:
                 if into is not None:
                     self._buckets.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
+            case ComputeAudits():
+                yield None
+                self._compute_audits(action)
             case BuildCommunicator(key=key, members=members):
                 communicator = self._world.communicators.named(key, members)
                 self._links.begin(communicator)
@@ -212,6 +217,12 @@ class Group:
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
+
+    def _compute_audits(self, action: ComputeAudits) -> None:
+        asked = () if self._lacks_params else action.asked_of(self.group)
+        self._world.computes(self.group, asked)
+        for microbatch in asked:
+            self.audits.compute(self._params, action.step, microbatch)
 
     def _await_hosts(self, action: AwaitHosts) -> Steps:
         """Reads who waits, once that changes or patience is over, until an entry is written."""
@@ -278,7 +289,13 @@ class Group:
         elif is_patch:
             self._buckets.patch(self._world.lanes.compute(plan, work, is_patch=True))
         else:
-            self._buckets.compute(self._world.lanes.compute(plan, work, is_patch=False))
+            self.audits.begin()
+            audits = plan.audited_by(self.group)
+            self._world.computes(self.group, audits)
+            for microbatch in sorted({*audits, *plan.audited_of(self.group)}):
+                self.audits.compute(self._params, plan.step, microbatch)
+            counted = self.audits.counted(work, plan, self.group)
+            self._buckets.compute(self._world.lanes.compute(plan, counted, is_patch=False))
         self._computed.append(plan.digest)
 
     def _update(self, action: UpdateModel) -> None:
@@ -469,11 +486,12 @@ class Group:
             pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
             has_wrong_sum=has_wrong_sum,
+            audits=self.audits.words() if isinstance(action, AttemptReduce) and not self._lacks_params else (),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)
         yield None
-        self._world.invariants.voted(self.name, action.attempt, vote)
+        self._world.invariants.voted(self.name, action.attempt, vote, is_wrong=self.audits.is_wrong)
         last_votes = yield from self._relaying.vote(action, vote)
         return [] if last_votes is None else [(yield from self._links.with_waiting(last_votes))]
 

@@ -20,7 +20,9 @@
    parameters are wrong, its value is that of the parameters after so many steps.
 9. A group that is drained has asked for it, leaves a host for every shard and state partition, whose copies have been
    compared if they are new, takes no part from there on, and ends; its checkpoints have been compared before.
-10. No log entry is written twice; no communicator's name is used twice (`communicators`).
+10. Where members have voted with other digests of one microbatch, nothing is committed. A group fenced for it has
+    computed wrongly; the run halts for it only if fewer than two right members can compute the microbatch.
+11. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
@@ -53,6 +55,7 @@ from spare_megatron.core.evaluation import EvaluationPolicy, SetSum
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch
+from tests.protocol.audits import AuditObserver
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.evaluations import SET, loss_of
@@ -94,6 +97,7 @@ class Invariants:
         self._num_resumes = 0  # of the step or evaluation
         self._was_state_lost = False  # so that only a restart helps, or the run has ended for want of hosts
         self.partitions = partitions
+        self.audits = AuditObserver(None if hosts is None else [set(map(int, row)) for row in hosts])
         # Without `hosts` every group can compute every shard.
         self._hosts = None if hosts is None else [frozenset(map(int, row)) for row in hosts]
         self._batches = [
@@ -142,7 +146,11 @@ class Invariants:
         self.counts[type(entry).__name__] += 1
         match entry:
             case Fence(group=group, incarnation=incarnation, discard=discard):
-                if discard:
+                if entry.is_outvoted:
+                    self.audits.outvoted(f"{group}.{incarnation}", writer, self._corrupted)
+                    self._is_discarded = True
+                    self.counts["outvoted"] += 1
+                elif discard:
                     self._discarded(f"{group}.{incarnation}", writer)
                 self._lost(group, incarnation)
             case Commit() | Retry() | Evaluated() | Finish():
@@ -240,6 +248,11 @@ class Invariants:
         )
 
     def _halted(self, reason: str, writer: str) -> None:
+        if reason.startswith("audit of"):
+            self.audits.halted(writer, self.entries, set(self.members))
+            self.counts["halt over an audit"] += 1
+            self._is_halted = True
+            return
         votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
         params = {incarnation: vote.params_digest for incarnation, vote in votes.items() if vote.params_digest}
         states: dict[Incarnation, str] = {}
@@ -319,7 +332,12 @@ class Invariants:
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
         if self._is_evaluation_due:  # what the lost have computed is lost
             is_complete &= self.members == self._opened[self.attempt].members
-        if isinstance(entry, Retry) == (is_complete and not is_anew):
+        disputes = entry.disputes if isinstance(entry, Retry) else ()
+        if disputes:
+            self.audits.asked(writer, entry, {group for group, _ in self.members})
+            self.counts["dispute"] += 1
+            is_anew = False
+        elif isinstance(entry, Retry) == (is_complete and not is_anew):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         self._retried(entry, writer, votes, is_anew=is_anew)
         if not isinstance(entry, Retry):
@@ -329,23 +347,8 @@ class Invariants:
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         self._found_wrong = found_wrong if isinstance(entry, Retry) else frozenset()
         if isinstance(entry, Commit):
-            cast = {incarnation: vote for incarnation, vote in votes.items() if vote is not None}
-            self.partitions.compared(cast)
-            self.partitions.released(entry.released, cast)
-            self.partitions.proven(entry.proven, cast)
-            self.partitions.committed(self.attempt, entry.restored, self.members)
-            self._commits[self.attempt] = (self.step, self.members)
-            self.counts["save"] += entry.save
-            if self.members != self._opened[self.attempt].members:
-                self.counts["commit with the sum of a fenced group"] += 1
-            self.step += 1
-            present = {group for group, _ in self.members}
-            self._drain(entry, writer, cast)
-            if self.step < self._num_steps:
-                self._admit(entry.admit, present)
-            self._is_evaluation_due = self._evaluates_now()
-            self._began_with = self.members
-        self._is_discarded = False
+            self._committed(entry, writer, {incarnation: vote for incarnation, vote in votes.items() if vote})
+        self._is_discarded = bool(disputes)
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
@@ -360,6 +363,25 @@ class Invariants:
         if entry.gather != (lacks_params or (is_anew and self.partitions.exist)):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         self.counts["retry that keeps buckets"] += any(entry.kept)
+
+    def _committed(self, entry: Commit, writer: str, cast: Mapping[Incarnation, Vote]) -> None:
+        self.audits.committed(writer, cast)
+        self.counts["commit with audits"] += any(vote.audits for vote in cast.values())
+        self.partitions.compared(cast)
+        self.partitions.released(entry.released, cast)
+        self.partitions.proven(entry.proven, cast)
+        self.partitions.committed(self.attempt, entry.restored, self.members)
+        self._commits[self.attempt] = (self.step, self.members)
+        self.counts["save"] += entry.save
+        if self.members != self._opened[self.attempt].members:
+            self.counts["commit with the sum of a fenced group"] += 1
+        self.step += 1
+        present = {group for group, _ in self.members}
+        self._drain(entry, writer, cast)
+        if self.step < self._num_steps:
+            self._admit(entry.admit, present)
+        self._is_evaluation_due = self._evaluates_now()
+        self._began_with = self.members
 
     def _expect(self, entry: Commit | Evaluated | Finish, writer: str) -> None:
         """An attempt that is not retried leads to what is due."""
@@ -411,8 +433,11 @@ class Invariants:
         if incarnation_of(process) not in action.voters:
             raise Violation(f"{process} reduces among {action.voters}")
 
-    def voted(self, process: str, attempt: int, vote: Vote) -> None:
-        """A process sends its vote."""
+    def voted(self, process: str, attempt: int, vote: Vote, *, is_wrong: bool) -> None:
+        """A process sends its vote; `is_wrong`: it has computed audited microbatches wrongly."""
+        is_late = attempt != self.attempt
+        params = None if process in self._corrupted or is_late else self._params.get((self._generation, self.step))
+        self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
         key = (incarnation_of(process), attempt)
         if key in self._votes:
             raise Violation(f"{process} votes again on attempt {attempt}")

@@ -27,6 +27,7 @@ from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, R
 from spare_megatron.state.checkpoint.verification import refusal_in_log
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
+from tests.protocol.audits import AuditDigests, CountsAudits, VotesWithOldDigests
 from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Sums
 from tests.protocol.evaluations import EvaluationSums
@@ -441,6 +442,32 @@ class EvaluatesWithoutTheLost(Controller):
         return actions
 
 
+class JudgesByOneWord(Controller):
+    """Puts out the first of two groups that differ, and asks no other one."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        actions = super()._decide(event, now_s)
+        match actions:
+            case (AppendEntry(index=index, entry=Retry(disputes=(dispute, *_))),):
+                group = next((s.group for s in dispute.statements if s.group in self.members), None)
+                if group is not None:
+                    incarnation = dict(self.voters)[group]
+                    fence = Fence(group=group, incarnation=incarnation, discard=True, is_outvoted=True)
+                    return (AppendEntry(index=index, entry=fence),)
+        return actions
+
+
+class CommitsWhatIsDisputed(Controller):
+    """Asks a third group, and commits the sum with what it has found wrong."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        if self._disputes:
+            self._is_discarded = False
+            votes = {group: replace(vote, audits=()) for group, vote in event.votes.items()}
+            self._disputes, event = (), replace(event, votes=votes)
+        return super()._decide(event, now_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol:
     """The parts under test."""
@@ -455,6 +482,7 @@ class Protocol:
     reliance_type: type[Reliance] = Reliance
     voice_type: type[GroupAgreement] = GroupAgreement
     lanes_type: type[Lanes] = Lanes
+    audits_type: type[AuditDigests] = AuditDigests
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str] = refusal_in_log
     superseded: Callable[..., frozenset[int]] = superseded
 
@@ -512,6 +540,12 @@ MUTATIONS_OF_EVALUATIONS = {
     "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),
     "keeps the value of a retried evaluation": Protocol(evaluation_type=KeepsFirstSums),
     "evaluates without what the lost have computed": Protocol(controller_type=EvaluatesWithoutTheLost),
+}
+MUTATIONS_OF_AUDITS = {
+    "counts an audit into a sum": Protocol(audits_type=CountsAudits),
+    "votes with digests of another attempt": Protocol(audits_type=VotesWithOldDigests),
+    "judges by one word against one": Protocol(controller_type=JudgesByOneWord),
+    "commits what is disputed": Protocol(controller_type=CommitsWhatIsDisputed),
 }
 MUTATIONS_OF_LANES = {
     "counts half a row": Protocol(lanes_type=CountsHalfARow),

@@ -56,6 +56,8 @@ class Scene:
     eval_microbatches_per_shard: int = 1
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
+    audit_every_steps: int = 0
+    """Steps between audits; 0: none."""
     num_further: int = 0
     """Groups beyond those of the beginning that may be taken in; they host no shard."""
     ramp_steps: int = 0
@@ -246,6 +248,34 @@ class Scene:
         always = 0 if scene.partition_redundancy else random.choice((0, 0, 1))
         faults = {**scene.fault_budget, "unsound": 0, "flip": random.randint(1, 3), "flip always": always}
         return replace(scene, fault_budget=faults)
+
+    @classmethod
+    def draw_audits(cls, random: Random) -> "Scene":
+        """One with audits, in which groups compute wrongly, and some are lost or come back meanwhile.
+
+        The fault `miscompute` is none of `FAULTS`: a group computes wrongly, once or from now on.
+        """
+        scene = cls._draw_hosted(random, groups=(2, 6), steps=(2, 6))
+        shared = random.choice((None, None, 0))
+        return replace(
+            scene,
+            granularity=scene.granularity if shared is None else "microbatch",
+            fetch=shared,
+            fault_moves=25 * scene.num_groups * scene.num_steps,
+            fault_budget={
+                "miscompute": random.randint(1, 3),
+                "crash": random.choice((0, 0, 1)),
+                "suspect": random.choice((0, 0, 1)),
+                "replace": random.choice((0, 1, 3)),
+                "break": random.choice((0, 0, 1)),
+                "pause": random.choice((0, 1)),
+            },
+            partition_redundancy=min(scene.num_groups, random.choice((0, 0, 3))),
+            num_buckets=random.choice((1, 5)),
+            fan_in=random.choice((1, 2)),
+            pauses=random.choice((False, True)),
+            audit_every_steps=random.choice((1, 1, 2)),
+        )
 
     @classmethod
     def draw_drains(cls, random: Random) -> "Scene":

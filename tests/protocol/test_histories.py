@@ -25,6 +25,7 @@ NUM_GROWTH_HISTORIES = 40
 NUM_SLOW_HISTORIES = 60
 NUM_SHARED_HISTORIES = 100
 NUM_LANE_HISTORIES = 60
+NUM_AUDIT_HISTORIES = 120
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -159,6 +160,13 @@ def test_no_history_with_shared_data_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_SHARED_HISTORIES), draw=Scene.draw_shared)
     assert sample.violations == {}
     least = {"cold microbatch": 300, "Retry": 50, "admission": 10, "FinishRun": 60}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_with_audits_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_AUDIT_HISTORIES), draw=Scene.draw_audits)
+    assert sample.violations == {}
+    least = {"dispute": 60, "outvoted": 40, "commit with audits": 200, "halt over an audit": 1, "FinishRun": 100}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from spare_megatron.core.audits import AuditPolicy
 from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.entries import Fence, encode_entry
@@ -78,6 +79,7 @@ class World:
         self.reliance_type = protocol.reliance_type
         self.window_type, self.buckets_type = protocol.window_type, protocol.buckets_type
         self.evaluation_type = protocol.evaluation_type
+        self.audits_type = protocol.audits_type
         self.refusal_in_log = protocol.refusal_in_log
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
@@ -137,6 +139,7 @@ class World:
             evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
+            audits=AuditPolicy(every_steps=scene.audit_every_steps, seed=7) if scene.audit_every_steps else None,
         )
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
@@ -343,6 +346,8 @@ class World:
             case "flip" | "flip always" if alive:
                 what = self._random.choice(("sent", "received")) if fault == "flip" else "always"
                 self._groups[self._random.choice(alive).name].flip(what)
+            case "miscompute" if alive:
+                self._groups[self._random.choice(alive).name].audits.spoil(self._random)
             case "unsound" if alive:
                 if not self._groups[self._random.choice(alive).name].spoil(self._random):
                     return

@@ -128,6 +128,7 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "masks": "",
         "program": "",
         "offset": 0,
+        "audit_every_steps": 0,
         "eval_every_steps": 0,
         "eval_microbatches_per_shard": 0,
         "ramp": [],

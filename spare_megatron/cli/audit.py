@@ -1,0 +1,66 @@
+"""`spare audit`: what the audits of a run have compared and found."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+if TYPE_CHECKING:
+    from spare_megatron.journal.audits import AuditHistory
+
+
+def audit(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the audits as JSON.")] = False,
+) -> None:
+    """List what the audits of a run have compared and found.
+
+    In an audit a second group computes a microbatch, too. A mismatch is settled by a third one before the step is
+    committed.
+
+    Exit codes: 0 no mismatch, 1 mismatches, 2 no journal.
+    """
+    from spare_megatron.config.run_terms import terms_in
+    from spare_megatron.journal.audits import audit_history
+    from spare_megatron.journal.check import fold_view
+    from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.records import RunRecord
+
+    with explained_errors("audit"):
+        view = JournalIndex(run_dir, settings=terms_in(run_dir))
+        run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)
+        if run is None:
+            raise ValueError(f"the journal of {run_dir} does not say how the run began")
+        history = audit_history(view, run, fold_view(view, run))
+    if as_json:
+        typer.echo(json.dumps(asdict(history)))
+    else:
+        _print(history)
+    raise typer.Exit(1 if history.mismatches else 0)
+
+
+def _print(history: "AuditHistory") -> None:
+    if not history.steps:
+        every = history.every_steps
+        typer.echo(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
+    else:
+        typer.echo(
+            f"{history.compared} microbatches compared in {history.steps} steps, equal; every group is audited up to "
+            f"step {history.audited_steps}"
+        )
+    for found in history.mismatches:
+        said = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
+        typer.echo(
+            f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}"
+        )
+        typer.echo(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
+    for culprit in history.culprits:
+        typer.echo(
+            f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}"
+        )
+    if history.halted:
+        typer.echo(f"halted: {history.halted}")

@@ -1,0 +1,124 @@
+"""What the audits of a run have compared and found, from its journal."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.journal_view import JournalView, attempts_of
+from spare_megatron.journal.records import AuditRecord, RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A microbatch that groups have computed to different digests.
+
+    Attributes:
+        index: Of the microbatch in its shard.
+        digests: Group -> all digests that it has voted with, 16 hex digits each.
+        asked: The groups that were asked to compute it then.
+    """
+
+    step: int
+    attempt: int
+    shard: int
+    index: int
+    digests: Mapping[int, list[str]]
+    asked: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """A group that was fenced for what it has computed, and why; `reason` names the stage and the ranks."""
+
+    group: int
+    incarnation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditHistory:
+    """Audits of a run.
+
+    Attributes:
+        every_steps: Steps between audits; 0 if the run has none.
+        steps: Committed steps with audits, those that a restart undid included.
+        compared: Microbatches in them that two or more groups have computed to equal digests.
+        audited_steps: Committed steps up to the last one in which every group was audited; 0 if there is none.
+        halted: Why the run halted over an audit; empty if it did not.
+    """
+
+    every_steps: int
+    steps: int
+    compared: int
+    audited_steps: int
+    mismatches: list[Mismatch]
+    culprits: list[Culprit]
+    halted: str
+
+
+def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
+    num_compared, steps, audited = 0, 0, 0
+    for part in attempts_of(view, fold):
+        by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
+        for _, record in part.audits:
+            by_attempt[record.attempt].append(record)
+        for _, commit in part.commits:
+            records = by_attempt.get(commit.attempt, [])
+            times = Counter((shard, index) for record in records for shard, index, _ in record.digests)
+            compared = {microbatch for microbatch, count in times.items() if count > 1}
+            of_groups = {
+                record.group
+                for record in records
+                if any((shard, index) in compared for shard, index, _ in record.digests)
+            }
+            num_compared += len(compared)
+            steps += bool(records)
+            if records and not commit.is_undone and of_groups >= commit.members:
+                audited = max(audited, commit.step + 1)
+    mismatches, culprits, halted = _found(fold)
+    return AuditHistory(
+        every_steps=run.audit_every_steps,
+        steps=steps,
+        compared=num_compared,
+        audited_steps=audited,
+        mismatches=mismatches,
+        culprits=culprits,
+        halted=halted,
+    )
+
+
+def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:
+    step, mismatches, culprits, halted = 0, [], [], ""
+    for index in sorted(fold.entries):
+        entry = fold.entries[index]
+        match entry["entry"]:
+            case "commit":
+                step = entry["step"] + 1
+            case "restart":
+                step = entry["step"]
+            case "retry":
+                for dispute in entry.get("disputes", ()):
+                    digests: dict[int, list[str]] = defaultdict(list)
+                    for group, digest, _ in dispute["statements"]:
+                        digests[group].append(f"{digest:016x}")
+                    shard, number = dispute["microbatch"]
+                    mismatches.append(
+                        Mismatch(
+                            step=entry["step"],
+                            attempt=entry["attempt"],
+                            shard=shard,
+                            index=number,
+                            digests=dict(digests),
+                            asked=list(dispute["asked"]),
+                        )
+                    )
+            case "fence" if entry.get("is_outvoted"):
+                incarnation = entry.get("incarnation", 0)
+                culprits.append(
+                    Culprit(group=entry["group"], incarnation=incarnation, step=step, reason=entry.get("reason", ""))
+                )
+            case "halt" if entry["reason"].startswith("audit of"):
+                halted = entry["reason"]
+    return mismatches, culprits, halted

@@ -1,0 +1,149 @@
+"""Digests of audited microbatches: of their gradients, taken before any sum has them, and of what crosses the stages.
+
+A digest is a sum of one nonlinear hash per word, mod 2^64, so that it is exact, does not depend on the order of the
+terms, and is computed on the device. Equal bits give equal digests on every device; of different ones, other than made
+for it, all but 2^-64 give different digests.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spare_megatron.core.audits import Boundary
+from spare_megatron.mcore.flat_gradients import flat_parameters
+from spare_megatron.mcore.gradients import GradientSums
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.pipeline import Item
+from spare_megatron.stacking.plans import Microbatch
+
+_BLOCK_WORDS = 1 << 14
+"""Words with a multiplier each; blocks differ by what is added to their sums."""
+_PIECE_BLOCKS = {"cpu": 4}
+"""Blocks hashed at a time: on a CPU they stay in the cache of a core."""
+_DEVICE_PIECE_BLOCKS = 128
+
+_MIX = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)
+_LOW_HALF = (1 << 32) - 1
+
+_Place = tuple[str, int]
+"""Kind and stage of a boundary."""
+
+
+def digest64(tensor: Tensor, salt: int = 0) -> Tensor:
+    """Digest of a tensor's bytes as an int64 on its device. Other salts give unrelated digests."""
+    words = _words(tensor)
+    multipliers, piece = _multipliers(tensor.device), _PIECE_BLOCKS.get(tensor.device.type, _DEVICE_PIECE_BLOCKS)
+    total = torch.full((), salt, dtype=torch.int64, device=tensor.device)
+    for number, start in enumerate(range(0, len(words), piece * _BLOCK_WORDS)):
+        part = words[start : start + piece * _BLOCK_WORDS].to(torch.int64)
+        whole = len(part) - len(part) % _BLOCK_WORDS
+        blocks = [_mixed(part[:whole].view(-1, _BLOCK_WORDS) * multipliers).sum(1)] if whole else []
+        if whole < len(part):
+            blocks.append(_mixed(part[whole:] * multipliers[: len(part) - whole]).sum(0, keepdim=True))
+        sums = torch.cat(blocks)
+        place = torch.arange(len(sums), device=tensor.device) + (number * piece + 1)
+        total = total + _mixed((sums + place * _MIX) ^ salt).sum()
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    elif data.storage_offset() % 4:
+        data = data.clone()
+    return data.view(torch.int32)
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """A bijection of int64 that is not linear. The shift of a signed number has to lose the sign."""
+    values = (values ^ ((values >> 32) & _LOW_HALF)) * _MIX
+    return values ^ ((values >> 32) & _LOW_HALF)
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    """Odd numbers from a fixed seed, one per word of a block."""
+    odd = np.random.Generator(np.random.PCG64(0)).integers(0, 2**64, _BLOCK_WORDS, dtype=np.uint64) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)
+
+
+class AuditedPasses:
+    """Takes the digests of a rank's audited microbatches while the schedule runs them.
+
+    Those of other groups (`Item.is_audit`) are added to no sum: their gradients are zeros once the digest is taken.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], sums: GradientSums, rank: int) -> None:
+        self._chunks = chunks
+        self._sums = sums
+        self._rank = rank
+        self._parameters = list(flat_parameters(chunks))
+        self._stages = {
+            parameter: chunk.stage
+            for chunk in chunks
+            for parameter in chunk.module.parameters()
+            if parameter.requires_grad
+        }
+        self._found: dict[Microbatch, dict[_Place, Tensor]] = {}
+        self._now: dict[_Place, Tensor] | None = None  # of the microbatch whose backward pass runs
+        self.num_added = 0
+        """Microbatches whose gradients the sums have got since `forget`."""
+
+    def forget(self) -> None:
+        self._found.clear()
+        self.num_added = 0
+
+    @contextmanager
+    def watching(self, items: Collection[Item]) -> Iterator[None]:
+        """In this context, `on_forward` and `on_backward` take digests of the items that are audited."""
+        audited = [item for item in items if item.is_digested]
+        if not audited:
+            yield
+            return
+        for item in audited:
+            self._found[item.microbatch.unit] = {}
+        hooks = [
+            flat.parameter.register_hook(self._hook(flat.start, self._stages[flat.parameter]))
+            for flat in self._parameters
+        ]
+        try:
+            yield
+        finally:
+            self._now, self._sums.is_counting = None, True
+            for hook in hooks:
+                hook.remove()
+
+    def on_forward(self, chunk: Chunk, item: Item, output: Tensor) -> None:
+        if item.is_digested:
+            self._found[item.microbatch.unit]["forward", chunk.stage] = digest64(output)
+
+    def on_backward(self, chunk: Chunk, item: Item, gradient: Tensor) -> None:
+        """The backward pass of this item begins, of which this is the gradient of the chunk's output."""
+        self._now = self._found[item.microbatch.unit] if item.is_digested else None
+        self._sums.is_counting = not item.is_audit
+        self.num_added += self._sums.is_counting and not item.is_padding and chunk is self._chunks[0]
+        if self._now is not None:
+            self._now["backward", chunk.stage] = digest64(gradient)
+
+    def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
+        """What this rank has of a microbatch. Waits for the device, once."""
+        found = self._found[microbatch]
+        digests = torch.stack(list(found.values())).tolist()
+        return [
+            Boundary(kind, stage, self._rank, digest % 2**64)  # type: ignore[arg-type]
+            for (kind, stage), digest in zip(found, digests, strict=True)
+        ]
+
+    def _hook(self, start: int, stage: int) -> Callable[[Tensor], Tensor | None]:
+        def on_gradient(gradient: Tensor) -> Tensor | None:
+            if self._now is not None:
+                digest, key = digest64(gradient, salt=start + 1), ("gradients", stage)
+                self._now[key] = self._now[key] + digest if key in self._now else digest
+            return None if self._sums.is_counting else torch.zeros_like(gradient)
+
+        return on_gradient

@@ -1,0 +1,106 @@
+"""Digests of audited microbatches in real groups: equal wherever they are computed, and in no sum."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spare_megatron.config.corpus_writer import write_corpus
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.core.audits import first_difference
+from spare_megatron.mcore.audited_passes import digest64
+from spare_megatron.mcore.data import prepare_index
+from tests.integration import audited_group
+from tests.integration.mcore_group import run_group
+
+MakeConfig = Callable[..., RunConfig]
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "two stages": {"pipeline_parallel": 2},
+    "two tensor-parallel ranks": {"tensor_parallel": 2},
+    "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    generator = np.random.default_rng(3)
+    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
+    return prefix
+
+
+@pytest.fixture
+def make_config(corpus: Path) -> MakeConfig:
+    def make(mode: str = "fast", **layout: Any) -> RunConfig:
+        config = RunConfig(
+            model=ModelConfig(num_layers=4, hidden_size=32, seq_length=32, hidden_dropout=0.1),
+            layout=LayoutConfig(num_groups=2, **layout),
+            spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+            data=DataConfig(corpus=str(corpus)),
+            reduce=ReduceConfig(mode=mode),  # type: ignore[arg-type]
+        )
+        config = replace(config, train=replace(config.train, steps=audited_group.STEP + 1))
+        prepare_index(config)
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_an_audit_has_the_digests_of_the_owner_and_is_in_no_sum(
+    make_config: MakeConfig, layout: dict[str, int], mode: str
+) -> None:
+    for is_unchanged, num_ready, here, there, again in run_group(
+        audited_group.computed_on_both_sides, make_config(mode, **layout)
+    ):
+        assert is_unchanged
+        assert num_ready == 1, "the only bucket is complete once the last counted microbatch is"
+        assert here == there == again
+        (one, other) = here.values()
+        assert len({boundary.digest for boundary in (*one, *other)}) >= len(one) + len(other) - 1
+        kinds = {(boundary.kind, boundary.stage) for boundary in one}
+        assert len(kinds) == len(one) == 3 * layout.get("virtual_pipeline", 1)
+
+
+def test_digests_see_every_bit_and_every_exchange() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(3 * (1 << 14) + 77, generator=generator)
+    known = {int(digest64(values)), int(digest64(values, salt=1))}
+    places = torch.randperm(len(values), generator=generator)[:50].tolist()
+    for number, place in enumerate(places):
+        for bit in (0, number % 31, 31):
+            changed = values.clone().view(torch.int32)
+            changed[place] ^= -(1 << 31) if bit == 31 else 1 << bit
+            known.add(int(digest64(changed.view(torch.float32))))
+    exchanged = values.clone()
+    exchanged[:2] = values[[1, 0]]
+    blocks = values.clone()
+    blocks[: 1 << 14], blocks[1 << 14 : 2 << 14] = values[1 << 14 : 2 << 14], values[: 1 << 14]
+    cancelling = values.clone().view(torch.int32)
+    cancelling[:2] ^= -(1 << 31)
+    known |= {int(digest64(one)) for one in (exchanged, blocks, cancelling)}
+    num_same = sum(1 for number in range(50) if number % 31 == 0)  # bit 0 once more
+    assert len(known) == 2 + 150 - num_same + 3
+    assert int(digest64(values.to(torch.bfloat16)[:7])) != int(digest64(values.to(torch.bfloat16)[:6]))
+
+
+def test_the_first_difference_names_the_stage_and_the_rank(make_config: MakeConfig) -> None:
+    config = make_config(pipeline_parallel=2)
+    for rank in (0, 1):
+        found = run_group(audited_group.spoiled, config, rank, _flip_a_weight)
+        before, after = ([one for ranks in found for one in ranks[index]] for index in (0, 1))
+        assert first_difference(after, before) == f"stage {rank}, forward pass, rank {rank}"
+
+
+def _flip_a_weight(trainer: Any) -> None:
+    chunk = trainer.chunks[0].module.module
+    weight = next(p for name, p in chunk.named_parameters() if name.endswith("linear_fc1.weight"))
+    with torch.no_grad():
+        weight.view(-1)[3] += 1.0

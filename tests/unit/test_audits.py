@@ -1,0 +1,277 @@
+"""Who audits whom, and what follows from a mismatch, by the rules alone."""
+
+from collections import Counter
+from itertools import product
+from random import Random
+
+import pytest
+
+from spare_megatron.core.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
+from spare_megatron.core.audits import (
+    AuditPolicy,
+    AuditWord,
+    Boundary,
+    Dispute,
+    Outvoted,
+    Statement,
+    Undecided,
+    default_every_steps,
+    draw_audits,
+    first_difference,
+    heard,
+    judge,
+    mismatches,
+    word_of,
+)
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry
+from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import Audit, Microbatch
+
+MICROBATCH = Microbatch(ShardId(3), 1)
+POLICY = AuditPolicy(every_steps=3, seed=5)
+
+
+# ------------------------------------------------------------------------------------------------------ who audits whom
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 5, 8])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_every_group_audits_one_other_and_pairs_vary(num_groups: int, is_shared: bool) -> None:
+    placement = make_placement("golomb", num_groups, min(3, num_groups))
+    groups = tuple(map(GroupId, range(num_groups)))
+    work = Dealing(initial_order(placement, 4, "microbatch"), groups).work(groups)
+    pairs: Counter[tuple[int, int]] = Counter()
+    items: Counter[Microbatch] = Counter()
+    for step in range(60):
+        audits = draw_audits(POLICY, step, work, None if is_shared else placement.hosts, groups)
+        assert sorted(audit.auditor for audit in audits) == list(groups)
+        assert sorted(audit.owner for audit in audits) == list(groups), "each is audited once, too"
+        for audit in audits:
+            assert work.owners[audit.microbatch.shard, audit.microbatch.index] == audit.owner != audit.auditor
+            assert is_shared or audit.auditor in placement.hosts[audit.microbatch.shard]
+        pairs.update((audit.auditor, audit.owner) for audit in audits)
+        items.update(audit.microbatch for audit in audits)
+    assert num_groups == 2 or len(pairs) >= 2 * num_groups
+    assert len(items) == 4 * num_groups, "every microbatch has its turn"
+
+
+def test_after_losses_every_group_with_a_common_host_is_asked() -> None:
+    """By brute force: whoever hosts work of another group audits, whatever is left."""
+    placement = make_placement("golomb", 7, 3)
+    everybody = tuple(map(GroupId, range(7)))
+    for lost in product(range(7), repeat=2):
+        left = tuple(group for group in everybody if group not in lost)
+        work = Dealing(initial_order(placement, 2, "microbatch"), everybody).work(left)
+        audits = draw_audits(POLICY, 1, work, placement.hosts, left)
+        able = {
+            group
+            for group in left
+            for shard in range(7)
+            if group in placement.hosts[shard] and set(work.owners[shard].tolist()) - {group}
+        }
+        assert {audit.auditor for audit in audits} == able
+        some = draw_audits(POLICY, 1, work, placement.hosts, left[:1])
+        assert {audit.auditor for audit in some} <= {left[0]}
+
+
+def test_one_audit_in_so_many_steps_costs_at_most_a_percent() -> None:
+    for m in range(1, 200):
+        every = default_every_steps(m)
+        assert 1 / (m * every) <= 0.01 < 1 / (m * max(every - 1, 0.5))
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def dispute(*said: tuple[int, int], num_rounds: int = 1) -> Dispute:
+    statements = tuple(Statement(GroupId(group), digest) for group, digest in said)
+    return Dispute(microbatch=MICROBATCH, statements=statements, asked=(), num_rounds=num_rounds)
+
+
+def verdict(*said: tuple[int, int], members: tuple[int, ...], able: tuple[int, ...]) -> object:
+    found = judge(dispute(*said), set(map(GroupId, members)), list(map(GroupId, able)))
+    if isinstance(found, Outvoted):
+        return found.group
+    return found.asked if isinstance(found, Dispute) else type(found)
+
+
+def test_one_word_against_one_asks_a_third() -> None:
+    assert verdict((1, 7), (2, 8), members=(0, 1, 2, 5), able=(5, 0, 1, 2)) == (5,)
+    assert verdict((1, 7), (2, 8), (5, 7), members=(0, 1, 2, 5), able=(5, 0, 1, 2)) == 2
+    assert verdict((1, 7), (2, 8), (5, 9), members=(0, 1, 2, 5), able=(5, 0, 1, 2)) == (0,)
+
+
+def test_two_hosts_compute_once_more_and_who_contradicts_itself_is_out() -> None:
+    assert verdict((1, 7), (2, 8), members=(1, 2), able=(1, 2)) == (1, 2)
+    assert verdict((1, 7), (2, 8), (1, 7), (2, 7), members=(1, 2), able=(1, 2)) == 2
+    assert verdict((1, 7), (2, 8), (1, 7), (2, 8), members=(1, 2), able=(1, 2)) is Undecided
+
+
+def test_words_of_the_lost_count_and_nobody_is_fenced_who_is_gone() -> None:
+    assert verdict((1, 7), (2, 8), (5, 7), members=(1, 5), able=(1, 5)) is type(None)
+    assert verdict((1, 7), (2, 8), (5, 7), members=(2, 5), able=(2, 5)) == 2
+    assert verdict((1, 7), (2, 8), members=(2, 5), able=(2,)) is type(None)
+
+
+def test_no_set_of_right_words_has_a_right_group_fenced() -> None:
+    """Whatever few wrong groups say: two that are right and able outvote them, and no right one is named."""
+    random = Random(2)
+    for _ in range(3000):
+        groups = list(range(random.randint(3, 6)))
+        wrong = set(random.sample(groups, random.randint(1, len(groups) - 2)))
+        members, asked, num_rounds = set(groups), tuple(random.sample(groups, 2)), 0
+        said: list[tuple[int, int]] = []
+        while num_rounds < 20:
+            num_rounds += 1
+            for group in asked:
+                error = random.choice((100 + group, 1000 * (group + 1) + random.randrange(100)))
+                said.append((group, error if group in wrong else 7))
+            found = judge(dispute(*said), members, sorted(members))
+            while isinstance(found, Outvoted):
+                assert found.group in wrong
+                members.discard(found.group)
+                found = judge(dispute(*said), members, sorted(members))
+            if not isinstance(found, Dispute):
+                break
+            asked = found.asked
+        assert found is None, "two right groups are always left"
+        assert len({digest for group, digest in said if group in members}) == 1
+
+
+def test_a_dispute_hears_only_whom_it_has_asked() -> None:
+    opened = Dispute(
+        microbatch=MICROBATCH, statements=dispute((1, 7), (2, 8)).statements, asked=(GroupId(5),), num_rounds=1
+    )
+    boundaries = (Boundary("forward", 0, 0, 1),)
+    words = {
+        GroupId(1): (AuditWord(*MICROBATCH, 7, boundaries),),
+        GroupId(5): (AuditWord(*MICROBATCH, 8), AuditWord(ShardId(0), 0, 9)),
+    }
+    statements = heard(opened, words).statements
+    assert [(s.group, s.digest) for s in statements] == [(1, 7), (2, 8), (5, 8)]
+    assert statements[0].boundaries == boundaries
+    assert [one.microbatch for one in mismatches(words)] == [MICROBATCH]
+
+
+def test_the_first_difference_follows_the_stages() -> None:
+    right = [
+        Boundary(kind, stage, 2 * stage + rank, 1)
+        for kind in ("forward", "backward", "gradients")
+        for stage in range(3)
+        for rank in range(2)
+    ]
+
+    def spoiled(*places: tuple[str, int]) -> list[Boundary]:
+        return [one._replace(digest=2) if (one.kind, one.stage) in places else one for one in right]
+
+    later = [("forward", 2), ("backward", 1), ("backward", 0), ("gradients", 0), ("gradients", 1), ("gradients", 2)]
+    assert first_difference(spoiled(("forward", 1), *later), right) == "stage 1, forward pass, ranks 2, 3"
+    backward = spoiled(("backward", 0), ("gradients", 0), ("gradients", 1))
+    assert first_difference(backward, right) == "stage 1, backward pass, ranks 2, 3"
+    one_rank = [one._replace(digest=2) if (one.kind, one.rank) == ("gradients", 5) else one for one in right]
+    assert first_difference(one_rank, right) == "stage 2, gradients, rank 5"
+    assert first_difference(right, right) == ""
+    assert word_of(right) == word_of(reversed(right)) != word_of(one_rank)
+
+
+# ------------------------------------------------------------------------------------------------------- the controller
+
+
+def started(num_groups: int = 4, redundancy: int = 4, every_steps: int = 1) -> tuple[Controller, AttemptReduce]:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", num_groups, redundancy),
+        microbatches_per_shard=2,
+        num_steps=9,
+        audits=AuditPolicy(every_steps=every_steps, seed=1),
+    )
+    controller = Controller(setup)
+    actions = controller.handle(RunStarted(), now_s=0.0)
+    return controller, next(action for action in actions if isinstance(action, AttemptReduce))
+
+
+def votes_of(
+    controller: Controller, audits: tuple[Audit, ...], wrong: dict[tuple[int, Microbatch], int]
+) -> dict[GroupId, Vote]:
+    votes = {}
+    for group in controller.members:
+        mine = sorted({one.microbatch for one in audits if group in (one.auditor, one.owner)})
+        words = tuple(AuditWord(*one, wrong.get((group, one), 7)) for one in mine)
+        digest = controller._plan_digest
+        votes[group] = Vote(is_complete=True, plan_digest=digest, num_complete=(1,), audits=words)
+    return votes
+
+
+def decided(controller: Controller, votes: dict[GroupId, Vote]) -> object:
+    decoded = {group: decode_vote(encode_vote(vote)) for group, vote in votes.items()}
+    assert decoded == votes
+    actions = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
+    [entry] = [action.entry for action in actions if isinstance(action, AppendEntry)]
+    assert decode_entry(encode_entry(entry)) == entry
+    return entry
+
+
+def fold(controller: Controller, entry: object) -> tuple[object, ...]:
+    return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)  # type: ignore[arg-type]
+
+
+def test_a_mismatch_is_settled_before_the_commit() -> None:
+    controller, _ = started()
+    audits = controller._plans[0].audits
+    assert isinstance(decided(controller, votes_of(controller, audits, {})), Commit)
+    one = audits[0]
+    wrong = {(int(one.owner), one.microbatch): 8}
+    asked = decided(controller, votes_of(controller, audits, wrong))
+    assert isinstance(asked, Retry)
+    [open_one] = asked.disputes
+    [third] = open_one.asked
+    assert third not in (one.auditor, one.owner)
+    assert (open_one.microbatch, asked.kept, asked.recompute) == (one.microbatch, (1,), False)
+    actions = fold(controller, asked)
+    [compute] = [action for action in actions if isinstance(action, ComputeAudits)]
+    assert compute.asked_of(third) == (one.microbatch,)
+    [attempt] = [action for action in actions if isinstance(action, AttemptReduce)]
+    assert attempt.disputed == (one.microbatch,)
+    another, _ = started()
+    fold(another, asked)
+    with pytest.raises(ValueError, match="discarded"):
+        fold(another, Commit(step=0, attempt=1))
+    further = (*audits, Audit(third, one.owner, one.microbatch))
+    fence = decided(controller, votes_of(controller, further, wrong))
+    assert isinstance(fence, Fence)
+    assert (fence.group, fence.discard, fence.is_outvoted) == (one.owner, True, True)
+    fold(controller, fence)
+    again = decided(controller, {g: v for g, v in votes_of(controller, further, wrong).items() if g != one.owner})
+    assert isinstance(again, Retry)
+    assert (again.recompute, again.kept, again.disputes) == (True, (), ())
+    steps = [action for action in fold(controller, again) if isinstance(action, ComputeStep)]
+    assert one.owner not in {audit.owner for audit in steps[0].plan.audits}
+    assert len(steps[0].plan.audits) == 3, "those that are left are audited again"
+
+
+def test_two_hosts_that_stand_by_their_words_halt_the_run_with_both_named() -> None:
+    controller, _ = started(num_groups=2, redundancy=2)
+    audits = controller._plans[0].audits
+    wrong = {(int(audits[0].owner), audits[0].microbatch): 8}
+    asked = decided(controller, votes_of(controller, audits, wrong))
+    assert isinstance(asked, Retry)
+    assert asked.disputes[0].asked == (0, 1)
+    fold(controller, asked)
+    halt = decided(controller, votes_of(controller, audits, wrong))
+    assert isinstance(halt, Halt)
+    assert "groups 0 and 1 compute different gradients" in halt.reason
+    assert halt.discard
+
+
+def test_groups_that_come_in_are_audited_in_their_first_step() -> None:
+    controller, _ = started(every_steps=99)
+    assert controller._plans[0].audits == ()
+    fold(controller, Fence(group=GroupId(2)))
+    fold(controller, Commit(step=0, attempt=0, admit=(Member(GroupId(2), 1),)))
+    assert [audit.auditor for audit in controller._plans[0].audits] == [2]
+    fold(controller, Commit(step=1, attempt=1))
+    assert controller._plans[0].audits == ()

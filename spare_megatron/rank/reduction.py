@@ -154,7 +154,7 @@ class Reduction:
                 loss=self._buckets.loss_sum(),
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
-                num_passes=self._probe.num_forward / self._num_chunks,
+                pace_s=self._probe.pace_s(self._num_chunks),
                 finding=finding,
                 ends=self._progress.is_end_asked(),
                 wrong_sum=wrong,

@@ -30,8 +30,8 @@ HIT_STEP = 10
 KINDS: dict[Cause, tuple[FaultKind, float, float]] = {
     Cause.COMPUTE: ("slow", 2.0, 4.0),
     Cause.DATA: ("slow_data", 100.0, 200.0),
-    Cause.HOST: ("slow_host", 8.0, 16.0),
-    Cause.LINK: ("slow_link", 50.0, 100.0),
+    Cause.HOST: ("slow_host", 16.0, 32.0),
+    Cause.LINK: ("slow_link", 20.0, 40.0),
 }
 """The fault of each cause, and between which factors it is drawn."""
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(20)), help="numbers of the cases to run")
     parser.add_argument("--seed", type=int, default=0, help="draws machines and factors")
-    parser.add_argument("--minutes", type=float, default=0.5, help="of training in each case")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of training in each case")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cases = []

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spare_megatron.driver.gpus import visible_gpus
+from spare_megatron.process.gpus import visible_gpus
 
 
 def describe_machine() -> str:

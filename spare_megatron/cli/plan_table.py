@@ -51,6 +51,9 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     if plan.policy == "reform":
         without = min(other.time_to_train_ratio for other in answer.alternatives if other.policy != "reform")
         yield "re-forming is worth", f"{without - plan.time_to_train_ratio:.2f} of it: {without:.2f} x without"
+    if answer.slow is not None:
+        even, dealt = answer.slow.even_ratio, answer.slow.dealt_ratio
+        yield "slow groups", f"{even:.2f} x that without, and {dealt:.2f} x with work dealt by pace"
     yield "mean step between restarts", f"{plan.stretch:.2f} x that without losses"
     yield "availability", f"{plan.availability:.1%}"
     yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"

@@ -20,7 +20,7 @@ LEAST_RATIO = 1.2
 """Of a time over that of its like."""
 _SCATTER_FACTOR = 3 * 1.4826
 """Three standard deviations of normal values, in median absolute deviations."""
-_LEAST_FOR_SCATTER = 4
+_LEAST_FOR_SCATTER = 3
 _LINK_RATIO = 5.0
 _LEAST_ANSWER_S = 0.01
 """A request to the control store that takes longer, and so many times longer than elsewhere, shows a slow link."""

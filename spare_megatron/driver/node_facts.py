@@ -26,7 +26,7 @@ from spare_megatron.config.node_facts import NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
 from spare_megatron.config.store_space import StoreSpace
-from spare_megatron.driver.gpus import visible_gpus
+from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec

@@ -25,7 +25,6 @@ from spare_megatron.config.terms import other_corpus, step_of
 from spare_megatron.config.validate import Machine, on_device
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.event_command import EventCommand
-from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
@@ -37,6 +36,7 @@ from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.observe.metrics import OnStep
+from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.process.interrupts import deferred
 from spare_megatron.process.lock import LOCK, locked
 from spare_megatron.process.network import why_no_slow_link

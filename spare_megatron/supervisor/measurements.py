@@ -1,11 +1,12 @@
 """Measures what the ranks of a node did in some steps, and what their machine showed meanwhile."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from spare_megatron.core.culprit import MachineSigns, RankTimes
 from spare_megatron.core.failure_detector import OPERATIONS, Operation
 from spare_megatron.core.reforming import MachineId
+from spare_megatron.process.gpus import reduced_clocks
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
 from spare_megatron.process.reports import NodeMeasured, RankKey
@@ -44,12 +45,21 @@ class _Begin:
 
 
 class Measurements:
-    """The windows of one node. `answers` returns how often the control store has answered, and the seconds in all."""
+    """The windows of one node. `answers` returns how often the control store has answered, and the seconds in all;
+    `clocks` of each GPU why its clock is reduced.
+    """
 
-    def __init__(self, ranks: RankProcesses, machine: MachineId, answers: Callable[[], tuple[int, float]]) -> None:
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        machine: MachineId,
+        answers: Callable[[], tuple[int, float]],
+        clocks: Callable[[], Sequence[str]] = reduced_clocks,
+    ) -> None:
         self._ranks = ranks
         self._machine = machine
         self._answers = answers
+        self._clocks = clocks
         self._begin: _Begin | None = None
 
     def poll(self, now_s: float) -> NodeMeasured | None:
@@ -70,12 +80,18 @@ class Measurements:
         if not times:
             return None
         window_s = end.at_s - begin.at_s
+        clocks = self._clocks() if any(self._ranks.device_index(key) is not None for key in end.ranks) else ()
+        times = [replace(one, device=self._clock_of((one.group, one.rank), clocks)) for one in times]
         return NodeMeasured(
             machine=self._machine,
             step_s=window_s / max(one.num_steps for one in times),
             ranks=tuple(times),
             signs=_signs(begin, end, window_s),
         )
+
+    def _clock_of(self, key: RankKey, clocks: Sequence[str]) -> str:
+        index = self._ranks.device_index(key)
+        return "" if index is None or index >= len(clocks) else clocks[index]
 
     def _has_steps(self, begin: _Begin) -> bool:
         """Whether some rank has done enough steps; whole groups may be gone."""

@@ -201,6 +201,11 @@ class RankProcesses:
         self.pipes[process.child.reports] = key
         self.sentinels[process.child.process.sentinel] = key
 
+    def device_index(self, key: RankKey) -> int | None:
+        """Which of the machine's GPUs the rank computes on; None on CPUs."""
+        _, _, index = self._device_of(key).partition(":")
+        return int(index) if index else None
+
     def _device_of(self, key: RankKey) -> str:
         """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
         cluster, layout = self._spec.config.cluster, self._spec.config.parallel

@@ -23,6 +23,8 @@ from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.journal.spans import read_spans_of
 from spare_megatron.observe.history import history_of
+from spare_megatron.process.network import why_no_slow_link
+from spare_megatron.process.processor_quota import why_no_quota
 from spare_megatron.process.reports import RunEvent, StoreAway, StoreBack
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank import run_rank
@@ -52,6 +54,7 @@ AWAY_S = 10 * HEARTBEAT_S
 
 PAUSE_S = 3.0
 """Twice the longest time that a rank may stand still in what it usually does at once."""
+NO_QUOTA, NO_SLOW_LINK = why_no_quota(), why_no_slow_link()
 HANGS = "no progress|no heartbeat"
 """On a busy machine the beats of who hangs may be late, too."""
 
@@ -124,6 +127,25 @@ def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path,
         assert fenced_groups(run.journal) == set()
     else:
         assert_masked(run)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("slow_host", marks=pytest.mark.skipif(bool(NO_QUOTA), reason=NO_QUOTA)),
+        pytest.param("slow_link", marks=pytest.mark.skipif(bool(NO_SLOW_LINK), reason=NO_SLOW_LINK)),
+    ],
+)
+def test_a_node_with_little_of_its_processors_or_link_is_waited_for(
+    text_corpus: Path, tmp_path: Path, kind: str
+) -> None:
+    fault = at(FaultPoint.FORWARD, kind, factor=16.0)
+    config = faulty(text_corpus, [fault], num_nodes=4, isolate=kind == "slow_link", heartbeat_s=CALM_HEARTBEAT_S)
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert fenced_groups(run.journal) == set()
+    if kind == "slow_host":
+        assert "waited in" in (run.run_dir / "logs" / "supervisor-1.log").read_text()
 
 
 def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_it(

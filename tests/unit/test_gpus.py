@@ -10,8 +10,8 @@ import pytest
 
 from spare_megatron.config.node_facts import Gpu
 from spare_megatron.config.schema import DataConfig, RunConfig
-from spare_megatron.driver.gpus import visible_gpus
 from spare_megatron.driver.run import look_at_machine
+from spare_megatron.process.gpus import reduced_clocks, visible_gpus
 
 GIB = 2**30
 NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED = 3, 6, 4, 9
@@ -25,6 +25,8 @@ class Part:
     parts: Sequence["Part | None"] | None = None
     """Its MIG instances, with gaps; None: not in MIG mode."""
     is_allowed: bool = True
+    throttled: int | None = 0
+    """The reasons of its clock, by bits; None: not supported."""
 
 
 class Nvml:
@@ -79,6 +81,18 @@ class Nvml:
         part._obj.value = self._devices.index(found) + 1
         return 0
 
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, reasons: Any) -> int:  # noqa: N802
+        reasons._obj.value = self._device(handle).throttled or 0
+        return NOT_SUPPORTED if self._device(handle).throttled is None else 0
+
+    def nvmlDeviceGetClockInfo(self, _handle: Any, kind: int, clock: Any) -> int:  # noqa: N802
+        clock._obj.value = {1: 1005}[kind]
+        return 0
+
+    def nvmlDeviceGetMaxClockInfo(self, _handle: Any, kind: int, clock: Any) -> int:  # noqa: N802
+        clock._obj.value = {1: 1980}[kind]
+        return 0
+
     def _device(self, handle: Any) -> Part:
         return self._devices[handle.value - 1]
 
@@ -107,6 +121,21 @@ def test_a_gpu_is_described_by_its_model_and_memory(install: Any) -> None:
     nvml = install(Nvml([Part("GPU-aa", "Tesla V100", 32 * GIB)]))
     assert visible_gpus() == (Gpu(name="Tesla V100", memory_bytes=32 * GIB, free_bytes=16 * GIB),)
     assert nvml.num_open == 0
+
+
+def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(install: Any) -> None:
+    reasons = (0x00, 0x01 | 0x02, 0x40, 0x08 | 0x80, None)
+    nvml = install(Nvml([Part(f"GPU-{at}", "H100", throttled=bits) for at, bits in enumerate(reasons)]))
+    assert reduced_clocks() == (
+        "",
+        "",
+        "clock 1005 of 1980 MHz: thermal slowdown by the hardware",
+        "clock 1005 of 1980 MHz: hardware slowdown, power brake",
+        "",
+    )
+    assert nvml.num_open == 0
+    install(Nvml([], is_loaded=False))
+    assert reduced_clocks() == ()
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ class OneRank:
         self.clock = Clock()
         self.writer = HeartbeatWriter(self.shown, PassTimes(self.clock, lambda began_s, ended_s: ended_s - began_s))
         self.pid = os.getpid()
+        self.device: int | None = None
 
     @property
     def pids(self) -> dict[RankKey, int]:
@@ -49,6 +50,9 @@ class OneRank:
 
     def page(self, key: RankKey) -> HeartbeatPage | None:
         return self.shown if key == KEY else None
+
+    def device_index(self, key: RankKey) -> int | None:
+        return self.device
 
     def step(self, number: int) -> None:
         """A step of two microbatches: 2 s forward with 0.5 s of reading besides, and 4 s backward, each."""
@@ -101,6 +105,19 @@ def test_a_rank_that_was_started_again_counts_from_its_next_window_on() -> None:
     found = measurements.poll(4.0)
     assert found is not None
     assert found.ranks[0].num_steps == 4
+
+
+def test_a_reduced_clock_is_that_of_the_ranks_device() -> None:
+    rank = OneRank()
+    rank.device = 1
+    clocks = ["power brake", "thermal slowdown"]
+    measurements = Measurements(rank, MachineId(0), lambda: (0, 0.0), lambda: clocks)  # type: ignore[arg-type]
+    measurements.poll(0.0)
+    for step in range(4):
+        rank.step(step)
+    found = measurements.poll(2.0)
+    assert found is not None
+    assert found.ranks[0].device == "thermal slowdown"
 
 
 def test_the_kernel_reports_this_machine_and_process() -> None:

@@ -1,8 +1,9 @@
-"""The NVIDIA GPUs of this machine, counted by NVML, the library of the driver: without torch, and without using any."""
+"""The NVIDIA GPUs of this machine, by NVML, the library of the driver: without torch, and without using any."""
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,15 @@ from spare_megatron.config.node_facts import Gpu
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96
 """NVML's own limit for names and UUIDs."""
+_SM_CLOCK = 1
+_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "thermal slowdown by the driver",
+    0x40: "thermal slowdown by the hardware",
+    0x80: "power brake",
+}
+"""Bits of nvmlClocksThrottleReasons (nvml.h) that mean less than a device could do; idle and settings are others."""
 
 
 class _Memory(ctypes.Structure):
@@ -37,17 +47,33 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """The devices that CUDA shows to a process, in the order of CUDA_VISIBLE_DEVICES; all of them if it is unset. Of
     MIG instances CUDA shows only one, and here none beside a whole GPU. Empty where no driver is loaded.
     """
-    try:
+    with _library() as nvml:
+        return tuple(_describe(nvml, device) for device in _visible_devices(nvml))
+
+
+def reduced_clocks() -> tuple[str, ...]:
+    """Of each device of `visible_gpus` why its clock is reduced, and to what; empty for one that is not throttled."""
+    with _library() as nvml:
+        return tuple(_reduced_clock(nvml, device) for device in _visible_devices(nvml))
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[Any]:
+    """NVML; None where no driver is loaded."""
+    nvml = None
+    with contextlib.suppress(OSError):
         nvml = ctypes.CDLL(_LIBRARY)
-    except OSError:
-        return ()
-    if nvml.nvmlInit_v2() != 0:
-        return ()
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
     try:
-        devices = _visible(_cards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return tuple(_describe(nvml, device) for device in devices)
+        yield nvml
     finally:
         nvml.nvmlShutdown()
+
+
+def _visible_devices(nvml: Any) -> Sequence[_Device]:
+    return () if nvml is None else _visible(_cards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _visible(cards: Sequence[_Card], names: str | None) -> Sequence[_Device]:
@@ -102,6 +128,18 @@ def _describe(nvml: Any, device: _Device) -> Gpu:
     nvml.nvmlDeviceGetMemoryInfo(device.handle, ctypes.byref(memory))
     name = _text(nvml.nvmlDeviceGetName, device.handle)
     return Gpu(name=name, memory_bytes=memory.total, free_bytes=memory.free)
+
+
+def _reduced_clock(nvml: Any, device: _Device) -> str:
+    reasons = ctypes.c_ulonglong()
+    if nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device.handle, ctypes.byref(reasons)) != 0:
+        return ""
+    found = [name for bit, name in _REASONS.items() if reasons.value & bit]
+    if not found:
+        return ""
+    clock = _count(nvml.nvmlDeviceGetClockInfo, device.handle, _SM_CLOCK)
+    most = _count(nvml.nvmlDeviceGetMaxClockInfo, device.handle, _SM_CLOCK)
+    return f"clock {clock} of {most} MHz: {', '.join(found)}"
 
 
 def _count(ask: Any, *arguments: Any) -> int:

@@ -1,6 +1,7 @@
-"""What it costs to judge a group's gradients before each reduction and to digest its parameters, beside a whole step.
+"""What it costs to judge a group's gradients, to take the checksums of its sums, and to digest its state.
 
-SHA-256 of the same parameters, which a run takes only at its end, is measured beside.
+Beside a whole step, in processor time, in which other work on the machine does not count. SHA-256 of the parameters,
+which a run takes only at its end, is measured beside.
 """
 
 import argparse
@@ -22,13 +23,16 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import UpdateModel
 from spare_megatron.driver.run import start_run
+from spare_megatron.mcore import checksums
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.step_executor import StepExecutor
 
 NUM_WARMUP = 3
 """Steps at the start of a run that are not measured."""
-_PARTS = ("norm", "hash", "sha256")
+_PARTS = ("norm", "checksum", "hash", "rest", "sha256")
+_COMPARED = ("hash", "rest")
+"""What is not done in every step of a run."""
 
 
 class _TimedExecutor(StepExecutor):
@@ -41,7 +45,9 @@ class _TimedExecutor(StepExecutor):
         self._lines: list[str] = []
         trainer = parts["trainer"]
         trainer.gradients.norm = self._timed("norm", trainer.gradients.norm)
+        vars(checksums)["checksum"] = self._timed("checksum", checksums.checksum)
         trainer.params_digest = self._timed("hash", trainer.params_digest)
+        trainer.rest_of_state = self._timed("rest", trainer.rest_of_state)
         self._sha256 = self._timed("sha256", trainer.params_sha256)
         super().__init__(**parts)
 
@@ -79,11 +85,12 @@ def measure(config: RunConfig) -> dict[str, Any]:
         summary = start_run(config, folder, lambda _: None, rank_main=run_timed_rank)
         assert summary.verdict == "valid", summary.reasons
         lines = [json.loads(line) for file in folder.glob("timed-*") for line in file.read_text().splitlines()]
-    medians = {what: statistics.median(line[what] for line in lines) for what in (*_PARTS, "step")}
+    for line in lines:
+        line["step"] -= sum(line[what] for what in _COMPARED)
+    shares = {what: statistics.median(line[what] / line["step"] for line in lines) for what in _PARTS[:-1]}
     return {
-        "norm_share": statistics.median(line["norm"] / (line["step"] - line["hash"]) for line in lines),
-        "hash_share": statistics.median(line["hash"] / (line["step"] - line["hash"]) for line in lines),
-        **{f"{what}_s": seconds for what, seconds in medians.items()},
+        **{f"{what}_share": share for what, share in shares.items()},
+        **{f"{what}_s": statistics.median(line[what] for line in lines) for what in (*_PARTS, "step")},
         "steps_measured": len(lines),
     }
 
@@ -100,9 +107,14 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
         return
-    print(f"processor time of a rank's step: {(result['step_s'] - result['hash_s']) * 1e3:.1f} ms without comparisons")
-    print(f"judging its gradients: {result['norm_s'] * 1e3:.2f} ms, {result['norm_share']:.2%} of it")
-    print(f"digest of its parameters: {result['hash_s'] * 1e3:.2f} ms, {result['hash_share']:.2%} of it")
+    print(f"processor time of a rank's step: {result['step_s'] * 1e3:.1f} ms without comparisons")
+    for what, text in (
+        ("norm", "judging its gradients"),
+        ("checksum", "checksums of its sums"),
+        ("hash", "digest of its parameters"),
+        ("rest", "digest of its other state"),
+    ):
+        print(f"{text}: {result[f'{what}_s'] * 1e3:.2f} ms, {result[f'{what}_share']:.2%} of it")
     print(f"SHA-256 of them: {result['sha256_s'] * 1e3:.2f} ms")
 
 

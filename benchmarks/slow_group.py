@@ -1,7 +1,7 @@
 """What slow groups cost: the step with them over the step without, and how soon the work is dealt by pace.
 
-A run of real processes whose passes sleep (`slow_group_program.py`); `optimum` is the least ratio that whole
-microbatches allow. With `--quiet-steps` nothing is slow, and what counts is how often the paces change.
+A run of real processes whose passes sleep (`slow_group_program.py`), with faults of kind `slow`; `optimum` is the least
+ratio that whole microbatches allow. With `--quiet-steps` nothing is slow, and what counts is how often paces change.
 """
 
 import argparse
@@ -28,14 +28,18 @@ WARM_UP_STEPS, SLOW_FROM, LAST_STEPS = 8, 32, 24
 
 def run(options: argparse.Namespace, folder: Path, num_steps: int) -> tuple[Mapping[int, float], Sequence[PacesRecord]]:
     """Seconds of each step, the longest of any group, and the changes of paces."""
-    factors = {str(group): factor for group, factor in enumerate(options.factor)} if not options.quiet_steps else {}
-    os.environ["SLOW_GROUPS"] = json.dumps({"sleep_s": options.sleep, "from": SLOW_FROM, "factors": factors})
+    os.environ["SLOW_GROUP_SLEEP_S"] = str(options.sleep)
+    faults = [
+        f'{{kind="slow", phase="forward", step={SLOW_FROM}, group={group}, rank=0, factor={factor}}}'
+        for group, factor in enumerate(() if options.quiet_steps else options.factor)
+    ]
     settings = [
         *("name=slow_group", f"program.file={Path(__file__).with_name('slow_group_program.py')}"),
         *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=1"),
         *("model.seq_length=16", "model.vocab_size=64", "train.micro_batch_size=1", f"train.steps={num_steps}"),
         *(f"layout.num_groups={options.groups}", f"spare.redundancy={min(options.redundancy, options.groups)}"),
         *(f"spare.microbatches_per_shard={options.microbatches}", 'cluster.device="cpu"', "spare.rejoins=0"),
+        f"faults.trace=[{', '.join(faults)}]",
         *options.set,
     ]
     summary = start_run(load_run_config(None, settings).config, folder, lambda _: None)

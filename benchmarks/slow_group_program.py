@@ -1,14 +1,11 @@
-"""The program of `benchmarks/slow_group.py`: passes that sleep, longer in slow groups.
+"""The program of `benchmarks/slow_group.py`: passes that sleep.
 
 A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for eight
-groups at once. The variable SLOW_GROUPS is JSON: {"sleep_s": SECONDS, "from": STEP, "factors": {GROUP: FACTOR}}.
+groups at once. The variable SLOW_GROUP_SLEEP_S has its seconds.
 """
 
-import json
 import os
-import re
 import time
-from functools import cache
 
 import torch
 
@@ -32,16 +29,6 @@ def datasets_provider(config: RunConfig) -> Noise:
     return Noise(config.model.seq_length, config.model.vocab_size)
 
 
-@cache
-def own_group() -> int:
-    """The group of this process, by the name of its log."""
-    found = re.search(r"group-(\d+)-rank", os.readlink("/proc/self/fd/2"))
-    assert found is not None, "a rank writes to a log of its own"
-    return int(found[1])
-
-
 def forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[torch.Tensor, Terms]:
-    slow = json.loads(os.environ["SLOW_GROUPS"])
-    factor = slow["factors"].get(str(own_group()), 1.0) if context.step >= slow["from"] else 1.0
-    time.sleep(slow["sleep_s"] * factor)
+    time.sleep(float(os.environ["SLOW_GROUP_SLEEP_S"]))
     return gpt_forward_step(batch, model, context)

@@ -15,6 +15,8 @@ from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.plan_question import (
     ASSUMED_MICROBATCHES,
     ASSUMED_SLICE_COPY,
+    ASSUMED_SLOW,
+    ASSUMED_SLOW_FACTOR,
     ASSUMED_STEP,
     ASSUMED_STEPS,
     Domains,
@@ -24,6 +26,7 @@ from spare_megatron.cli.plan_question import (
     Question,
     Reforming,
     Returning,
+    Slow,
     Widths,
     check_redundancy_asked,
     facts_of,
@@ -31,6 +34,7 @@ from spare_megatron.cli.plan_question import (
     partition_copy_s_of,
     policies_of,
     policy_of,
+    slow_rate_of,
     widths_of,
 )
 from spare_megatron.journal.quantities import format_duration
@@ -108,6 +112,19 @@ _OverGroups = Annotated[
     ),
 ]
 
+_SlowEvery = Annotated[
+    str | None, typer.Option(help="Mean time until a given group turns slow, as in 30d: what that costs is shown.")
+]
+_SlowFor = Annotated[
+    str | None, typer.Option(help="Mean time for which a group is slow; for --slow-every.", show_default=ASSUMED_SLOW)
+]
+_SlowFactor = Annotated[
+    float | None,
+    typer.Option(
+        help="Time per microbatch of a slow group over that of the others.", show_default=f"{ASSUMED_SLOW_FACTOR:g}"
+    ),
+]
+
 _HOPELESS = 1e6
 """Time to train over that without losses from which on a plan is refused."""
 
@@ -142,6 +159,9 @@ def plan(
     read_rate: _ReadRate = None,
     widths: _Lanes = None,
     over_groups: _OverGroups = None,
+    slow_every: _SlowEvery = None,
+    slow_for: _SlowFor = None,
+    slow_factor: _SlowFactor = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw time to train, endured losses and lost time into this PNG file."),
@@ -175,6 +195,7 @@ def plan(
         last_resort=LastResort(last_resort, fetch),
         slice_copy=slice_copy,
         widths=Widths(widths, over_groups),
+        slow=Slow(slow_every, slow_for, slow_factor),
     )
     _answer(question, plot, as_json=as_json)
 
@@ -211,6 +232,7 @@ def answer_to(question: Question) -> Answer:
     """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
     from spare_megatron.planner.partition_redundancy import plan_partitions
     from spare_megatron.planner.plan import FRUGAL_TOLERANCE, optimize, predict
+    from spare_megatron.planner.slow_groups import slow_cost
     from spare_megatron.planner.width import plans_by_width
 
     facts = facts_of(question)
@@ -237,6 +259,7 @@ def answer_to(question: Question) -> Answer:
     if question.reforming.reform is not None:
         names["steps"] = question.reforming.steps
     lanes, over_groups_s = widths_of(question, facts.times.reduce_s)
+    rate, units = slow_rate_of(question), 1 if chosen == "stack" else facts.num_microbatches
     return Answer(
         facts=facts,
         plan=best,
@@ -246,4 +269,5 @@ def answer_to(question: Question) -> Answer:
         limits=limits,
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
+        slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),
     )

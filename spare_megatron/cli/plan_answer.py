@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from spare_megatron.planner.facts import ClusterFacts, HoldingLimits
     from spare_megatron.planner.partition_redundancy import PartitionPlan
     from spare_megatron.planner.plan import Plan
+    from spare_megatron.planner.slow_groups import SlowCost
     from spare_megatron.planner.width import WidthPlan
 
 
@@ -21,6 +22,7 @@ class Answer:
         alternatives: The best plan of each policy that the options allow.
         assumed: Names of the facts that were not given.
         widths: The plan of the policy for groups of each number of lanes asked for.
+        slow: What slow groups cost, if how often they are slow was given; beside the plan, which knows none.
     """
 
     facts: "ClusterFacts"
@@ -31,10 +33,12 @@ class Answer:
     limits: "HoldingLimits | None"
     assumed: frozenset[str]
     widths: tuple["WidthPlan", ...] = ()
+    slow: "SlowCost | None" = None
 
 
 def as_figures(answer: Answer) -> dict[str, Any]:
     """The figures of `--json`; the first five keys are a contract."""
+    from spare_megatron.planner.audits import audit_curve, audit_price
     from spare_megatron.planner.plan import closed_form_redundancy
 
     plan, limits = answer.plan, answer.limits
@@ -53,9 +57,13 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "read_s_per_step": read_s(answer),
         "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
         "slices": asdict(answer.slices),
+        "audits": asdict(audit_price(answer.facts.num_microbatches))
+        | {"curve": [asdict(one) for one in audit_curve(answer.facts.num_microbatches)]},
         "facts": _as_facts(answer.facts),
         "assumed": sorted(answer.assumed),
     }
+    if answer.slow is not None:
+        figures["slow"] = asdict(answer.slow)
     if answer.widths:
         figures["widths"] = [asdict(one) for one in answer.widths]
     return figures

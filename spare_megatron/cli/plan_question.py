@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from spare_megatron.planner.overhead import StepTimes
     from spare_megatron.planner.readmission import RejoinTimes
     from spare_megatron.planner.reforming import ReformTimes
+    from spare_megatron.planner.slow_groups import SlowRate
 
 ASSUMED_STEP = "64s"
 ASSUMED_REDUCE_S_PER_GROUP = 0.01
 ASSUMED_MICROBATCHES = 16
 ASSUMED_SLICE_COPY = "60s"
 ASSUMED_STEPS = 10_000
+ASSUMED_SLOW = "1h"
+ASSUMED_SLOW_FACTOR = 2.0
 SECONDS_PER_DAY = 86400.0
 _MOST_GROUPS = 10_000_000
 _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
@@ -75,6 +78,14 @@ class Widths(NamedTuple):
     over_groups: str | None
 
 
+class Slow(NamedTuple):
+    """How often a given group turns slow, for how long, and by how much."""
+
+    every: str | None
+    lasting: str | None
+    factor: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """The options as the user wrote them; None where absent."""
@@ -95,6 +106,7 @@ class Question:
     last_resort: LastResort
     slice_copy: str | None
     widths: Widths
+    slow: Slow
 
 
 def facts_of(question: Question) -> "ClusterFacts":
@@ -260,6 +272,24 @@ def widths_of(question: Question, reduce_s: float) -> tuple[list[int], float]:
     if over_groups_s > reduce_s:
         raise ValueError(f"--over-groups {over_groups} exceeds the rest of a step, --reduce, of {reduce_s:g} s")
     return [int(number) for number in lanes.split(",")], over_groups_s
+
+
+def slow_rate_of(question: Question) -> "SlowRate | None":
+    """How often groups turn slow; None if that was not asked. ValueError: out of range, or --slow-every is missing."""
+    from spare_megatron.planner.slow_groups import SlowRate
+
+    every, lasting, factor = question.slow
+    if every is None:
+        if lasting is not None or factor is not None:
+            raise ValueError(
+                "--slow-for and --slow-factor need --slow-every, the mean time until a given group is slow"
+            )
+        return None
+    return SlowRate(
+        group_interval_s=parse_duration_s("--slow-every", every),
+        duration_s=parse_duration_s("--slow-for", lasting or ASSUMED_SLOW),
+        factor=ASSUMED_SLOW_FACTOR if factor is None else factor,
+    )
 
 
 def policy_of(question: Question) -> "Policy":

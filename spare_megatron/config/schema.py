@@ -434,6 +434,7 @@ FaultKind = Literal[
     "param_flip",
     "moment_flip",
     "sum_flip",
+    "data_flip",
     "drain",
     "resize",
     "activation_flip",
@@ -506,8 +507,8 @@ class TrainConfig:
     seed: NonNegativeInt = 1234
     """Seed of parameters, data order and dropout."""
     params_check_every_steps: NonNegativeInt = 10
-    """Steps between comparisons of the groups' parameters; 0 compares only after recoveries, for checkpoints, and at
-    the end."""
+    """Steps between comparisons of the groups' parameters and moments; 0 compares only after recoveries, for
+    checkpoints, and at the end."""
     gradient_outlier_factor: float = 1000.0
     """Fences a group whose gradient norm exceeds this many times the median of its last steps; 0 disables that."""
 

@@ -33,6 +33,7 @@ _FOR_GOOD = (
     "param_flip",
     "moment_flip",
     "sum_flip",
+    "data_flip",
     "resize",
     "activation_flip",
     "stuck_bit",
@@ -181,6 +182,11 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
             f"{where}.kind=sum_flip strikes a bucket that is staged, and none is at phase={fault.phase}; choose one of "
             f"{', '.join(sorted(PHASES_OF_A_BUCKET))}"
         )
+    if fault.kind == "data_flip" and (fault.phase is not FaultPoint.FORWARD or fault.rank != 0 or config.program.file):
+        yield (
+            f"{where}.kind=data_flip strikes the tokens that the first stage reads for a microbatch; set phase=forward "
+            f"and rank=0, without program.file"
+        )
     if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
         yield (
             f"{where}.kind=moment_flip strikes moments, which the first update creates, but {where}.step="
@@ -188,12 +194,22 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
         )
     if fault.bit is None:
         return
-    if fault.kind not in ("bit_flip", "param_flip", "moment_flip", "sum_flip", "activation_flip", "stuck_bit"):
+    if fault.kind not in (
+        "bit_flip",
+        "param_flip",
+        "moment_flip",
+        "sum_flip",
+        "data_flip",
+        "activation_flip",
+        "stuck_bit",
+    ):
         yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
     is_of_sums = fault.kind in ("bit_flip", "sum_flip")
     num_bits = 64 if is_of_sums and config.reduce.mode == "reproducible" else 32
     if fault.kind == "sum_flip" and config.reduce.mode == "fast_bf16":
         num_bits = 16
+    if fault.kind == "data_flip":
+        num_bits = (config.model.vocab_size - 1).bit_length()
     if not 0 <= fault.bit < num_bits:
         yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
 
@@ -248,7 +264,7 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
             yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind in ("moment_flip", "sum_flip", "activation_flip", "stuck_bit", "drift"):
+        if kind in ("moment_flip", "sum_flip", "data_flip", "activation_flip", "stuck_bit", "drift"):
             yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"

@@ -371,7 +371,10 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
             f"experts; change one of them"
         )
     if num_lanes % config.row_size:
-        yield f"{lanes} is no multiple of {sharing}; change one of them"
+        yield (
+            f"{lanes} is no multiple of {sharing}: lanes of one group divide the experts, never groups, any of which "
+            f"may be lost; change one of them"
+        )
     if config.optimizer.sharding == "stacked":
         yield (
             f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "
@@ -419,8 +422,8 @@ def _sharding(config: RunConfig) -> Iterator[str]:
             f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a partition cannot have more "
             f"hosts than there are groups; lower optimizer.redundancy or raise layout.num_groups"
         )
-    # A gather's staging buffer holds at least one number per group.
-    least = 4 * (num_groups + 1) / 2**20
+    # A gather's staging buffer holds at least eight bytes of each group, and their checksum.
+    least = 32 * (num_groups + 1) / 2**20
     if config.bucket_mib < least:
         yield (
             f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "

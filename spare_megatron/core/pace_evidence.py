@@ -26,8 +26,8 @@ STEPS_TO_ACT = 3
 """Slow steps before the pace of a group changes, at least."""
 REST_STEPS = 8
 """Steps from one change of a group's pace to its next, at least."""
-PROBE_STEPS = 64
-"""Steps without work after which a group gets some, so that it is measured."""
+PROBE_STEPS = 32
+"""Steps without work after which a group gets some, so that it is measured; doubled by each such step."""
 
 _USUAL = 25
 """Deviation that counts for a group without an exception."""
@@ -39,6 +39,12 @@ _FAR = 12
 """Means from which a deviation is far."""
 _FIRST_FAR = 4000
 """Measurements, one of them far, that are assumed before the first step; five times as many are remembered."""
+_MOST_DOUBLINGS = 3
+REVERSAL_STEPS = 256
+"""A change that takes an earlier one of the same group back within so many steps has followed a mood of the machine."""
+_MOST_REVERSALS = 8
+"""Each reversal raises the evidence that is needed by a half of what it is at first."""
+
 _MOST_PACES = 32
 """Paces of a group that are kept to estimate its pace."""
 _UNIT = 1000
@@ -127,10 +133,13 @@ class PaceEvidence:
         self.dealt: dict[GroupId, int] = {}
         self._about: dict[GroupId, _Evidence] = {}
         self._idle: dict[GroupId, int] = {}  # steps without work
+        self._num_probes: dict[GroupId, int] = {}  # since it had work of its own
         self._scale = _FIRST_SCALE * _UNIT
         self._num_steps = self._num_far = self._num_measured = 0
         self._far: set[GroupId] = set()  # in the last step
-        self._changed_in: dict[GroupId, int] = {}  # number of the step
+        self._changed_in: dict[GroupId, tuple[int, int]] = {}  # number of the step, and the pace before
+        self._num_reversals = 0
+        self._reversed_in = 0  # number of the step, or of that in which the last one was forgotten
 
     def fold(self, found: Iterable[PaceException], members: Collection[GroupId], idle: Collection[GroupId]) -> bool:
         """Counts the exceptions of a committed step, in which the members in `idle` computed nothing; returns whether
@@ -138,12 +147,13 @@ class PaceEvidence:
         """
         of_step = {one.group: one.permille for one in found if one.group in members and one.group not in idle}
         self._count_idle(idle)
-        threshold = _threshold(len(members))
+        at_first = _threshold(len(members))
+        most, threshold = -(-at_first // STEPS_TO_ACT), at_first * (2 + self._num_reversals) // 2
         for group in sorted(of_step.keys() | (self._about.keys() - set(idle))):
             dealt = self.dealt.get(group, LIKE)
             permille = of_step.get(group, dealt)
             about = self._about.setdefault(group, _Evidence())
-            about.add(permille, self._gains(permille, dealt, -(-threshold // STEPS_TO_ACT)))
+            about.add(permille, self._gains(permille, dealt, most))
             if not any(about.sums):
                 del self._about[group]
         self._measure(of_step, len(members) - len(idle))
@@ -151,7 +161,7 @@ class PaceEvidence:
 
     def keep(self, members: Collection[GroupId]) -> None:
         """Forgets groups that are gone: they come back as fast as their like."""
-        for kept in (self.dealt, self._about, self._idle, self._changed_in):
+        for kept in (self.dealt, self._about, self._idle, self._num_probes, self._changed_in):
             for group in kept.keys() - set(members):
                 del kept[group]
 
@@ -162,11 +172,18 @@ class PaceEvidence:
     @property
     def probe(self) -> GroupId | None:
         """The group to get work in the next step because it has been too slow for any."""
-        due = (g for g, steps in self._idle.items() if steps >= (1 if g in self._about else PROBE_STEPS))
-        return min(due, default=None)
+        return min((group for group in self._idle if self._is_due(group)), default=None)
+
+    def _is_due(self, group: GroupId) -> bool:
+        doublings = min(self._num_probes.get(group, 0), _MOST_DOUBLINGS)
+        return self._idle[group] >= (1 if group in self._about else PROBE_STEPS << doublings)
 
     def _count_idle(self, idle: Collection[GroupId]) -> None:
-        self._idle = {group: self._idle.get(group, 0) + 1 for group in sorted(idle)}
+        probed, counts = self.probe, {group: self._idle.get(group, 0) + 1 for group in sorted(idle)}
+        numbers = {group: self._num_probes.get(group, 0) for group in counts}
+        if probed is not None and probed not in counts:
+            counts[probed], numbers[probed] = 0, self._num_probes.get(probed, 0) + 1
+        self._idle, self._num_probes = counts, numbers
 
     def _gains(self, permille: int, dealt: int, most: int) -> list[int]:
         """The evidence of one measurement, for each of the four sums of `_Evidence`."""
@@ -199,6 +216,8 @@ class PaceEvidence:
         weight = min(_FIRST_STEPS + self._num_steps, _MOST_STEPS)
         self._scale += (mean - self._scale) // weight
         self._num_steps += 1
+        if self._num_reversals and self._num_steps - self._reversed_in >= 10 * REVERSAL_STEPS:
+            self._num_reversals, self._reversed_in = self._num_reversals - 1, self._num_steps
 
     def _act(self, threshold: int) -> bool:
         """Changes the paces of all groups with half the evidence that is needed, if there is enough about one."""
@@ -206,15 +225,24 @@ class PaceEvidence:
         if not any(max(self._about[group].sums) >= threshold for group in likely):
             return False
         for group in likely:
-            estimate = self._about.pop(group).estimate()
-            self.dealt.pop(group, None)
+            estimate, dealt = self._about.pop(group).estimate(), self.dealt.pop(group, LIKE)
             if _deviation(estimate, LIKE) >= LEAST_EXCEPTION:
                 self.dealt[group] = estimate
-            self._changed_in[group] = self._num_steps
+            self._note_change(group, dealt)
         return True
 
+    def _note_change(self, group: GroupId, before: int) -> None:
+        """Counts reversals; one is forgotten after ten times as many steps without any."""
+        now = self.dealt.get(group, LIKE)
+        changed_in, earlier = self._changed_in.get(group, (-REVERSAL_STEPS, before))
+        is_reversal = self._num_steps - changed_in < REVERSAL_STEPS and (before - earlier) * (now - before) < 0
+        if is_reversal:
+            self._num_reversals = min(self._num_reversals + 1, _MOST_REVERSALS)
+            self._reversed_in = self._num_steps
+        self._changed_in[group] = self._num_steps, before
+
     def _may_change(self, group: GroupId) -> bool:
-        rested = self._num_steps - self._changed_in.get(group, -REST_STEPS) >= REST_STEPS
+        rested = self._num_steps - self._changed_in.get(group, (-REST_STEPS, LIKE))[0] >= REST_STEPS
         return rested and _deviation(self._about[group].estimate(), self.dealt.get(group, LIKE)) >= LEAST_CHANGE
 
 

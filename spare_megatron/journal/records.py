@@ -483,6 +483,27 @@ class RepairRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SuspicionRecord:
+    """A microbatch whose loss is far from the losses before; written by a rank of the last stage before the vote."""
+
+    group: int
+    rank: int
+    step: int
+    attempt: int
+    shard: int
+    index: int
+    number: int
+    """Of the microbatch in the batch."""
+    loss: float | None
+    """Mean over its tokens; None if it is not finite."""
+    median: float
+    """Of the losses that the rank has computed before."""
+    samples: list[str]
+    """Where each of its sequences lies: corpus, epoch and place in the order of the epoch."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
     """End of the run; written by the driver when no rank is left, or by every supervisor if the driver is lost."""
 
@@ -514,6 +535,7 @@ Record = (
     | EvaluationRecord
     | EntryRecord
     | PacesRecord
+    | SuspicionRecord
     | UpdateRecord
     | ParamsRecord
     | RecoveryRecord

@@ -19,14 +19,16 @@ PRIME = (1 << 61) - 1
 NUM_DIGITS = 3
 """Numbers of a checksum."""
 
-COLUMNS = 1 << 13
+COLUMNS = 1 << 11
 ROWS = 1 << 12
 """Rows of a block, which are summed before anything is reduced: the weights of a block's rows add up to under 2^32."""
 
+_MOST_BLOCKS = 1 << 15
+"""More than the largest bucket has."""
 _DIGIT_BITS = 31
-_CPU_PIECE_ROWS = 16
+_CPU_PIECE_ROWS = 64
 """Rows that are weighted at a time on a CPU: 1 MiB stays in the cache of a core."""
-_DEVICE_PIECE_ROWS = 512
+_DEVICE_PIECE_ROWS = 2048
 """The same elsewhere: large against the start of a kernel, small against the memory of a device."""
 _ROW_WEIGHT_BITS = 20
 
@@ -120,11 +122,11 @@ def _rotated(values: Tensor, num_bits: int) -> Tensor:
 @cache
 def weights_on(device: torch.device) -> Weights:
     """Fixed pseudo-random weights; those of rows are odd, differ, and have 20 bits."""
-    numbers = pseudo_random(2 * BLOCK_WORDS + 1, 2 * (COLUMNS + ROWS))
+    numbers = pseudo_random(2 * BLOCK_WORDS + 1, 2 * (COLUMNS + _MOST_BLOCKS))
     for_prime, wrapping = numbers.reshape(2, -1)
     for_prime = np.maximum((for_prime >> np.uint64(3)) % np.uint64(PRIME), np.uint64(1))
     wrapping = wrapping | np.uint64(1)
-    drawn = pseudo_random(2 * (BLOCK_WORDS + COLUMNS + ROWS) + 1, 2 * ROWS)
+    drawn = pseudo_random(2 * (BLOCK_WORDS + COLUMNS + _MOST_BLOCKS) + 1, 2 * ROWS)
     odd = (drawn & np.uint64((1 << _ROW_WEIGHT_BITS) - 1)) | np.uint64(1)
     rows = np.fromiter(dict.fromkeys(odd.tolist()), dtype=np.uint64)[:ROWS]
     arrays = (rows, for_prime[:COLUMNS], wrapping[:COLUMNS], for_prime[COLUMNS:], wrapping[COLUMNS:])

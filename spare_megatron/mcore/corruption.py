@@ -11,7 +11,7 @@ from spare_megatron.config.schema import FaultKind
 from spare_megatron.mcore.trainer import GroupTrainer
 
 CORRUPTIONS: frozenset[FaultKind] = frozenset(
-    {"nan", "bit_flip", "param_flip", "moment_flip", "sum_flip", "activation_flip", "stuck_bit", "drift"}
+    {"nan", "bit_flip", "param_flip", "moment_flip", "sum_flip", "data_flip", "activation_flip", "stuck_bit", "drift"}
 )
 """The fault kinds that `corrupt` injects."""
 
@@ -22,8 +22,8 @@ _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None, staged: Tensor | None) -> None:
-    """Changes one value of a rank: a local gradient sum, a parameter, a first moment, one of the bucket `staged`, or an
-    output of its last layer.
+    """Changes one value of a rank: a local gradient sum, a parameter, a first moment, one of the bucket `staged`, a
+    token of the microbatch that is read next, by default its lowest bit, or an output of its last layer.
 
     `activation_flip` changes the next output alone; `stuck_bit` and `drift`, a relative error, change all that come.
     `bit` is the one to flip, 0 being the lowest; None is the second highest, the top of a float's exponent.
@@ -39,6 +39,8 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None, staged: Ten
             flip_bit(trainer.moments(), bit)
         case "sum_flip":
             flip_bit([] if staged is None else [staged], bit)
+        case "data_flip":
+            trainer.on_loaded = lambda tokens: flip_bit([tokens], 0 if bit is None else bit)
         case "activation_flip":
             _spoil_outputs(trainer, lambda output: flip_bit([output], bit), is_transient=True)
         case "stuck_bit":

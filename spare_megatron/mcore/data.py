@@ -155,9 +155,19 @@ class _Blend:
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """The sample after `number` sequences have been consumed."""
+        part, place = self._place(number)
+        return part[place]
+
+    def address(self, number: int) -> str:
+        """Where the sample after `number` sequences lies, for people."""
+        part, place = self._place(number)
+        epoch, index = divmod(place, part.per_epoch)
+        return f"{part.prefix}, epoch {epoch}, sequence {index}"
+
+    def _place(self, number: int) -> tuple["_Samples", int]:
         round_, choice = divmod(number, self._num_choices)
         chosen = int(self._chosen[choice])
-        return self.parts[chosen][round_ * int(self._counts[chosen]) + int(self._earlier[choice])]
+        return self.parts[chosen], round_ * int(self._counts[chosen]) + int(self._earlier[choice])
 
     def num_epochs(self, num_sequences: int) -> list[int]:
         """Epochs of each corpus that so many sequences touch."""
@@ -378,6 +388,14 @@ class Corpus:
                 for _, values in sorted(batch.items()):
                     digest.update(values.numpy().tobytes())
         return digest.hexdigest()
+
+    def addresses(self, step: int, number: int) -> list[str]:
+        """Where the sequences of a microbatch lie; of a program's own dataset, which are read before them."""
+        first = self.first_sample(step, number)
+        numbers = range(first, first + self._micro_batch_size)
+        if isinstance(self._samples, _Blend):
+            return [self._samples.address(number) for number in numbers]
+        return [f"sequence {number}" for number in numbers]
 
     def first_sample(self, step: int, number: int) -> int:
         """Sequences consumed before the first sample of a microbatch; its others follow."""

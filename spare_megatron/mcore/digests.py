@@ -61,10 +61,16 @@ def block_sums(tensor: Tensor, piece_blocks: int) -> Iterator[Tensor]:
     else:
         for start in range(0, end, piece_blocks * _BLOCK_BYTES):
             words = _words(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
-            yield torch.stack([(words * lane).sum(1) for lane in multipliers], dim=1)
+            yield _sums(words, multipliers)
     if end < data.numel():
         words = _words(data[end:])
-        yield (words * multipliers[:, : len(words)]).sum(1).view(1, 2)
+        yield _sums(words.view(1, -1), multipliers[:, : len(words)])
+
+
+def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
+    # On CPUs the product takes a sixth of the time; GPUs have none of integers.
+    of_lane = torch.mv if words.device.type == "cpu" else lambda words, lane: (words * lane).sum(1)
+    return torch.stack([of_lane(words, lane) for lane in multipliers], dim=1)
 
 
 def _has_kernel(device: torch.device) -> bool:

@@ -5,6 +5,7 @@ It roughly follows the order in which a backward pass finishes gradients. Bucket
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,3 +176,27 @@ def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
         middle = slice(first.counted[-1].start, second.counted[0].stop)
         counted = (*first.counted[:-1], middle, *second.counted[1:])
     return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)
+
+
+@contextmanager
+def diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
+    """In this context, gradients added before `kept_end` of the flat space are discarded.
+
+    Whole parameters accumulate into scratch memory; of a partly kept parameter the kept part is restored afterwards.
+    """
+    kept = [flat for flat in parameters if flat.stop <= kept_end]
+    scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)
+    in_part = [flat for flat in parameters if flat.start < kept_end < flat.stop]
+    saved = [
+        (flat.gradients[: kept_end - flat.start], flat.gradients[: kept_end - flat.start].clone()) for flat in in_part
+    ]
+    own = [flat.parameter.main_grad for flat in kept]
+    for flat in kept:
+        flat.parameter.main_grad = scratch[: len(flat)].view(flat.parameter.shape)
+    try:
+        yield
+    finally:
+        for flat, gradients in zip(kept, own, strict=True):
+            flat.parameter.main_grad = gradients
+        for gradients, values in saved:
+            gradients.copy_(values)

@@ -11,7 +11,7 @@ They are never in bf16, which would not count beyond 256.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,15 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore.checksums import SumChecks
 from spare_megatron.mcore.experts import ExpertCounts
 from spare_megatron.mcore.fixed_point import FixedPoint, choose_add_rounded, fixed_point
-from spare_megatron.mcore.flat_gradients import FlatParameter, FlatSpace, Segment, flat_parameters, flat_space, parts_of
+from spare_megatron.mcore.flat_gradients import (
+    FlatParameter,
+    FlatSpace,
+    Segment,
+    diverted,
+    flat_parameters,
+    flat_space,
+    parts_of,
+)
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.lane_sums import LaneSums
 from spare_megatron.mcore.model import Chunk
@@ -382,7 +390,7 @@ class FloatSums(_Staged):
 
     def adding(self) -> AbstractContextManager[None]:
         self._lanes.start(self._num_kept, self._num_kept_by_all)
-        return _diverted(self._parameters, self._kept_end) if self._kept_end else nullcontext()
+        return diverted(self._parameters, self._kept_end) if self._kept_end else nullcontext()
 
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
         self._loss += total
@@ -584,27 +592,3 @@ def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
     parts = parts_of(of, bucket)
     pieces = [(part.gradients, slice(part.start - bucket.start, part.stop - bucket.start)) for part in parts]
     return pieces or [(of[0].gradients[:0], slice(0, 0))]
-
-
-@contextmanager
-def _diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
-    """In this context, gradients added before `kept_end` of the flat space are discarded.
-
-    Whole parameters accumulate into scratch memory; of a partly kept parameter the kept part is restored afterwards.
-    """
-    kept = [flat for flat in parameters if flat.stop <= kept_end]
-    scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)
-    in_part = [flat for flat in parameters if flat.start < kept_end < flat.stop]
-    saved = [
-        (flat.gradients[: kept_end - flat.start], flat.gradients[: kept_end - flat.start].clone()) for flat in in_part
-    ]
-    own = [flat.parameter.main_grad for flat in kept]
-    for flat in kept:
-        flat.parameter.main_grad = scratch[: len(flat)].view(flat.parameter.shape)
-    try:
-        yield
-    finally:
-        for flat, gradients in zip(kept, own, strict=True):
-            flat.parameter.main_grad = gradients
-        for gradients, values in saved:
-            gradients.copy_(values)

@@ -50,13 +50,18 @@ class LossTerms:
                 total = total + term.weight * float(self._ratio(name, terms)) * terms[name][0]
         return total
 
-    def add_to(self, gradients: GradientSums, terms: Terms) -> None:
-        """Adds the microbatch's sums and counts to those of the step."""
-        gradients.add_loss(self.whole_sum(terms), self.whole_count(terms) if self._counts else None)
+    def add_to(self, gradients: GradientSums, terms: Terms) -> tuple[Tensor, Tensor | None]:
+        """Adds the microbatch's sums and counts to those of the step.
+
+        Returns the sum of the loss, and its count unless all tokens always count.
+        """
+        total, number = self.whole_sum(terms), self.whole_count(terms) if self._counts else None
+        gradients.add_loss(total, number)
         for index, name in enumerate(self._declared):
-            total, count = terms[name]
+            part, count = terms[name]
             whole = self._over_context(self._tensor(name, self._number(count)))
-            gradients.add_term(index, self._over_context(total.detach()), whole)
+            gradients.add_term(index, self._over_context(part.detach()), whole)
+        return total, number
 
     def whole_sum(self, terms: Terms) -> Tensor:
         """The loss of a microbatch, over the whole sequence."""

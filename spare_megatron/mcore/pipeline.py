@@ -31,6 +31,11 @@ class Item(NamedTuple):
     is_digested: bool = False
     is_audit: bool = False
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is one of those that this group adds to the sums of the step."""
+        return not (self.is_padding or self.is_audit)
+
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
 """Maps per-token losses to the value to differentiate, a number of tokens, and values to log."""

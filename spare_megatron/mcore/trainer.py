@@ -1,6 +1,6 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -130,7 +130,10 @@ class GroupTrainer:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._is_random = dropout > 0.0 or bool(config.program.file)
         self._step = 0
+        self.on_loaded: Callable[[Tensor], None] | None = None
+        """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
         self._seen: list[Numbered] = []
+        self._losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
@@ -159,6 +162,7 @@ class GroupTrainer:
     def begin_step(self, step: int) -> None:
         """Starts a step with all sums at zero."""
         self._step = step
+        self._losses.clear()
         self.gradients.reset()
         self.passes.forget()
         self._optimizer.zero_grad()
@@ -250,6 +254,19 @@ class GroupTrainer:
     def loss_sum(self) -> LossSum | None:
         """Loss of the step over all groups; None except on the last pipeline stage."""
         return self.gradients.totals().loss if self.chunks[-1].is_last else None
+
+    def microbatch_losses(self) -> dict[Numbered, float]:
+        """The mean losses of the microbatches computed since the last call. Waits for the device if there are any.
+
+        Only on one rank of those that have computed the same ones; the others have none.
+        """
+        losses, self._losses = self._losses, {}
+        groups = self.process_groups
+        if not losses or groups.tp.rank() or groups.cp.rank():
+            return {}
+        num_tokens = self._config.train.micro_batch_size * self._config.model.seq_length
+        means = [total / (num_tokens if count is None else count.clamp(min=1)) for total, count in losses.values()]
+        return dict(zip(losses, torch.stack(means).tolist(), strict=True))
 
     def term_sums(self) -> list[LossSum | None]:
         """The same of each further term of the loss."""
@@ -368,7 +385,7 @@ class GroupTrainer:
 
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(FaultPoint.FORWARD)
-        if chunk is self.chunks[0] and not (item.is_padding or item.is_audit):
+        if chunk is self.chunks[0] and item.is_counted:
             self._seen.append(item.microbatch)
         if self._is_random:
             tensor_rank = self.process_groups.tp.rank()
@@ -384,7 +401,7 @@ class GroupTrainer:
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
-        with nullcontext() if item.is_padding else self.gradients.experts.counting():
+        with self.gradients.experts.counting() if item.is_counted else nullcontext():
             output, terms = self._program.forward_step(batch, chunk.module, context)
         if chunk.is_last:
             output = self._loss(terms, item)
@@ -397,7 +414,7 @@ class GroupTrainer:
         if item.is_padding:
             return total * 0.0
         if not item.is_audit:
-            self._terms.add_to(self.gradients, terms)
+            self._losses[item.microbatch] = self._terms.add_to(self.gradients, terms)
         return total
 
     def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -409,6 +426,9 @@ class GroupTrainer:
             return {}
         with self._probe.during(Operation.STORAGE):
             batch = self.corpus.microbatch(self._step, number)
+        if self.on_loaded is not None:
+            self.on_loaded(batch["tokens"])
+            self.on_loaded = None
         return on_device(batch, self._config, self._device, self.process_groups.cp)
 
     def _show_progress(self) -> None:

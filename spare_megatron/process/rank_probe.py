@@ -75,10 +75,10 @@ class RankProbe:
         """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""
         return self._beacon.spans.passes.total_s()
 
-    @property
-    def num_forward(self) -> int:
-        """Forward passes of the step so far, each of one microbatch through one chunk."""
-        return self._beacon.spans.passes.num_forward
+    def pace_s(self, num_chunks: int) -> float:
+        """Seconds per microbatch of the step so far, single long passes cut; 0 without any. It waits as `compute_s`."""
+        passes = self._beacon.spans.passes
+        return passes.usual_s() * num_chunks / passes.num_forward if passes.num_forward else 0.0
 
     def end_step(self) -> dict[Operation, float]:
         """Ends a committed step. Returns as `take_split`."""

@@ -7,6 +7,7 @@ import ctypes
 import struct
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from spare_megatron.core.failure_detector import OPERATIONS, Operation
@@ -14,6 +15,8 @@ from spare_megatron.journal.spans import RECOVERY_NAMES, RecoveryStage, Span
 from spare_megatron.stacking.plans import Microbatch
 
 Mark = TypeVar("Mark")
+
+_MOST_MEDIANS = 2.0
 
 
 class PassTimes(Generic[Mark]):
@@ -27,14 +30,18 @@ class PassTimes(Generic[Mark]):
         self._mark = mark
         self._between_s = between_s
         self._began: Mark | None = None
-        self._passes: list[tuple[Mark, Mark]] = []
+        self._passes: dict[bool, list[list[tuple[Mark, Mark]]]] = {True: [], False: []}  # by whether it is forward
+        self._pieces: list[tuple[Mark, Mark]] = []  # of the last pass, which reading data divides
+        self.num_forward = 0
+        """Forward passes of the step so far, one for each chunk of the model that a microbatch passes here."""
         self.reading_s = 0.0
         """Seconds that passes of the step were interrupted to read data."""
         self.stretch: Callable[[float], None] | None = None
 
     def begin_step(self) -> None:
         self._began = None
-        self._passes.clear()
+        for passes in self._passes.values():
+            passes.clear()
         self.num_forward = 0
         self.reading_s = 0.0
 
@@ -42,7 +49,13 @@ class PassTimes(Generic[Mark]):
     def is_in_pass(self) -> bool:
         return self._began is not None
 
-    def start_pass(self) -> None:
+    def start_pass(self, *, is_forward: bool = False) -> None:
+        self._pieces = []
+        self._passes[is_forward].append(self._pieces)
+        self._began = self._mark()
+
+    def resume_pass(self) -> None:
+        """Goes on with the pass that ended last."""
         self._began = self._mark()
 
     def end_pass(self) -> None:
@@ -50,11 +63,24 @@ class PassTimes(Generic[Mark]):
         if self._began is not None:
             if self.stretch is not None:
                 self.stretch(self._between_s(self._began, self._mark()))
-            self._passes.append((self._began, self._mark()))
+            self._pieces.append((self._began, self._mark()))
             self._began = None
 
     def total_s(self) -> float:
-        return sum(self._between_s(began, ended) for began, ended in self._passes)
+        return sum(sum(self._seconds(is_forward)) for is_forward in (True, False))
+
+    def usual_s(self) -> float:
+        """As `total_s`, but no pass counts as more than `_MOST_MEDIANS` times the median of its direction."""
+        total_s = 0.0
+        for is_forward in (True, False):
+            found = self._seconds(is_forward)
+            most_s = _MOST_MEDIANS * median(found) if found else 0.0
+            total_s += sum(min(spent_s, most_s) for spent_s in found)
+        return total_s
+
+    def _seconds(self, is_forward: bool) -> list[float]:
+        passes = self._passes[is_forward]
+        return [sum(self._between_s(began, ended) for began, ended in pieces) for pieces in passes]
 
 
 NUM_SPANS = 4096
@@ -152,7 +178,7 @@ class SpanRecorder:
         finally:
             if is_reading:
                 self.passes.reading_s += time.monotonic() - began_s
-                self.passes.start_pass()
+                self.passes.resume_pass()
             self._add(_OPERATION_CODES[operation], began_s, self._turn(), None)
             if self.ranges is not None:
                 self.ranges.pop()
@@ -165,7 +191,7 @@ class SpanRecorder:
         if self.ranges is not None:
             self.ranges.push(name_of_pass(FORWARD, microbatch))
         self.passes.num_forward += 1
-        self.passes.start_pass()
+        self.passes.start_pass(is_forward=True)
         try:
             yield
         finally:

@@ -34,6 +34,7 @@ from spare_megatron.rank.stacked_state import StackedState
 from spare_megatron.rank.state_restorer import StateRestorer
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
+from spare_megatron.rank.suspicions import Suspicions
 from spare_megatron.rank.train import Executors
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
@@ -95,7 +96,8 @@ class Assembly:
         self.loader = self._build_loader()
         self.digests = self._build_digests()
         self._reports = RankReports(
-            group=spec.group,
+            member=spec.member,
+            rank=spec.rank,
             journal=journal,
             send=send,
             is_leader=is_leader,
@@ -142,6 +144,7 @@ class Assembly:
             digests=digests,
             reports=reports,
             num_chunks=self._config.layout.virtual_pipeline,
+            suspicions=Suspicions(self.trainer, reports),
             overlaps=self._config.reduce.overlap,
             probe=probe,
             progress=progress,

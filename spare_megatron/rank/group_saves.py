@@ -45,7 +45,7 @@ class GroupSaves:
         """
         assert self._saver is not None, "only a run that takes checkpoints asks for one"
         progress, member, has_params = self._progress, self._agreement.member, not self._progress.lacks_params
-        self._digests.check_saved(action.step, progress.num_restarts, has_params=has_params, is_last=action.is_last)
+        self._digests.check_saved(action.step, progress.num_restarts, has_params=has_params)
         if action.cadence is not None and action.member == member:
             record = CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence))
             self._reports.write_if_leader(record)

@@ -1,6 +1,8 @@
-"""One rank's part in gathering all parameters after each group has updated its own state partitions."""
+"""One rank's part in gathering all parameters after each group has updated its own state partitions.
 
-import math
+What each group sends carries its checksum (`mcore.checksums`); parameters that contradict theirs have not arrived.
+"""
+
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -12,13 +14,16 @@ from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.mcore.checksums import NUM_DIGITS, checksum, differ
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.stacking.layout import GroupId, PartitionId
-from spare_megatron.stacking.state_partitions import Round, gather_rounds
+from spare_megatron.stacking.state_partitions import GatherShare, Round, gather_rounds
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupAgreement
+
+_WORD_BYTES = 8
 
 
 class ParamsGather:
@@ -40,6 +45,7 @@ class ParamsGather:
         self._probe = probe
         self._staging = staging
         self._progress = progress
+        self._wrong: list[torch.Tensor] = []  # whether what has arrived in this gather is, on the device
 
     def run(self, action: GatherParams) -> None:
         """Sends the parameters that this group owns; takes over those of others if it lacks any. Sets `lacks_params`.
@@ -93,26 +99,34 @@ class ParamsGather:
         # One row per member for received parameters and one for those sent. Received ones are copied out, because
         # abandoned transfers may still write into their buffer.
         num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize
-        width = min(self._staging.num_bytes // (num_rows * itemsize), max(lengths))
+        num_words = self._staging.num_bytes // (num_rows * _WORD_BYTES)
+        num_words = min(num_words, NUM_DIGITS - (-max(lengths) * itemsize // _WORD_BYTES))
+        width = (num_words - NUM_DIGITS) * _WORD_BYTES // itemsize
+        shape = (num_rows, num_words)
         rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, width)
+        self._wrong = []
         mine = members.index(self._agreement.member.group)
         posted: deque[tuple[Round, torch.Tensor]] = deque()
         for number, sent in enumerate(rounds):
-            if len(posted) == MAX_STAGED and not self._receive(posted, (num_rows, width), is_over):
+            if len(posted) == MAX_STAGED and not self._receive(posted, shape, is_over):
                 return False
             staging = self._staging.acquire()
-            rows = self._rows(staging, (num_rows, width))
+            rows = _rows(staging, shape)
             share = sent[mine]
             if share is not None:
-                self._optimizer.read_values(share.partition, share.start, rows[-1, : share.stop - share.start])
+                self._optimizer.read_values(share.partition, share.start, self._values(rows[-1], share))
+                rows[-1, -NUM_DIGITS:].copy_(checksum([rows[-1, :-NUM_DIGITS]]))
             if number == len(rounds) - 1:
                 self._probe(FaultPoint.IN_GATHER)
             if not self._communicator.post_gather(rows[:-1], rows[-1]):
                 return False
             posted.append((sent, staging))
         while posted:
-            if not self._receive(posted, (num_rows, width), is_over):
+            if not self._receive(posted, shape, is_over):
                 return False
+        if self._wrong and bool(torch.stack(self._wrong).any()):
+            self._communicator.evidence = "gathered parameters contradict their checksums"
+            return False
         return True
 
     def _receive(
@@ -123,11 +137,18 @@ class ParamsGather:
             return False
         for _ in range(num_come := self._communicator.poll()):
             sent, staging = posted.popleft()
-            for share, values in zip(sent, self._rows(staging, shape)[:-1], strict=True):
+            for share, row in zip(sent, _rows(staging, shape)[:-1], strict=True):
                 if share is not None and self._progress.lacks_params:
-                    self._optimizer.write_values(share.partition, share.start, values[: share.stop - share.start])
+                    self._wrong.append(differ(row[-NUM_DIGITS:], checksum([row[:-NUM_DIGITS]])))
+                    self._optimizer.write_values(share.partition, share.start, self._values(row, share))
             self._staging.release(staging)
         return bool(num_come)
 
-    def _rows(self, staging: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        return staging.view(self._optimizer.values_dtype)[: math.prod(shape)].view(shape)
+    def _values(self, row: torch.Tensor, share: GatherShare) -> torch.Tensor:
+        return row[:-NUM_DIGITS].view(self._optimizer.values_dtype)[: share.stop - share.start]
+
+
+def _rows(staging: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Rows of parameters, each with the checksum behind it, as 64-bit words."""
+    num_bytes = _WORD_BYTES * shape[0] * shape[1]
+    return staging.view(torch.uint8)[:num_bytes].view(torch.int64).view(shape)

@@ -1,12 +1,14 @@
 """Where a rank puts what it has done: its journal, reports to its supervisor, and the times of recoveries."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.actions import ReportEvaluation
+from spare_megatron.core.suspicion import Suspect
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.losses import losses_of, mean_loss
-from spare_megatron.journal.records import Record, RecoveryRecord, UpdateRecord
+from spare_megatron.journal.records import Record, RecoveryRecord, SuspicionRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.process.rank_probe import RankProbe
@@ -20,7 +22,7 @@ from spare_megatron.process.reports import (
 )
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.recovery_clock import RecoveryClock
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import Member, ShardId
 
 
 class RankReports:
@@ -32,7 +34,8 @@ class RankReports:
     def __init__(
         self,
         *,
-        group: GroupId,
+        member: Member,
+        rank: int,
         journal: JournalWriter,
         send: Callable[
             [StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused | SaveReported], None
@@ -42,17 +45,36 @@ class RankReports:
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
-        self._group = group
+        self._member, self._rank = member, rank
         self.journal = journal
         self.send = send
         self._is_leader = is_leader
         self._sends_steps = sends_steps
         self._probe = probe
         self._progress = progress
-        self.clock = RecoveryClock(group, self._record_stage)
+        self.clock = RecoveryClock(member.group, self._record_stage)
 
     def write_if_leader(self, record: Record) -> None:
         if self._is_leader:
+            self.journal.write(record)
+
+    def write_suspects(self, attempt: int, suspects: Sequence[Suspect], samples: Sequence[list[str]]) -> None:
+        """Journals suspect microbatches of the step under way, with the addresses of their samples."""
+        for suspect, of_suspect in zip(suspects, samples, strict=True):
+            unit, number = suspect.microbatch
+            record = SuspicionRecord(
+                group=self._member.group,
+                rank=self._rank,
+                step=self._progress.now.step,
+                attempt=attempt,
+                shard=unit.shard,
+                index=unit.index,
+                number=number,
+                loss=suspect.loss if math.isfinite(suspect.loss) else None,
+                median=suspect.median,
+                samples=of_suspect,
+                incarnation=self._member.incarnation,
+            )
             self.journal.write(record)
 
     def write_recoveries(self) -> list[RecoveryRecord]:
@@ -69,7 +91,7 @@ class RankReports:
         """Journals the update with the sums of this attempt."""
         step = self._progress.now
         record = UpdateRecord(
-            group=self._group,
+            group=self._member.group,
             step=step.step,
             attempt=attempt,
             num_microbatches=result.num_microbatches,
@@ -91,7 +113,7 @@ class RankReports:
             return
         step = self._progress.now
         report = StepCommitted(
-            group=self._group,
+            group=self._member.group,
             step=step.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -111,7 +133,7 @@ class RankReports:
     def send_pause(self, step: int, shards: tuple[ShardId, ...] = ()) -> None:
         """Reports that training pauses for hosts of these shards or, without shards, goes on, if this rank does."""
         if self._sends_steps:
-            self.send(RunPaused(group=self._group, step=step, shards=shards))
+            self.send(RunPaused(group=self._member.group, step=step, shards=shards))
 
     def send_evaluation(self, action: ReportEvaluation) -> None:
         """Reports the result of an evaluation, if this rank does."""
@@ -119,7 +141,7 @@ class RankReports:
         if not self._sends_steps:
             return
         report = EvaluationDecided(
-            group=self._group,
+            group=self._member.group,
             step=action.step,
             attempt=action.attempt,
             loss=mean_loss(action.sums),

@@ -23,6 +23,7 @@ from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.rank.suspicions import Suspicions
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
@@ -47,6 +48,7 @@ class Reduction:
         repairs: GroupRepairs | None,
         digests: StateDigests,
         reports: RankReports,
+        suspicions: Suspicions,
         overlaps: bool,
         num_chunks: int,
         probe: RankProbe,
@@ -57,7 +59,7 @@ class Reduction:
         self._audits = audits
         self._repairs = repairs
         self._digests = digests
-        self._reports = reports
+        self._reports, self._suspicions = reports, suspicions
         self._overlaps = overlaps
         self._num_chunks = num_chunks
         self._probe = probe
@@ -137,6 +139,7 @@ class Reduction:
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
         wrong = self._buckets.first_wrong_sum()
+        self._suspicions.judge(step, action.attempt)
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)
@@ -151,7 +154,7 @@ class Reduction:
                 loss=self._buckets.loss_sum(),
                 terms=self._buckets.term_sums(),
                 compute_s=self._probe.compute_s(),
-                num_passes=self._probe.num_forward / self._num_chunks,
+                pace_s=self._probe.pace_s(self._num_chunks),
                 finding=finding,
                 ends=self._progress.is_end_asked(),
                 wrong_sum=wrong,

@@ -142,7 +142,7 @@ class GroupAgreement:
         finding: GradientFinding,
         compute_s: float = 0.0,
         ends: bool = False,
-        num_passes: float = 0.0,
+        pace_s: float = 0.0,
         wrong_sum: int | None = None,
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
@@ -158,7 +158,7 @@ class GroupAgreement:
             finding: About this rank's own gradients.
             compute_s: Seconds of its forward and backward passes in the step.
             ends: Whether this rank is asked to end the run.
-            num_passes: Microbatches that it has passed forward and backward in them.
+            pace_s: Seconds per microbatch of them.
             wrong_sum: The first bucket whose sum it has found wrong.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
@@ -168,7 +168,6 @@ class GroupAgreement:
         of_ranks = [0.0] * 3 * num_ranks
         wrong = 0.0 if wrong_sum is None else wrong_sum + 1.0
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s, wrong
-        pace_s = compute_s / num_passes if num_passes else 0.0
         own = [float(not is_complete), work, -work, float(finding), float(ends), pace_s]
         mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)

@@ -1,11 +1,16 @@
-"""What whole runs share: one fork server that has torch and Megatron, one corpus, one etcd binary."""
+"""What whole runs share: a fork server that has torch and Megatron, a corpus, an etcd binary, runs without faults."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
+
+if TYPE_CHECKING:
+    from tests.integration.fault_free import FaultFreeRuns
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,3 +23,12 @@ def etcd_cluster(etcd_binary: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """For tests that leave its members alone."""
     with running_cluster(etcd_binary, tmp_path_factory.mktemp("etcd")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> "FaultFreeRuns":
+    """Runs without faults, shared by all workers of pytest, each of which has a folder below that of all."""
+    from tests.integration.fault_free import FaultFreeRuns  # imports Megatron
+
+    folder = tmp_path_factory.getbasetemp()
+    return FaultFreeRuns(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)

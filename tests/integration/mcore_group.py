@@ -148,6 +148,17 @@ def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Total
     }
 
 
+def microbatch_losses(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[float, list[dict[int, float]]]:
+    """The loss of step 0 over all calls of compute, and after each call the mean losses by number that it has added."""
+    trainer = GroupTrainer(config, CPU)
+    trainer.begin_step(0)
+    found = []
+    for work in calls:
+        trainer.compute(work)
+        found.append({one.number: loss for one, loss in trainer.microbatch_losses().items()})
+    return reduce_alone(trainer).loss.total, found
+
+
 def fill_from_lanes(trainer: GroupTrainer) -> None:
     """Makes the gradients of each lane whole."""
     space = trainer.gradients.space

@@ -24,11 +24,15 @@ TINY = (
     "spare.microbatches_per_shard=2",
     "control.heartbeat_interval_s=2",
 )
+THREE_GROUPS = ("layout.num_groups=3", "layout.pipeline_parallel=1", "spare.redundancy=3")
 TWO_GROUPS = ("layout.num_groups=2", "layout.pipeline_parallel=1", "spare.redundancy=2")
+_DELAY = '{{phase="forward", kind="delay", step={step}, group=2, rank=0, seconds=0.1}}'
+UNHURRIED = f"faults.trace=[{', '.join(_DELAY.format(step=step) for step in range(2, 300))}]"
+"""Steps of a tenth of a second, where a benchmark trains on until something has happened."""
 
 TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
-    "cadence": ("--intervals 0.2 --steps 24 --mean-steps 2", {"ratio", "outcomes"}, ()),
-    "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14",)),
+    "cadence": ("--intervals 0.2 --steps 24 --mean-steps 2", {"ratio", "outcomes"}, TWO_GROUPS),
+    "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14", *THREE_GROUPS)),
     "checkpoint_stall": ("--pairs 1 --steps 5", {"ratio", "asynchronous"}, TWO_GROUPS),
     "evaluation": ("--steps 3", {"ratio", "evaluation_s"}, TWO_GROUPS),
     "fault_free_overhead": (
@@ -36,7 +40,11 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
         {"ratio", "ours_step_s", "ratio_of_means", "plain_mean_step_s"},
         TWO_GROUPS,
     ),
-    "gradient_guard": ("--steps 5", {"norm_share", "hash_share", "sha256_s"}, TWO_GROUPS),
+    "gradient_guard": (
+        "--steps 5",
+        {"norm_share", "checksum_share", "hash_share", "rest_share", "sha256_s"},
+        TWO_GROUPS,
+    ),
     "goodput": (
         "--ways ours --runs 1 --steps 24 --quiet-steps 10 --kills 1 --mean-steps 0.1",
         {"ways", "failed", "quiet_step_s"},
@@ -44,17 +52,17 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     ),
     "growth": ("--groups 2 3 --runs 1 --steps 8", {"curves"}, ()),
     "memory": ("--steps 1 --lanes 2", {"rows", "ratio"}, TWO_GROUPS),
-    "peers.compare": ("--runs 1 --faults kill --peers", {"faults", "ratio"}, ()),
-    "peers.fault_free": ("--runs 1 --steps 13 --peers", {"ratio", "step_s", "processor_over_plain"}, ()),
-    "recovery": ("--kills 1", {"phases"}, ()),
+    "peers.compare": ("--runs 1 --faults kill --peers", {"faults", "ratio"}, TWO_GROUPS),
+    "peers.fault_free": ("--runs 1 --steps 13 --peers", {"ratio", "step_s", "processor_over_plain"}, TWO_GROUPS),
+    "recovery": ("--kills 1", {"phases"}, TWO_GROUPS),
     "reform": (
-        "--runs 1",
+        "--runs 1 --rejoins 1",
         {"groups_before", "groups_after", "seconds", "longest_pause_s", "bitwise"},
-        ("control.heartbeat_interval_s=0.5",),
+        ("control.heartbeat_interval_s=1", UNHURRIED),
     ),
     "rejoin": ("--kills 1 --pairs 1", {"ratio", "with", "without"}, TWO_GROUPS),
     "repair": ("--runs 1", {"ratio", "losses"}, ()),
-    "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, ()),
+    "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, TWO_GROUPS),
     "telemetry": (
         "--steps 56 --told-steps 100 --hanging",
         {"ratio", "sinks", "told_processor_s", "memory_growth_bytes"},

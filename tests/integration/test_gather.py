@@ -218,3 +218,20 @@ def test_a_gather_that_completes_reports_nothing() -> None:
     rank.run()
     assert rank.agreement.reported == []
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (False, "")
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_parameters_that_contradict_their_checksum_have_not_come(number: int) -> None:
+    sent_by_1 = Rank(1, torch.float32, [torch.zeros(())] * 100)
+    sent_by_1.run()
+    others = sent_by_1.communicator.sent
+    others[number][0] ^= 1 << 9
+    rank = Rank(0, torch.float32, others)
+    rank.run()
+    assert rank.progress.lacks_params
+    assert rank.progress.gather_evidence == "gathered parameters contradict their checksums"
+    assert rank.agreement.reported == [HEAD]
+    others[number][0] ^= 1 << 9
+    rank.communicator.others.extend(others)
+    rank.run()
+    assert not rank.progress.lacks_params, "the second gather brings what the first has not"

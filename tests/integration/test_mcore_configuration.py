@@ -120,6 +120,7 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"num_moe_experts": 8}, r"follows from model\.num_experts"),
         ({"moe_aux_loss_coeff": 0.1}, "has no effect without experts"),
         ({"mtp_num_layers": 1}, "not reduced over groups"),
+        ({"multi_latent_attention": True}, "a configuration of its own, which is not built here"),
         ({"defer_embedding_wgrad_compute": True}, "a patch is a second one"),
         ({"cuda_graph_impl": "local"}, "a patch has another number of microbatches than the graph"),
         ({"qk_l2_norm": True}, "would be passed over"),

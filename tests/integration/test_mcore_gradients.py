@@ -125,6 +125,19 @@ def test_rotary_positions_and_bf16_come_close_to_the_full_model(make_config: Mak
     assert relative_distance(gradients, expected) < 0.02
 
 
+@pytest.mark.parametrize("layout", ["two by two", "two lanes"])
+def test_the_losses_of_microbatches_add_up_to_that_of_the_step(make_config: MakeConfig, layout: str) -> None:
+    """Each is known on one rank of the last stage, once, after the call that has computed it."""
+    config = make_config(**LAYOUTS[layout])
+    ranks = run_group(group.microbatch_losses, config, WORK[:2], WORK[2:4])
+    losses = [loss for _, found in ranks for of_call in found for loss in of_call.values()]
+    numbers = [number for _, found in ranks for of_call in found for number in of_call]
+    assert len(numbers) == len(set(numbers)) == 4
+    assert all(len(of_call) in (0, 2 // config.layout.data_parallel) for _, found in ranks for of_call in found)
+    num_tokens = config.train.micro_batch_size * config.model.seq_length
+    assert sum(losses) * num_tokens == pytest.approx(max(total for total, _ in ranks), rel=1e-5)
+
+
 def test_two_calls_in_a_step_equal_one(make_config: MakeConfig) -> None:
     config = make_config(pipeline_parallel=2)
     for once, twice, with_nothing in run_group(

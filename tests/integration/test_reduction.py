@@ -193,8 +193,6 @@ class Agreement:
 
 
 class Probe(SilentProbe):
-    num_forward = 2
-
     def __init__(self) -> None:
         self.calls: list[FaultPoint] = []
         self.interrupted: list[Operation] = []
@@ -205,6 +203,9 @@ class Probe(SilentProbe):
 
     def compute_s(self) -> float:
         return 0.5
+
+    def pace_s(self, _num_chunks: int) -> float:
+        return 0.25
 
     def during(self, operation: Operation, /, *, in_backward: bool = False) -> AbstractContextManager[None]:
         if in_backward:
@@ -239,8 +240,11 @@ class Rank:
             reports=SimpleNamespace(
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: ()),
+            suspicions=SimpleNamespace(judge=lambda _step, _attempt: []),
             overlaps=overlaps,
             num_chunks=1,
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: ()),
             probe=self.probe,
             progress=RankProgress(step=step),
         )

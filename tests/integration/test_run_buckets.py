@@ -13,6 +13,7 @@ from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, VoteRecord
+from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.reference import assert_exact
 from tests.integration.test_run_corruption import wrong
 from tests.integration.watched_rank import Watch
@@ -66,12 +67,10 @@ def kept_by(run: Run) -> dict[int, list[list[int]]]:
 
 
 def test_buckets_that_all_survivors_hold_are_kept_and_the_bits_are_those_of_the_run_without_failures(
-    text_corpus: Path, tmp_path: Path
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
 ) -> None:
-    whole = complete_run(
-        tiny_config(text_corpus, STAGES, steps=5, mode="reproducible", **DROPOUT), tmp_path / "one bucket"
-    )
-    expected = run_of(bucketed(text_corpus), tmp_path / "none")
+    """Of one bucket."""
+    expected = fault_free(bucketed(text_corpus))
     faults = [
         kill(FaultPoint.IN_REDUCE, 1, 1, 1),
         kill(FaultPoint.IN_REDUCE, 2, 2, 0),
@@ -83,8 +82,6 @@ def test_buckets_that_all_survivors_hold_are_kept_and_the_bits_are_those_of_the_
         assert_kept(run)
         assert losses_of(run.journal) == losses_of(expected.journal)
         assert params_of(run) == params_of(expected)
-    assert losses_of(whole.journal) == losses_of(expected.journal)
-    assert params_of(whole) == params_of(expected)
 
 
 def assert_kept(run: Run) -> None:
@@ -131,10 +128,10 @@ def test_sums_in_bf16_count_more_microbatches_than_bf16_can(text_corpus: Path, t
 
 
 def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_sums_were(
-    text_corpus: Path, tmp_path: Path
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
 ) -> None:
     layout = LayoutConfig(num_groups=4)
-    expected = run_of(bucketed(text_corpus, layout=layout), tmp_path / "none")
+    expected = fault_free(bucketed(text_corpus, layout=layout))
     fault = wrong("param_flip", FaultPoint.AFTER_COMMIT, 1, 3, bit=10)
     run = run_of(bucketed(text_corpus, [fault], layout=layout), tmp_path / "run")
     [retry] = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry"]
@@ -158,8 +155,10 @@ def test_a_gradient_that_is_not_a_number_costs_its_group_also_where_buckets_leav
     assert_survivors_received_it(run)
 
 
-def test_sums_that_arrive_unsound_leave_the_bits_of_the_run_without_faults(text_corpus: Path, tmp_path: Path) -> None:
-    expected = run_of(bucketed(text_corpus), tmp_path / "none")
+def test_sums_that_arrive_unsound_leave_the_bits_of_the_run_without_faults(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
+    expected = fault_free(bucketed(text_corpus))
     faults = [wrong("nan", FaultPoint.BACKWARD, 1, 2, 1), wrong("nan", FaultPoint.BEFORE_REDUCE, 3, 0, 0)]
     run = run_of(bucketed(text_corpus, faults, overlap=True), tmp_path / "run")
     assert_survivors_received_it(run)

@@ -1,5 +1,6 @@
 """Groups that compute wrongly: what is found before it is counted, what costs its group, and what goes unnoticed."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import LEAST_STEPS
-from spare_megatron.journal.records import FaultRecord, LossRecord, VoteRecord
+from spare_megatron.journal.records import FaultRecord, LossRecord, SuspicionRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
@@ -99,13 +100,19 @@ def test_a_flipped_high_bit_of_a_gradient_costs_its_group(
     assert f"the gradient of step {JUDGED} {found}" in fence["error"]
 
 
-def test_a_flipped_low_bit_of_a_gradient_goes_unnoticed_and_all_groups_stay_alike(
+def test_a_flipped_low_bit_of_a_gradient_or_a_token_goes_unnoticed_and_all_groups_stay_alike(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     expected = finished(text_corpus, tmp_path / "none", [], steps=JUDGED + 2)
-    fault = wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 1, bit=12)
-    run = finished(text_corpus, tmp_path / "run", [fault], steps=JUDGED + 2)
+    faults = [
+        wrong("data_flip", FaultPoint.FORWARD, JUDGED - 1, 2, bit=0),
+        wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 1, bit=12),
+    ]
+    run = finished(text_corpus, tmp_path / "run", faults, steps=JUDGED + 2)
     assert fences_of(run) == {}
+    changed = [step for step, losses in losses_of(run.journal).items() if losses != losses_of(expected.journal)[step]]
+    assert min(changed) == JUDGED - 1, "a token of one microbatch, whose loss is like any other"
+    assert run.journal.of(SuspicionRecord) == []
     assert run.summary.params_sha256 != expected.summary.params_sha256
 
 
@@ -120,16 +127,21 @@ def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Pat
 # ----------------------------------------------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
-def test_a_flipped_bit_of_a_parameter_is_found_by_the_next_comparison(
-    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+@pytest.mark.parametrize(
+    ("layout", "kind", "bit", "what"),
+    [(ONE_RANK, "moment_flip", 0, "state"), (STAGES, "param_flip", 10, "parameters")],
+    ids=["moment", "parameter"],
+)
+def test_a_flipped_bit_of_the_state_is_found_by_the_next_comparison(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, kind: str, bit: int, what: str
 ) -> None:
-    fault = wrong("param_flip", FaultPoint.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=10)
+    """The bit of the moment changes no parameter in this update; it is found before any that it may change counts."""
+    fault = wrong(kind, FaultPoint.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=bit)
     run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=Watch(dump_steps=frozenset({2, 3})))
     assert_exact(run, [2, 3])
     fence = fences_of(run)[3]
     assert (fence["discard"], fence["error"]) == (True, "")
-    assert "its parameters before step 2 differ from those of 3 groups" in fence["reason"]
+    assert re.search(rf"its {what} before step 2 differs? from (those|that) of 3 groups", fence["reason"])
     assert [loss.cause for loss in run.journal.of(LossRecord)] == ["found itself fenced; the log entry says why"]
 
 

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord, LossRecord
 from tests.integration.etcd_cluster import EtcdCluster
@@ -28,6 +29,8 @@ TIMEOUT_S = 200.0
 _POLL_S = 0.05
 NUM_STEPS = 1_000_000
 """More than are committed by the time at which the test has the run end."""
+UNHURRIED_S, NUM_UNHURRIED = 0.3, 300
+"""How long its first steps take, which leave the processors to the supervisors that start meanwhile."""
 SPARE = (sys.executable, "-m", "spare_megatron.cli.main")
 POD = Path(__file__).parents[2] / "launch/pod"
 SCONTROL = """#!/bin/sh
@@ -136,6 +139,10 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -
         LayoutConfig(num_groups=2),
         steps=NUM_STEPS,
         rejoins=3,
+        faults=[
+            FaultConfig(phase=FaultPoint.FORWARD, step=step, group=0, rank=0, kind="delay", seconds=UNHURRIED_S)
+            for step in range(2, NUM_UNHURRIED)
+        ],
         cluster=ClusterConfig(device="cpu", num_nodes=2),
     )
     control = dataclasses.replace(

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined, RanksStarted
 from spare_megatron.stacking.layout import GroupId, Member
+from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
@@ -68,28 +69,29 @@ def test_a_group_comes_back_on_a_node_that_has_no_other(text_corpus: Path, tmp_p
     assert [group for group, _, _ in rejoined(run)] == [1]
 
 
-def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
+def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns) -> None:
     layout = LayoutConfig(num_groups=3)
     faults = [kill(FaultPoint.IN_REDUCE, 2, 1)]
-    plain = tiny_config(text_corpus, layout, steps=STEPS, mode="reproducible", hidden_dropout=0.1)
-    whole = complete_run(plain, tmp_path / "whole")
     config = tiny_config(
         text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, mode="reproducible", hidden_dropout=0.1
     )
+    whole = fault_free(config)
     run = complete_run(config, tmp_path / "run", WATCH)
     assert_masked(run)
     assert len(rejoined(run)) == 1
     assert run.summary.params_sha256 == whole.summary.params_sha256
 
 
-def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
+def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
     """Twice: those that took the place of the first are made up for."""
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     faults = [kill(FaultPoint.BACKWARD, 3, 1, rank=1), kill(FaultPoint.IN_REDUCE, AWAITED + 3, 2)]
     config = tiny_config(
         text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, spares=1, mode="reproducible", hidden_dropout=0.1
     )
-    whole = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "whole")
+    whole = fault_free(config)
     awaited = {(AWAITED, Member(GroupId(1), 1)), (STEPS - 2, Member(GroupId(2), 1))}
     watch = Watch(awaited=frozenset(awaited), whole_spares=frozenset({2, AWAITED + 2}))
     run = complete_run(config, tmp_path / "run", watch)

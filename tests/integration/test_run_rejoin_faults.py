@@ -12,6 +12,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
 from spare_megatron.process.reports import GroupLost, GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
+from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
@@ -81,12 +82,12 @@ def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
 
 @pytest.mark.parametrize("kind", ["kill", STOP])
 def test_a_newcomer_goes_on_with_another_group_where_its_donor_is_lost_during_the_transfer(
-    text_corpus: Path, tmp_path: Path, kind: FaultKind
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, kind: FaultKind
 ) -> None:
     """It was lost with its donor, and its next incarnation was taken in with the donor's."""
     faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 0)]
     config = config_of(kind)(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible")
-    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    whole = fault_free(config)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1)))
     assert_masked(run)
     assert sorted(rejoined_incarnations(run)) == [(0, 1, AWAITED + 3), (1, 1, AWAITED + 1)]
@@ -140,11 +141,11 @@ def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Pat
 
 @pytest.mark.parametrize("lost", [(1, 2), (1, 2, 3)], ids=["two", "all_but_one"])
 def test_groups_lost_in_one_step_come_back_in_one_commit(
-    text_corpus: Path, tmp_path: Path, lost: tuple[int, ...]
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, lost: tuple[int, ...]
 ) -> None:
     faults = [kill(FaultPoint.BACKWARD, 2, group) for group in lost]
     config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
-    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    whole = fault_free(config)
     run = complete_run(config, tmp_path / "run", awaiting(*((AWAITED, group, 1) for group in lost)))
     assert_masked(run)
     assert sorted(rejoined_incarnations(run)) == [(group, 1, AWAITED + 1) for group in lost]
@@ -153,10 +154,12 @@ def test_groups_lost_in_one_step_come_back_in_one_commit(
     assert run.summary.params_sha256 == whole.summary.params_sha256
 
 
-def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2, tensor_parallel=2)
     config = tiny_config(text_corpus, layout, steps=6, faults=[LOSS], rejoins=1, mode="reproducible", precision="bf16")
-    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    whole = fault_free(config)
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1)))
     assert_masked(run)
     assert rejoined_incarnations(run) == [(1, 1, 4)]
@@ -200,7 +203,9 @@ def test_a_donor_revealed_by_its_gradients_costs_its_newcomer_at_most_one_incarn
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(text_corpus: Path, tmp_path: Path, precision: str) -> None:
+def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, precision: str
+) -> None:
     """The donor's parameters are right, and so are those of its newcomer until the next update: then two of four groups
     would hold the same wrong ones, and no group would know who is right.
     """
@@ -208,7 +213,7 @@ def test_the_copy_of_wrong_moments_is_fenced_with_its_donor(text_corpus: Path, t
     config = tiny_config(
         text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible", precision=precision
     )
-    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    whole = fault_free(config)
     watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
     run = complete_run(config, tmp_path / "run", watch)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons

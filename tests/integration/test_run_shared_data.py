@@ -13,6 +13,7 @@ from spare_megatron.journal.records import ContributionRecord, UpdateRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from tests.integration.broken_rank import elsewhere, unreadable
+from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, losses_of, params_of, tiny_config
 
@@ -43,11 +44,11 @@ def who_computed(run: Run, shard: int, step: int) -> set[int]:
     ids=["at_once", "later"],
 )
 def test_losing_all_hosts_of_a_shard_changes_no_bit(
-    text_corpus: Path, tmp_path: Path, second: FaultConfig, stages: int
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, second: FaultConfig, stages: int
 ) -> None:
     assert set(map(int, make_placement("golomb", 4, 2).hosts[ORPHANED])) == HOSTS
     layout = LayoutConfig(num_groups=4, pipeline_parallel=stages)
-    whole = complete_run(shared(text_corpus, [], layout), tmp_path / "whole")
+    whole = fault_free(shared(text_corpus, [], layout))
     run = complete_run(shared(text_corpus, [kill(FaultPoint.FORWARD, 1, 0), second], layout), tmp_path / "run")
     assert_masked(run)
     assert who_computed(run, ORPHANED, 5) <= {2, 3}
@@ -61,9 +62,11 @@ def test_losing_all_hosts_of_a_shard_changes_no_bit(
     assert all(params_of(run)[step] == params_of(whole)[step] for step in shared_steps)
 
 
-def test_hosts_that_come_back_take_their_shards_again(text_corpus: Path, tmp_path: Path) -> None:
+def test_hosts_that_come_back_take_their_shards_again(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
     layout, back_after = LayoutConfig(num_groups=4), 3
-    whole = complete_run(shared(text_corpus, [], layout), tmp_path / "whole")
+    whole = fault_free(shared(text_corpus, [], layout))
     faults = [kill(FaultPoint.FORWARD, 1, group) for group in HOSTS]
     watch = Watch(awaited=frozenset((back_after, Member(GroupId(group), 1)) for group in HOSTS))
     run = complete_run(shared(text_corpus, faults, layout, rejoins=1), tmp_path / "run", watch)

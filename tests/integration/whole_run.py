@@ -67,13 +67,15 @@ def tiny_config(
     rejoins: int = 0,
     spares: int = 0,
     max_restarts: int = 0,
+    deal_by_pace: bool = False,
     optimizer: OptimizerConfig = REPLICATED,
     heartbeat_s: float = CALM_HEARTBEAT_S,
     **model: Any,
 ) -> RunConfig:
     """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less.
 
-    Its ranks may be late as on a busy machine. Tests of who falls silent take an `alert_config`, and run one by one.
+    Its ranks may be late as on a busy machine, where they are slow by turns: who computes what follows from their paces
+    only if asked for. Tests of who falls silent take an `alert_config`, and run one by one.
     """
     stages = layout.pipeline_parallel * layout.virtual_pipeline
     shape = {"num_layers": max(2, stages), "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
@@ -87,6 +89,7 @@ def tiny_config(
             rejoins=rejoins,
             spares=spares,
             groups_per_domain=groups_per_domain,
+            deal_by_pace=deal_by_pace,
         ),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(steps=steps, micro_batch_size=1, params_check_every_steps=1),

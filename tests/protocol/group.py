@@ -91,6 +91,7 @@ class Group:
         self._has_work = False  # in this step
         self._params = AT_FIRST
         self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
+        self._digested: Content | None = None  # the state that a save has had digested in this step
         self._lacks_params = False
         self._state_reports = StateReports()
         self._saving = Saving(member, world)
@@ -207,7 +208,7 @@ class Group:
                 yield from self._give_state()
             case SaveCheckpoint():
                 yield None
-                self._save(action)
+                yield from self._save(action)
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
@@ -222,14 +223,6 @@ class Group:
         self._world.computes(self.group, asked)
         for microbatch in asked:
             self.audits.compute(self._params, action.step, microbatch)
-
-    def _save(self, action: SaveCheckpoint) -> None:
-        self._state_reports.save(action.step, lacks_params=self._lacks_params)
-        self._state_reports.is_whole |= action.is_last and self.held is None
-        if not self._lacks_params:
-            self._has_params(action.step)
-            if action.member == self.member:
-                self._saving.begin(action, self._links.head, self._content)
 
     def _await_hosts(self, action: AwaitHosts) -> Steps:
         """Reads who waits, once that changes or patience is over, until an entry is written."""
@@ -254,15 +247,24 @@ class Group:
         self._computed = []
         return (yield from self._relaying.read_entry(action.index))
 
+    def _save(self, action: SaveCheckpoint) -> Steps:
+        self._state_reports.save(action.step, lacks_params=self._lacks_params)
+        if not self._lacks_params:
+            self._has_params(action.step)
+            self._digested = self._content
+            if action.member == self.member:
+                yield None  # what is copied may change after it was digested
+                self._saving.begin(action, self._links.head, self._content)
+
     def _give_state(self) -> Steps:
         for _ in range(MOVES_OF_STATE):
             yield None
         given = Content("", "") if self._lacks_params else self._content
         self._state_reports.is_due |= not self._lacks_params
-        self._state_reports.is_whole |= self.held is None
         self._world.states.setdefault(self._links.head, {})[self.member] = given
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
+        self._digested = None
         self._params, self._spoiled = self._world.invariants.saves.params[step], ""
         self._state_reports.is_due = True
         if self.held is not None:
@@ -300,6 +302,7 @@ class Group:
         step, attempt = action.step, action.attempt
         change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
         self._state_reports.changed()
+        self._digested = None
         if self.held is None:
             self._params = marked([self._params, self._spoiled], f"{self._params}|{change}{self._spoiled}")
             self._has_params(step + 1)
@@ -444,7 +447,7 @@ class Group:
             return False
         self._params, self._spoiled = given[donor]
         self._state_reports.is_due = True
-        self._state_reports.is_whole, self._state_reports.copied_from = self.held is None, donor.group
+        self._state_reports.copied_from = donor.group
         if self.held is not None:
             self.held.num_updates = admission.step
         self._world.invariants.took_state(self.name, donor)
@@ -468,15 +471,16 @@ class Group:
         is_reduced = not isinstance(action, AttemptReduce) or (self._buckets.sums() is not None and not has_wrong_sum)
         is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
+        params, spoiled = self._content if self._digested is None or self.held is not None else self._digested
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,
-            params_digest=self._params if is_compared else "",
+            params_digest=params if is_compared else "",
             num_complete=num_complete,
             lacks_params=self._lacks_params,
             restored=() if self.held is None else self.held.restored(),
             slice_digests=() if self.held is None else self.held.digests(is_compared=is_compared),
-            state_digest=(self._spoiled or "right") if self._state_reports.is_whole else "",
+            state_digest=(spoiled or "right") if is_compared and self.held is None else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
             pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,

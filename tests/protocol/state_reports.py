@@ -12,21 +12,19 @@ class StateReports:
 
     Attributes:
         is_wanted: State is reported in any case when the parameters are there.
-        is_due: The next vote reports it.
-        is_whole: It also reports what shows in the parameters one update later.
+        is_due: The next vote reports it, without partitions also what shows in the parameters one update later.
         copied_from: The group that it has that from.
     """
 
     def __init__(self) -> None:
         self.is_wanted = False
         self.is_due = True
-        self.is_whole = False
         self.copied_from: GroupId | None = None
         self._after_save = -1
 
     def changed(self) -> None:
         """The state is another one."""
-        self.is_due = self.is_whole = False
+        self.is_due = False
         self.copied_from = None
 
     def hold(self, step: int) -> None:

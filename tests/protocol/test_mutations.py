@@ -1,6 +1,8 @@
 """The simulation finds planted bugs, so that its silence about the real protocol means something."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from random import Random
 
 import pytest
@@ -228,6 +230,12 @@ PROTOCOLS_BY_SCENES = {
 }
 
 
+@cache
+def is_right(seed: int, draw: Callable[[Random], Scene]) -> bool:
+    """Whether the real protocol violates nothing in this history, which many mutations ask for."""
+    return run_histories([seed], draw=draw).violations == {}
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
     draw = RARE.get(mutation, Scene.draw)
@@ -235,7 +243,7 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
     [(seed, violation)] = found.violations.items()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)
-    assert run_histories(range(seed + 1), draw=draw).violations == {}
+    assert [other for other in range(seed + 1) if not is_right(other, draw)] == []
 
 
 @pytest.mark.parametrize("mutation", PROTOCOLS_BY_SCENES)
@@ -260,7 +268,7 @@ def violates(scene: Scene, seed: int, protocol: Protocol) -> bool:
 def test_a_violation_shrinks_to_a_scene_for_people() -> None:
     protocol = MUTATIONS["counts a patch twice"]
     few = settings(max_examples=1000)
-    orders = st.tuples(scenes(most_fan_in=1), st.integers(0, 999))
+    orders = st.tuples(scenes(most_fan_in=1), st.integers(0, 99))
     scene, seed = find(orders, lambda order: violates(*order, protocol), settings=few)
     assert scene.num_steps == 1
     assert scene.num_groups <= 4

@@ -62,6 +62,7 @@ def test_a_checksum_of_several_blocks_is_what_integers_without_limit_give(monkey
     for name, value in (("COLUMNS", 8), ("ROWS", 32)):
         monkeypatch.setattr(f"spare_megatron.mcore.checksums.{name}", value)
         monkeypatch.setitem(globals(), name, value)
+    monkeypatch.setattr("spare_megatron.mcore.checksums._CPU_PIECE_ROWS", 4)
     parts = [drawn(8 * 77 + 3, 3), drawn(5, 4)]
     assert sums_of(checksum(parts)) == expected(parts)
 

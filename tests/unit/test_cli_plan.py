@@ -121,6 +121,16 @@ def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
     assert found["facts"]["last_resort"]
 
 
+def test_slow_groups_are_set_beside_what_they_cost_with_work_dealt_by_pace() -> None:
+    options = ("--groups", "200", "--microbatches", "16", "--slow-every", "111h", "--slow-for", "2h")
+    found = figures(*options)
+    assert found["slow"]["even_ratio"] == pytest.approx(1.92, abs=0.01)
+    assert found["slow"]["dealt_ratio"] == pytest.approx(1.16, abs=0.01)
+    assert figures(*options, "--slow-factor", "1")["slow"]["even_ratio"] == 1.0
+    assert "1.92 x that without, and 1.16 x with work dealt by pace" in spare_plan(*EXAMPLE, *options).stdout
+    assert "slow" not in figures()
+
+
 def test_the_table_shows_the_assumptions_of_a_plan() -> None:
     options = ["--repair", "10m", "--join", "30s", "--groups", "100", "--redundancy", "5"]
     result = spare_plan(*EXAMPLE, *options, "--groups-per-domain", "4", "--domain-mtbf", "7d")
@@ -187,6 +197,8 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--failures-per-node-day 1 --gpus-per-node 8 --gpus-per-group 0", "--gpus-per-group 0 is below 1"),
         ("--mtbf 300s --redundancy 601", "--redundancy 601 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --slice-copy 0s", "--slice-copy 0s: a duration here has to be above 0"),
+        ("--mtbf 300s --slow-for 2h", "--slow-for and --slow-factor need --slow-every"),
+        ("--mtbf 300s --slow-every 3d --slow-factor 0.5", "factor=0.5 1 or more"),
         ("--mtbf 300s --redundancy 0", "--redundancy 0 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --groups 0", "--groups 0 is below 1"),
         ("--mtbf 300s --groups 10000001", "--groups 10000001: at most 10000000 groups are planned for"),

@@ -155,7 +155,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (
             ["optimizer.sharding=stacked", "reduce.bucket_mib=0.001", "layout.num_groups=300"],
-            "reduce.bucket_mib=0.001 must be at least 0.0011 with optimizer.sharding=stacked and layout.num_groups=300",
+            "reduce.bucket_mib=0.001 must be at least 0.0092 with optimizer.sharding=stacked and layout.num_groups=300",
         ),
         (["reduce.mode=fast_bf16"], "reduce.mode=fast_bf16 rounds the gradients of model.precision=fp32 to bf16; set"),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
@@ -327,6 +327,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
                 "faults.trace=[{phase='staged', kind='sum_flip', bit=16}]",
             ],
             "faults.trace[0].bit=16 lies outside 0 to 15",
+        ),
+        (
+            ["faults.trace=[{phase='backward', kind='data_flip', rank=0}]"],
+            "faults.trace[0].kind=data_flip strikes the tokens that the first stage reads",
         ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),

@@ -31,7 +31,7 @@ def spec_of(run_dir: Path, *, node: int = 2, rejoins: int = 3, minutes: float | 
     config = RunConfig(
         layout=LayoutConfig(num_groups=2, max_groups=3, pipeline_parallel=2),
         cluster=ClusterConfig(device="cpu", num_nodes=NUM_NODES, notice_file="/run/notice-{node}"),
-        spare=SpareConfig(rejoins=rejoins),
+        spare=SpareConfig(redundancy=2, rejoins=rejoins),
         train=TrainConfig(max_minutes=minutes),
     )
     return NodeSpec(

@@ -190,3 +190,14 @@ def test_what_is_known_of_groups_that_leave_is_forgotten() -> None:
 def test_a_lone_group_has_no_like() -> None:
     assert exceptions({GroupId(0): 5}, {}) == ()
     assert exceptions({}, {}) == ()
+
+
+def test_where_machines_change_their_mood_more_evidence_is_needed() -> None:
+    """Slow for a dozen steps, again and again: the first times are followed, later ones hardly."""
+    run = Run(8, heavy(0.02, 3), seed=9)
+    for _ in range(QUIET_STEPS):
+        run.step()
+    moods = [sum(run.step({3: 1.6} if step < 12 else {}) for step in range(100)) for _ in range(20)]
+    assert sum(moods[:2]) >= 2
+    assert sum(moods[-10:]) <= sum(moods[:10]) // 2
+    assert run.until_change({5: 3.0}, 40) is not None, "what lasts is found all the same"

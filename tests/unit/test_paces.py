@@ -199,8 +199,24 @@ def test_passes_add_up_within_a_step_and_waiting_between_them_does_not_count() -
         times.start_pass()
         times.end_pass()
     times.end_pass()
-    assert times.total_s() == 3.0
+    assert times.total_s() == times.usual_s() == 3.0
     times.begin_step()
     times.start_pass()
     times.end_pass()
     assert times.total_s() == 4.0
+
+
+def test_single_long_passes_are_cut_and_reading_is_left_out() -> None:
+    now_s = iter([0.0, 1.0, 9.0, 10.0, 10.0, 12.0, 12.0, 32.0, 40.0, 47.0])
+    times = PassTimes(lambda: next(now_s), lambda began_s, ended_s: ended_s - began_s)
+    times.start_pass(is_forward=True)
+    times.end_pass()
+    times.resume_pass()  # after it has read
+    times.end_pass()
+    for _ in range(2):
+        times.start_pass(is_forward=True)
+        times.end_pass()
+    times.start_pass()
+    times.end_pass()
+    assert times.total_s() == 2.0 + 2.0 + 20.0 + 7.0
+    assert times.usual_s() == 2.0 + 2.0 + 4.0 + 7.0

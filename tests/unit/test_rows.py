@@ -86,6 +86,7 @@ def test_lanes_fill_their_pipelines_with_rows_together() -> None:
             ["layout.expert_parallel=3", "model.num_experts=6"],
             "layout.data_parallel=2 is no multiple of layout.expert_p",
         ),
+        (["layout.expert_parallel=6", "model.num_experts=6"], "lanes of one group divide the experts, never groups"),
     ],
 )
 def test_lanes_that_share_experts_need_whole_rows(overrides: list[str], expected: str) -> None:

@@ -63,20 +63,17 @@ class StateDigests:
         member = self._agreement.member
         self._unproven -= {copy.partition for copy in copies if copy.member == member}
 
-    def check_saved(self, step: int, num_restarts: int, *, has_params: bool, is_last: bool) -> None:
+    def check_saved(self, step: int, num_restarts: int, *, has_params: bool) -> None:
         """Has the state saved after `step` committed steps compared twice: in the next vote and after the next update.
 
-        Wrong optimizer moments show in the parameters one update later, and so does state that changed while it was
-        copied. After the last step (`is_last`) there is no update, and moments are compared themselves. Parameters that
-        are lacking (`has_params`) are compared once they are here. Collective over: all ranks of the group.
+        State that changed while it was copied shows in the parameters one update later. Parameters that are lacking
+        (`has_params`) are compared once they are here. Collective over: all ranks of the group.
         """
         self._after_save = step + 1
         if not has_params:
             self.is_wanted = True
         elif not self.value.params:
             self.check(step, num_restarts)
-        if is_last:
-            self.compute_rest()
 
     def forget(self) -> None:
         """The state has changed."""
@@ -114,7 +111,7 @@ class StateDigests:
     def compute_rest(self, *, copied_from: GroupId | None = None) -> None:
         """The next vote also carries a digest of all other state, where every group holds all of it.
 
-        `copied_from` names its donor.
+        The device computes it while the rank goes on. `copied_from` names its donor.
         """
         if self._trainer.stacked is None:
             with self._probe.during(Operation.CHECK):
@@ -146,8 +143,12 @@ class StateDigests:
             self._journal.write(record)
 
     def check(self, step: int, num_restarts: int) -> None:
-        """Computes and journals the digests. Collective over: all ranks of the group."""
+        """Has the next vote compare all state, and journals the digests of what is compared among all groups.
+
+        Collective over: all ranks of the group.
+        """
         self.compute()
+        self.compute_rest()
         self.write(step, num_restarts)
 
     def end(self, step: int, num_restarts: int, *, has_sha256: bool) -> None:

@@ -1,0 +1,94 @@
+"""Slow groups in the simulator and in the planner."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spare_megatron.journal.lines import Line
+from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.planner.slow_groups import SlowRate, dealt_stacks, slow_cost
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.simulator.slow_groups import SlowGroups, SlowSpec
+
+SCENARIO = Scenario(
+    name="slow",
+    num_groups=40,
+    redundancy=4,
+    num_steps=4000,
+    costs=CostModel(compute_s=10.0, reduce_s=1.0),
+    slow=SlowSpec(group_interval_s=20_000.0, duration_s=400.0, factor=2.0),
+)
+
+
+def ratio_of(scenario: Scenario, seed: int = 0) -> float:
+    return simulate(scenario, seed).time_to_train_ratio
+
+
+def test_slow_groups_are_slow_for_their_share_of_the_time() -> None:
+    spec = SlowSpec(group_interval_s=300.0, duration_s=100.0, factor=3.0)
+    slow = SlowGroups(spec, 50, np.random.default_rng(0))
+    seen = np.array([slow.factors(now_s) for now_s in np.arange(1000.0, 40_000.0, 50.0)])
+    assert set(np.unique(seen)) == {1.0, 3.0}
+    assert np.mean(seen == 3.0) == pytest.approx(spec.share, rel=0.05)
+
+
+def test_without_slow_groups_nothing_is_measured() -> None:
+    quiet = replace(SCENARIO, slow=SlowSpec())
+    assert quiet.rounds is None
+    assert ratio_of(quiet) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
+def test_the_planner_knows_what_dealing_by_pace_is_worth(factor: float) -> None:
+    slow = replace(SCENARIO.slow, factor=factor)
+    times = StepTimes(shard_s=10.0, reduce_s=1.0, loss_interval_s=1e12)
+    rate = SlowRate(group_interval_s=slow.group_interval_s or 0.0, duration_s=slow.duration_s, factor=factor)
+    planned = slow_cost(40, 16, times, rate)
+    scenario = replace(SCENARIO, slow=slow)
+    even, dealt = ratio_of(replace(scenario, deal_by_pace=False)), ratio_of(scenario)
+    print(f"factor {factor}: {planned}, simulated {even:.3f} and {dealt:.3f}")
+    assert even - 1 == pytest.approx(planned.even_ratio - 1, rel=0.2)
+    assert dealt - 1 == pytest.approx(planned.dealt_ratio - 1, rel=0.2)
+    assert dealt < even
+
+
+def test_losses_beside_slow_groups_leave_a_valid_journal_that_repeats() -> None:
+    failures = replace(SCENARIO.failures, kind="system", mean_s=2000.0)
+    scenario = replace(SCENARIO, num_groups=7, num_steps=300, failures=failures, repair_s=500.0)
+    journals: list[list[Line]] = [[], []]
+    for journal in journals:
+        simulate(scenario, 3, journal=journal.append)
+    assert journals[0] == journals[1]
+    assert len(journals[0]) > 1000
+
+
+@pytest.mark.parametrize(("num_slow", "factor"), [(0, 2.0), (1, 2.0), (3, 1.5), (5, 1.1), (8, 4.0)])
+def test_the_least_makespan_is_that_of_all_ends(num_slow: int, factor: float) -> None:
+    ends = sorted({i * pace for pace in (1.0, factor) for i in range(1, 200)})
+    least = next(
+        end for end in ends if (8 - num_slow) * int(end + 1e-9) + num_slow * int(end / factor + 1e-9) >= 8 * 16
+    )
+    assert dealt_stacks(8, 16, num_slow, factor) == pytest.approx(least / 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"policy": "replication"}, "is simulated for the policies spare and checkpoint_only"),
+        ({"costs": CostModel(compute_s=1.0, full_speed_groups=2.0)}, "needs groups with processors of their own"),
+    ],
+)
+def test_what_does_not_go_with_slow_groups_is_refused(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        replace(SCENARIO, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["group_interval_s", "duration_s", "factor"])
+def test_values_out_of_range_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"slow.{name}=-1.0 has to be above 0"):
+        SlowSpec(**{name: -1.0})
+    if name != "factor":
+        with pytest.raises(ValueError, match="have to be above 0"):
+            SlowRate(**{"group_interval_s": 1.0, "duration_s": 1.0, "factor": 2.0, name: -1.0})

@@ -8,6 +8,7 @@ from rich.table import Table
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.plan_answer import Answer, read_s
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
+from spare_megatron.planner.audits import audit_price
 from spare_megatron.planner.plan import closed_form_redundancy
 
 _DESCRIPTIONS = {
@@ -57,6 +58,9 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "availability", f"{plan.availability:.1%}"
     yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"
     yield "restart every", format_duration(plan.time_to_wipe_out_s)
+    audits = audit_price(answer.facts.num_microbatches)
+    yield "audits every", f"{audits.every_steps} steps: {audits.price:.1%} of a step"
+    yield "they find", f"lasting faults of a group by then, and {audits.found_share:.1%} of those in one microbatch"
     if plan.policy in ("rejoin", "reform") and not answer.facts.last_resort:
         yield "pause for a host every", format_duration(plan.pause_interval_s)
     if limits is None:

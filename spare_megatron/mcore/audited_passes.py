@@ -41,9 +41,9 @@ def digest64(tensor: Tensor, salt: int = 0) -> Tensor:
     for number, start in enumerate(range(0, len(words), piece * _BLOCK_WORDS)):
         part = words[start : start + piece * _BLOCK_WORDS].to(torch.int64)
         whole = len(part) - len(part) % _BLOCK_WORDS
-        blocks = [_mixed(part[:whole].view(-1, _BLOCK_WORDS) * multipliers).sum(1)] if whole else []
+        blocks = [_hashed(part[:whole].view(-1, _BLOCK_WORDS), multipliers).sum(1)] if whole else []
         if whole < len(part):
-            blocks.append(_mixed(part[whole:] * multipliers[: len(part) - whole]).sum(0, keepdim=True))
+            blocks.append(_hashed(part[whole:], multipliers[: len(part) - whole]).sum(0, keepdim=True))
         sums = torch.cat(blocks)
         place = torch.arange(len(sums), device=tensor.device) + (number * piece + 1)
         total = total + _mixed((sums + place * _MIX) ^ salt).sum()
@@ -59,8 +59,15 @@ def _words(tensor: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
+def _hashed(words: Tensor, multipliers: Tensor) -> Tensor:
+    """Replaces each word, an int64, by a hash that is not linear in it: few passes, since this is what digests cost."""
+    words.mul_(multipliers)
+    high = words >> 32
+    return words.bitwise_xor_(high.bitwise_and_(_LOW_HALF))  # the shift of a signed number has to lose the sign
+
+
 def _mixed(values: Tensor) -> Tensor:
-    """A bijection of int64 that is not linear. The shift of a signed number has to lose the sign."""
+    """A bijection of int64 that is not linear, thoroughly mixed."""
     values = (values ^ ((values >> 32) & _LOW_HALF)) * _MIX
     return values ^ ((values >> 32) & _LOW_HALF)
 

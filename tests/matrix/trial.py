@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import (
+    AuditConfig,
     ClusterConfig,
     EvalConfig,
     FaultConfig,
@@ -156,6 +157,7 @@ def config_of(
         config,
         layout=replace(config.layout, max_groups=NUM_GROUPS + num_further if num_further else None),
         data=replace(config.data, split="9,1", access="shared" if num_further else config.data.access),
+        audit=AuditConfig(every_steps=1),  # so that groups are lost in the middle of audits
         eval=EvalConfig(every_steps=STEP),
         faults=replace(config.faults, trace=tuple(faults)),
     )

@@ -244,7 +244,6 @@ class Rank:
             suspicions=SimpleNamespace(judge=lambda _step, _attempt: []),
             overlaps=overlaps,
             num_chunks=1,
-            audits=SimpleNamespace(words=lambda _attempt, _disputed: ()),
             probe=self.probe,
             progress=RankProgress(step=step),
         )

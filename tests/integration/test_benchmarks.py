@@ -26,8 +26,8 @@ TINY = (
 )
 THREE_GROUPS = ("layout.num_groups=3", "layout.pipeline_parallel=1", "spare.redundancy=3")
 TWO_GROUPS = ("layout.num_groups=2", "layout.pipeline_parallel=1", "spare.redundancy=2")
-_SLOW = '{{phase="forward", kind="slow", step={step}, group=2, rank=0, seconds=0.1}}'
-UNHURRIED = f"faults.trace=[{', '.join(_SLOW.format(step=step) for step in range(2, 300))}]"
+_DELAY = '{{phase="forward", kind="delay", step={step}, group=2, rank=0, seconds=0.1}}'
+UNHURRIED = f"faults.trace=[{', '.join(_DELAY.format(step=step) for step in range(2, 300))}]"
 """Steps of a tenth of a second, where a benchmark trains on until something has happened."""
 
 TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {

@@ -140,7 +140,7 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -
         steps=NUM_STEPS,
         rejoins=3,
         faults=[
-            FaultConfig(phase=FaultPoint.FORWARD, step=step, group=0, rank=0, kind="slow", seconds=UNHURRIED_S)
+            FaultConfig(phase=FaultPoint.FORWARD, step=step, group=0, rank=0, kind="delay", seconds=UNHURRIED_S)
             for step in range(2, NUM_UNHURRIED)
         ],
         cluster=ClusterConfig(device="cpu", num_nodes=2),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -189,9 +189,9 @@ class PlayedGroups:
         self.num_audits += len(plan.audits)
         return np.asarray(total)
 
-    def _spoiling(self, case: Case | None, group: GroupId, audited: Any) -> Any:
+    def _spoiling(self, case: Case | None, group: GroupId, audited: Collection[Microbatch]) -> "Spoiling":
         is_victim = case is not None and (case.group, case.rank) == (group, self.rank)
-        return spoiling(self, case if is_victim else None, frozenset(audited))
+        return Spoiling(self, case if is_victim else None, frozenset(audited))
 
     def _take(self, group: GroupId, microbatches: Sequence[Microbatch]) -> None:
         mine = [self.trainer.passes.boundaries(one) for one in microbatches]
@@ -212,7 +212,7 @@ class PlayedGroups:
         return votes
 
 
-class spoiling:  # noqa: N801
+class Spoiling:
     """In this context a rank has the fault of a case; one that does not last strikes the audited microbatch alone."""
 
     def __init__(self, played: PlayedGroups, case: Case | None, audited: frozenset[Microbatch]) -> None:
@@ -256,7 +256,6 @@ class spoiling:  # noqa: N801
     def _spoil_weight_gradient(self, case: Case) -> None:
         """Before any other hook has it: the hooks of a tensor run in order, so that this one has to come first."""
         spoiler = self._played.spoiler
-        hooks = spoiler.weight._backward_hooks
         passes = self._played.trainer.passes
 
         def on_gradient(gradient: Tensor) -> Tensor | None:

@@ -59,7 +59,7 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"
     yield "restart every", format_duration(plan.time_to_wipe_out_s)
     audits = audit_price(answer.facts.num_microbatches)
-    yield "audits every", f"{format_count(audits.every_steps)} steps: {audits.price:.1%} of a step"
+    yield "audits every", f"{audits.every_steps} steps: {audits.price:.1%} of a step"
     yield "they find", f"lasting faults of a group by then, and {audits.found_share:.1%} of those in one microbatch"
     if plan.policy in ("rejoin", "reform") and not answer.facts.last_resort:
         yield "pause for a host every", format_duration(plan.pause_interval_s)

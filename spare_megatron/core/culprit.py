@@ -88,11 +88,30 @@ class MachineSigns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Some steps of all ranks that took part, and of their machines; a step took `step_s`."""
+    """Some steps of all ranks that took part, and of their machines; a step took `step_s`. `shares_processors`: the
+    machines are emulated on one computer and take its processors from each other, so that waiting for one says nothing.
+    """
 
     step_s: float
     ranks: Sequence[RankTimes]
     machines: Mapping[MachineId, MachineSigns]
+    shares_processors: bool = False
+
+    def own_starved_s(self, times: RankTimes) -> float:
+        """Of a step, waits for a processor that its own machine is to blame for."""
+        return 0.0 if self.shares_processors else times.starved_s / times.num_steps
+
+    def rest_s(self, times: RankTimes) -> float:
+        """Of a step, what is left beside work and waits."""
+        spent_s = times.pass_s + times.data_s + times.transfer_s + times.reduce_s + times.wait_s
+        spent_s += times.starved_s if self.shares_processors else 0.0
+        return max(0.0, self.step_s - spent_s / times.num_steps)
+
+    @property
+    def least_s(self) -> float:
+        """The least excess that counts."""
+        shared = [one.starved_s / one.num_steps for one in self.ranks if self.shares_processors and one.num_steps]
+        return LEAST_SHARE * max(0.0, self.step_s - (median(shared) if shared else 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +190,12 @@ def find_culprit(window: Window, past: _Past | None = None) -> Culprit | None:
     """
     past = _Past() if past is None else past
     ranks = [times for times in window.ranks if times.num_steps and times.num_passes]
-    least_s = LEAST_SHARE * window.step_s
+    least_s = window.least_s
     data = _excesses("data", ranks, past, lambda one: one.data_s / one.num_passes, _per_step)
     passes = _excesses("pass", ranks, past, lambda one: one.pass_s / one.num_passes, _per_step)
     kept = [
-        *_excesses("kept", ranks, past, lambda one: (one.starved_s + one.throttled_s) / one.num_steps, _once),
-        *_excesses("rest", ranks, past, lambda one: _rest_s(one, window.step_s), _once),
+        *_excesses("kept", ranks, past, lambda one: window.own_starved_s(one) + one.throttled_s / one.num_steps, _once),
+        *_excesses("rest", ranks, past, window.rest_s, _once),
     ]
     transfers = _excesses("transfer", ranks, past, lambda one: one.transfer_s / one.num_steps, _once)
     least_waits = _excesses(
@@ -254,12 +273,6 @@ def _excesses(
 def _greatest(excesses: Sequence[_Excess], least_s: float) -> _Excess | None:
     found = max(excesses, key=lambda one: one.seconds, default=None)
     return found if found is not None and found.seconds >= least_s else None
-
-
-def _rest_s(times: RankTimes, step_s: float) -> float:
-    """What a step leaves beside work and waits."""
-    spent_s = times.pass_s + times.data_s + times.transfer_s + times.reduce_s + times.wait_s
-    return max(0.0, step_s - spent_s / times.num_steps)
 
 
 def _is_of_host(window: Window, passes: Sequence[_Excess], kept: Sequence[_Excess], machine: MachineId) -> bool:

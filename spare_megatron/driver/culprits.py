@@ -13,11 +13,14 @@ from spare_megatron.process.reports import CulpritChanged, NodeMeasured
 
 class Culprits:
     """Judges the machines' windows together, and journals and reports each change. A window of the run has one of each
-    machine, of about the same steps: the next begins when a machine reports again.
+    machine, of about the same steps: the next begins when a machine reports again. `shares_processors`: as in `Window`.
     """
 
-    def __init__(self, journal: JournalWriter, on_event: Callable[[CulpritChanged], None]) -> None:
+    def __init__(
+        self, journal: JournalWriter, on_event: Callable[[CulpritChanged], None], *, shares_processors: bool
+    ) -> None:
         self._journal = journal
+        self._shares_processors = shares_processors
         self._on_event = on_event
         self._watch = CulpritWatch()
         self._reports: dict[MachineId, NodeMeasured] = {}
@@ -34,6 +37,7 @@ class Culprits:
             step_s=median(report.step_s for report in reports.values()),
             ranks=[times for machine in sorted(reports) for times in reports[machine].ranks],
             machines={machine: reports[machine].signs for machine in sorted(reports)},
+            shares_processors=self._shares_processors,
         )
         before = self._watch.named
         if not self._watch.add(window):

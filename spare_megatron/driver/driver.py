@@ -108,7 +108,7 @@ class Driver:
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
         self._machines = {node: node for node in range(config.parallel.num_nodes)}  # by the place that they hold
-        self._culprits = Culprits(journal, on_event)
+        self._culprits = Culprits(journal, on_event, shares_processors=config.cluster.launcher == "local")
         self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""

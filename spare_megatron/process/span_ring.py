@@ -71,8 +71,12 @@ class PassTimes(Generic[Mark]):
 
     def usual_s(self) -> float:
         """As `total_s`, but no pass counts as more than `_MOST_MEDIANS` times the median of its direction."""
-        times = [found for is_forward in (True, False) if (found := self._seconds(is_forward))]
-        return sum(min(spent_s, _MOST_MEDIANS * median(found)) for found in times for spent_s in found)
+        total_s = 0.0
+        for is_forward in (True, False):
+            found = self._seconds(is_forward)
+            most_s = _MOST_MEDIANS * median(found) if found else 0.0
+            total_s += sum(min(spent_s, most_s) for spent_s in found)
+        return total_s
 
     def _seconds(self, is_forward: bool) -> list[float]:
         passes = self._passes[is_forward]

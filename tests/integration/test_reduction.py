@@ -240,9 +240,11 @@ class Rank:
             reports=SimpleNamespace(
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: ()),
             suspicions=SimpleNamespace(judge=lambda _step, _attempt: []),
             overlaps=overlaps,
             num_chunks=1,
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: ()),
             probe=self.probe,
             progress=RankProgress(step=step),
         )

@@ -187,6 +187,19 @@ def test_a_link_inside_a_group_shows_in_its_transfers_alone() -> None:
     assert (culprit.machine, culprit.cause, culprit.group, culprit.rank) == (4, Cause.LINK, 4, 1)
 
 
+def test_machines_that_share_processors_are_not_blamed_for_taking_them_from_each_other() -> None:
+    """And a slow rank is named though most of each step goes by without a processor."""
+    rng = np.random.default_rng(13)
+    for compute in ({}, {(1, 0): 2.0}):
+        window = drawn_window(rng, compute=compute)
+        lacked_s = {one.group: NUM_STEPS * float(rng.uniform(0.5, 1.5)) for one in window.ranks}
+        busy = [replace(one, starved_s=lacked_s[one.group]) for one in window.ranks]
+        window = replace(window, ranks=busy, step_s=window.step_s + 1.5, shares_processors=True)
+        waits = [replace(one, reduce_s=one.reduce_s + NUM_STEPS * 1.5 - one.starved_s) for one in busy]
+        culprit = find_culprit(replace(window, ranks=waits))
+        assert (culprit and culprit.cause) == (Cause.COMPUTE if compute else None)
+
+
 def test_a_window_without_steps_or_with_one_group_says_nothing() -> None:
     window = drawn_window(np.random.default_rng(12), compute={(0, 0): 5.0})
     assert find_culprit(replace(window, ranks=[], machines={})) is None

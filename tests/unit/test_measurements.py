@@ -145,7 +145,7 @@ def report(machine: int, pass_s: float) -> NodeMeasured:
 
 def test_windows_of_all_machines_are_judged_together_and_changes_journaled(tmp_path: Path) -> None:
     journal, events = JournalWriter(tmp_path, "driver"), []
-    culprits = Culprits(journal, events.append)
+    culprits = Culprits(journal, events.append, shares_processors=False)
     for window in range(12):
         for machine in (0, 1, 2):
             culprits.add(report(machine, 2.0 if machine == 1 and window < 5 else 1.0))

@@ -40,7 +40,7 @@ _FAR = 12
 _FIRST_FAR = 4000
 """Measurements, one of them far, that are assumed before the first step; five times as many are remembered."""
 _MOST_DOUBLINGS = 3
-REVERSAL_STEPS = 256
+REVERSAL_STEPS = 32
 """A change that takes an earlier one of the same group back within so many steps has followed a mood of the machine."""
 _MOST_REVERSALS = 8
 """Each reversal raises the evidence that is needed by a half of what it is at first."""

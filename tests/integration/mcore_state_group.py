@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.peers.peer_group import PeerGroup
@@ -76,7 +77,7 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
     return [rest for rest, _ in found], [params for _, params in found]
 
 
-def biases_taken_over(config: RunConfig) -> tuple[list[str], list[torch.Tensor]]:
+def biases_taken_over(config: RunConfig) -> tuple[list[str], list[np.ndarray]]:
     """Digests of the parameters of a mixture after two steps, of a new trainer, of that once it has taken the state
     over, and of that with one bias changed; and all biases of the first.
     """
@@ -88,7 +89,7 @@ def biases_taken_over(config: RunConfig) -> tuple[list[str], list[torch.Tensor]]
     digests.append(newcomer.params_digest().hexdigest())
     next(newcomer.gradients.experts.biases())[1][0] += 1.0
     digests.append(newcomer.params_digest().hexdigest())
-    return digests, [biases for _, biases in donor.gradients.experts.biases()]
+    return digests, [biases.numpy() for _, biases in donor.gradients.experts.biases()]
 
 
 def _count_one_more(own: AnyOptimizer) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -59,7 +60,7 @@ def test_expert_biases_are_taken_over_and_their_digest_is_that_of_the_parameters
     for (before, new, taken_over, changed), biases in run_group(group.biases_taken_over, config):
         assert before == taken_over
         assert len({before, new, changed}) == 3
-        assert all(one.dtype is torch.float32 and one.count_nonzero() for one in biases)
+        assert all(one.dtype == np.float32 and one.any() for one in biases)
 
 
 def test_a_fused_adam_and_torchs_go_on_from_each_others_state(text_corpus: Path) -> None:

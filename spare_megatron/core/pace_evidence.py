@@ -40,7 +40,7 @@ _FAR = 12
 _FIRST_FAR = 4000
 """Measurements, one of them far, that are assumed before the first step; five times as many are remembered."""
 _MOST_DOUBLINGS = 3
-REVERSAL_STEPS = 256
+REVERSAL_STEPS = 32
 """A change that takes an earlier one of the same group back within so many steps has followed a mood of the machine."""
 _MOST_REVERSALS = 8
 """Each reversal raises the evidence that is needed by a half of what it is at first."""
@@ -138,8 +138,7 @@ class PaceEvidence:
         self._num_steps = self._num_far = self._num_measured = 0
         self._far: set[GroupId] = set()  # in the last step
         self._changed_in: dict[GroupId, tuple[int, int]] = {}  # number of the step, and the pace before
-        self._num_reversals = 0
-        self._reversed_in = 0  # number of the step, or of that in which the last one was forgotten
+        self._reversals: dict[GroupId, tuple[int, int]] = {}  # their number, and the step of the last one
 
     def fold(self, found: Iterable[PaceException], members: Collection[GroupId], idle: Collection[GroupId]) -> bool:
         """Counts the exceptions of a committed step, in which the members in `idle` computed nothing; returns whether
@@ -147,8 +146,8 @@ class PaceEvidence:
         """
         of_step = {one.group: one.permille for one in found if one.group in members and one.group not in idle}
         self._count_idle(idle)
-        at_first = _threshold(len(members))
-        most, threshold = -(-at_first // STEPS_TO_ACT), at_first * (2 + self._num_reversals) // 2
+        threshold = _threshold(len(members))
+        most = -(-threshold // STEPS_TO_ACT)
         for group in sorted(of_step.keys() | (self._about.keys() - set(idle))):
             dealt = self.dealt.get(group, LIKE)
             permille = of_step.get(group, dealt)
@@ -161,7 +160,7 @@ class PaceEvidence:
 
     def keep(self, members: Collection[GroupId]) -> None:
         """Forgets groups that are gone: they come back as fast as their like."""
-        for kept in (self.dealt, self._about, self._idle, self._num_probes, self._changed_in):
+        for kept in (self.dealt, self._about, self._idle, self._num_probes, self._changed_in, self._reversals):
             for group in kept.keys() - set(members):
                 del kept[group]
 
@@ -216,13 +215,12 @@ class PaceEvidence:
         weight = min(_FIRST_STEPS + self._num_steps, _MOST_STEPS)
         self._scale += (mean - self._scale) // weight
         self._num_steps += 1
-        if self._num_reversals and self._num_steps - self._reversed_in >= 10 * REVERSAL_STEPS:
-            self._num_reversals, self._reversed_in = self._num_reversals - 1, self._num_steps
 
     def _act(self, threshold: int) -> bool:
         """Changes the paces of all groups with half the evidence that is needed, if there is enough about one."""
-        likely = [g for g, about in self._about.items() if 2 * max(about.sums) >= threshold and self._may_change(g)]
-        if not any(max(self._about[group].sums) >= threshold for group in likely):
+        shares = {g: 2 * max(about.sums) // self._raised(g, threshold) for g, about in self._about.items()}
+        likely = [group for group, share in shares.items() if share >= 1 and self._may_change(group)]
+        if not any(shares[group] >= 2 for group in likely):
             return False
         for group in likely:
             estimate, dealt = self._about.pop(group).estimate(), self.dealt.pop(group, LIKE)
@@ -232,14 +230,21 @@ class PaceEvidence:
         return True
 
     def _note_change(self, group: GroupId, before: int) -> None:
-        """Counts reversals; one is forgotten after ten times as many steps without any."""
+        """Counts reversals of the group."""
         now = self.dealt.get(group, LIKE)
         changed_in, earlier = self._changed_in.get(group, (-REVERSAL_STEPS, before))
         is_reversal = self._num_steps - changed_in < REVERSAL_STEPS and (before - earlier) * (now - before) < 0
         if is_reversal:
-            self._num_reversals = min(self._num_reversals + 1, _MOST_REVERSALS)
-            self._reversed_in = self._num_steps
+            self._reversals[group] = min(self._num_reversals(group) + 1, _MOST_REVERSALS), self._num_steps
         self._changed_in[group] = self._num_steps, before
+
+    def _num_reversals(self, group: GroupId) -> int:
+        """One is forgotten after every `10 * REVERSAL_STEPS` without any."""
+        number, last = self._reversals.get(group, (0, 0))
+        return max(number - (self._num_steps - last) // (10 * REVERSAL_STEPS), 0)
+
+    def _raised(self, group: GroupId, threshold: int) -> int:
+        return threshold * (2 + self._num_reversals(group)) // 2
 
     def _may_change(self, group: GroupId) -> bool:
         rested = self._num_steps - self._changed_in.get(group, (-REST_STEPS, LIKE))[0] >= REST_STEPS

@@ -18,7 +18,7 @@ SCENARIO = Scenario(
     redundancy=4,
     num_steps=4000,
     costs=CostModel(compute_s=10.0, reduce_s=1.0),
-    slow=SlowSpec(group_interval_s=20_000.0, duration_s=400.0, factor=2.0),
+    slow=SlowSpec(group_interval_s=50_000.0, duration_s=2_000.0, factor=2.0),
 )
 
 

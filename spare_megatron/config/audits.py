@@ -10,9 +10,14 @@ def audit_policy(config: RunConfig) -> AuditPolicy | None:
     """The audits of a run whose device is resolved; None if it has none."""
     every_steps = config.audit.every_steps
     if every_steps is None:
-        is_possible = next(obstacles(config), None) is None
-        every_steps = default_every_steps(config.spare.microbatches_per_shard) if is_possible else 0
+        is_safe = next(obstacles(config), None) is None and not _may_add_differently(config)
+        every_steps = default_every_steps(config.spare.microbatches_per_shard) if is_safe else 0
     return AuditPolicy(every_steps=every_steps, seed=config.train.seed) if every_steps else None
+
+
+def _may_add_differently(config: RunConfig) -> bool:
+    """Whether sums inside groups may depend on how the GPUs of their nodes are connected: a sum of two does not."""
+    return config.cluster.device == "gpu" and config.layout.tensor_parallel * config.layout.context_parallel > 2
 
 
 def audit_problems(config: RunConfig) -> Iterator[str]:

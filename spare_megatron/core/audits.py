@@ -7,7 +7,7 @@ once it contradicts itself. One word against one decides nothing (docs/protocol.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil
 from random import Random
@@ -290,6 +290,12 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
     return Dispute(microbatch=dispute.microbatch, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+
+
+def unasked(dispute: Dispute) -> Dispute:
+    """The dispute as an entry of the log carries it if it asks no group: the sum of its attempt is not committed."""
+    plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
+    return replace(dispute, statements=plain, asked=())
 
 
 def _majority(steady: Sequence[Statement]) -> Statement | None:

@@ -58,8 +58,9 @@ class CheckpointValidity:
                     self._is_explained = True
                     self._wrong = self._wrong or _wrong_with(entry)
                 return self._refuse((save, self._doubt_by_loss(save)) for save in self._saves)
-            case Retry(recompute=recompute):
-                is_explained, self._is_explained = self._is_explained, False
+            case Retry(recompute=recompute, wrong_sums=wrong, disputes=disputes):
+                # A wrong sum, or a disputed microbatch, says nothing against the parameters.
+                is_explained, self._is_explained = self._is_explained or bool(wrong), bool(disputes)
                 if recompute and not is_explained:
                     # All hosts of each partition agree, so saves that were compared before and updated since are right.
                     reason = "groups hold different parameters, and it is unknown which are right"

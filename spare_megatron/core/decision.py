@@ -7,9 +7,8 @@ needs a Retry. Groups whose votes are missing too long are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
-from spare_megatron.core.audits import Dispute, Outvoted, Undecided, able_to_compute, heard, judge, mismatches
+from spare_megatron.core.audits import Dispute, Outvoted, Undecided, able_to_compute, heard, judge, mismatches, unasked
 from spare_megatron.core.comparison import by_value, objection
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, Retry
 from spare_megatron.core.evaluation import added
@@ -36,7 +35,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     if _is_at_fault(wrong, attempted, votes):
         reason = "it alone found sums over groups wrong, in two attempts in succession"
         return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
-    if attempted.disputes or any(vote.audits for vote in different):
+    if attempted.disputes or any(vote.audits for vote in votes.values()):
         entry = _judge_audits(attempted, votes, different)
         if entry is not None:
             return entry
@@ -146,10 +145,19 @@ def _judge_audits(attempted: Attempted, votes: Mapping[GroupId, Vote], of_member
             attempt=attempted.attempt,
             kept=_kept(of_members),
             gather=any(vote.lacks_params for vote in of_members),
-            disputes=(*questions, *(replace(verdict.dispute, asked=()) for verdict in undecided)),
+            disputes=(*questions, *(unasked(verdict.dispute) for verdict in undecided)),
         )
     if undecided:
         return Halt(step=attempted.step, reason=undecided[0].reason, discard=True)
+    if disputes and not attempted.is_discarded:
+        # One of those that differ is lost since it voted, and the sum holds what may be wrong.
+        return Retry(
+            step=attempted.step,
+            attempt=attempted.attempt,
+            kept=_kept(of_members),
+            gather=any(vote.lacks_params for vote in of_members),
+            disputes=tuple(map(unasked, disputes)),
+        )
     return None
 
 

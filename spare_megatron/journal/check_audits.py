@@ -1,7 +1,7 @@
 """Rules on audits: no step is committed over a mismatch, and nothing is summed that was computed only to compare."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from spare_megatron.journal.check_steps import microbatches_of
 from spare_megatron.journal.fold import Finding, Fold, Severity
@@ -24,7 +24,7 @@ def check_audits(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
         for severity, reason in (
             *_mismatches(found),
             *_counted_audits(found, contributions.get(commit.attempt, [])),
-            *_missing(found, contributions.get(commit.attempt, [])),
+            *_missing(found, contributions.get(commit.attempt, []), commit.members),
         ):
             yield Finding(severity=severity, reason=f"step {commit.step}: {reason}", place=(number,))
 
@@ -54,7 +54,9 @@ def _counted_audits(
 
 
 def _missing(
-    found: Sequence[AuditRecord], contributions: Sequence[ContributionRecord]
+    found: Sequence[AuditRecord], contributions: Sequence[ContributionRecord], members: Collection[int]
 ) -> Iterator[tuple[Severity, str]]:
-    for group in sorted({record.group for record in contributions} - {record.group for record in found}):
+    """A group that was lost after it sent its sums has not voted."""
+    contributed = {record.group for record in contributions} & set(members)
+    for group in sorted(contributed - {record.group for record in found}):
         yield "unknown", f"the journal lacks what group {group} has voted about audits"

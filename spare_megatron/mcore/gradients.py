@@ -299,11 +299,13 @@ class _Staged(ABC):
         self._staged_at[bucket] = self._copies.now()
 
     def on_summed(self, bucket: int, staging: Tensor) -> int:
-        extras = torch.empty(self._num_extras, dtype=self._extras_dtype)
+        # Terms and experts are counted in the last bucket alone.
+        num_zeros = 0 if self._is_last(bucket) else self._of_experts.stop
+        extras = torch.empty(self._num_extras - num_zeros, dtype=self._extras_dtype)
         # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
-        source = self._beside_gradients(self._part(bucket, staging))
+        source = self._beside_gradients(self._part(bucket, staging))[num_zeros:]
         self._copies.copy([(source, extras)], self._staged_at.get(bucket))
-        self._extras_of[bucket] = extras.tolist()
+        self._extras_of[bucket] = [0] * num_zeros + extras.tolist()
         return round(self._extras_of[bucket][_UNSOUND])
 
     def squares(self, values: Tensor) -> Tensor:

@@ -264,9 +264,11 @@ class GroupTrainer:
         groups = self.process_groups
         if not losses or groups.tp.rank() or groups.cp.rank():
             return {}
-        num_tokens = self._config.train.micro_batch_size * self._config.model.seq_length
-        means = [total / (num_tokens if count is None else count.clamp(min=1)) for total, count in losses.values()]
-        return dict(zip(losses, torch.stack(means).tolist(), strict=True))
+        totals = torch.stack([total for total, _ in losses.values()])
+        counts = [count for _, count in losses.values() if count is not None]
+        all_count = self._config.train.micro_batch_size * self._config.model.seq_length
+        means = totals / (torch.stack(counts).clamp(min=1) if counts else all_count)
+        return dict(zip(losses, means.tolist(), strict=True))
 
     def term_sums(self) -> list[LossSum | None]:
         """The same of each further term of the loss."""

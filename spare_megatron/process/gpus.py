@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,25 @@ def reduced_clocks() -> tuple[str, ...]:
     """Of each device of `visible_gpus` why its clock is reduced, and to what; empty for one that is not throttled."""
     with _library() as nvml:
         return tuple(_reduced_clock(nvml, device) for device in _visible_devices(nvml))
+
+
+class ClockReader:
+    """Returns what its last call has found by `reduced_clocks`, in a thread: after a failure of a GPU the library of
+    the driver may not return.
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[str, ...] = ()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self) -> tuple[str, ...]:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._read, name="gpu-clocks", daemon=True)
+            self._thread.start()
+        return self._found
+
+    def _read(self) -> None:
+        self._found = reduced_clocks()
 
 
 @contextlib.contextmanager

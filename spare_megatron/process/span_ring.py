@@ -183,7 +183,7 @@ class SpanRecorder:
             if self.ranges is not None:
                 self.ranges.pop()
             if in_backward and interrupted is not None:
-                self.backward(interrupted[0])
+                self._resume_backward(interrupted[0])
 
     @contextlib.contextmanager
     def forward(self, microbatch: Microbatch) -> Iterator[None]:
@@ -201,10 +201,19 @@ class SpanRecorder:
                 self.ranges.pop()
 
     def backward(self, microbatch: Microbatch) -> None:
-        self._backward = (microbatch, self._turn())
+        now_s = self._turn()
+        self.passes.start_pass()
+        self._show_backward(microbatch, now_s)
+
+    def _resume_backward(self, microbatch: Microbatch) -> None:
+        """Goes on with a pass that something else has interrupted: it stays one pass."""
+        self.passes.resume_pass()
+        self._show_backward(microbatch, time.monotonic())
+
+    def _show_backward(self, microbatch: Microbatch, began_s: float) -> None:
+        self._backward = (microbatch, began_s)
         if self.ranges is not None:
             self.ranges.push(name_of_pass(BACKWARD, microbatch))
-        self.passes.start_pass()
 
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
         """Records a span of a recovery stage, in seconds of the monotonic clock."""

@@ -13,6 +13,7 @@ from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_buck
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
+from spare_megatron.config.audits import audit_policy
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.journal.files import JournalWriter
@@ -20,7 +21,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import Address
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.bootstrap import check_shared_data, choose_device, join_group
+from spare_megatron.rank.bootstrap import check_same_device, check_shared_data, choose_device, join_group
 from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_log import GroupLog
@@ -236,6 +237,8 @@ class Assembly:
         check_weights(config.checkpoint)
         begins = not spec.incarnation and not config.checkpoint.load
         trainer = GroupTrainer(config, device, self._probe, hosted=self.hosted() if begins else ())
+        if audit_policy(config) is not None:
+            check_same_device(device, spec.group, self._store)
         if config.data.access == "shared":
             check_shared_data(trainer.corpus, spec.group, self._store)
         return trainer

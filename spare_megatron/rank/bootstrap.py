@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,24 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
         note_ready(store, spec.group, "itself", spec.config.layout.num_groups)
         wait_until_ready(store, spec.config.layout.num_groups, spec.config.control.startup_timeout_s)
     dist.barrier(group=ranks)
+
+
+def check_same_device(device: torch.device, group: GroupId, store: ControlStore) -> None:
+    """Compares the model of the device with that of the first group that started. Raises ValueError if it differs, as
+    audits would take what it computes for wrong.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    first = store.put_if_absent(keys.AUDITED_DEVICE, name)
+    if first != name:
+        raise ValueError(
+            f"audits compare groups bit by bit, which needs the same devices: group {group} has {name}, the first "
+            f"group {first}; use one model of device, or set audit.every_steps=0"
+        )
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> None:

@@ -1,6 +1,6 @@
 """One rank's part in gathering all parameters after each group has updated its own state partitions.
 
-What each group sends carries its checksum (`mcore.checksums`); parameters that contradict theirs have not arrived.
+What each group sends carries its checksum (`mcore.digests`); parameters that contradict theirs have not arrived.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.mcore.checksums import NUM_DIGITS, checksum, differ
+from spare_megatron.mcore.digests import words_digest
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
@@ -24,6 +24,8 @@ from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupAgreement
 
 _WORD_BYTES = 8
+_CHECK_WORDS = 2
+"""Words of a row's checksum."""
 
 
 class ParamsGather:
@@ -100,8 +102,8 @@ class ParamsGather:
         # abandoned transfers may still write into their buffer.
         num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize
         num_words = self._staging.num_bytes // (num_rows * _WORD_BYTES)
-        num_words = min(num_words, NUM_DIGITS - (-max(lengths) * itemsize // _WORD_BYTES))
-        width = (num_words - NUM_DIGITS) * _WORD_BYTES // itemsize
+        num_words = min(num_words, _CHECK_WORDS - (-max(lengths) * itemsize // _WORD_BYTES))
+        width = (num_words - _CHECK_WORDS) * _WORD_BYTES // itemsize
         shape = (num_rows, num_words)
         rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, width)
         self._wrong = []
@@ -115,7 +117,7 @@ class ParamsGather:
             share = sent[mine]
             if share is not None:
                 self._optimizer.read_values(share.partition, share.start, self._values(rows[-1], share))
-                rows[-1, -NUM_DIGITS:].copy_(checksum([rows[-1, :-NUM_DIGITS]]))
+                rows[-1, -_CHECK_WORDS:].copy_(words_digest(rows[-1, :-_CHECK_WORDS]))
             if number == len(rounds) - 1:
                 self._probe(FaultPoint.IN_GATHER)
             if not self._communicator.post_gather(rows[:-1], rows[-1]):
@@ -139,13 +141,13 @@ class ParamsGather:
             sent, staging = posted.popleft()
             for share, row in zip(sent, _rows(staging, shape)[:-1], strict=True):
                 if share is not None and self._progress.lacks_params:
-                    self._wrong.append(differ(row[-NUM_DIGITS:], checksum([row[:-NUM_DIGITS]])))
+                    self._wrong.append((row[-_CHECK_WORDS:] != words_digest(row[:-_CHECK_WORDS])).any())
                     self._optimizer.write_values(share.partition, share.start, self._values(row, share))
             self._staging.release(staging)
         return bool(num_come)
 
     def _values(self, row: torch.Tensor, share: GatherShare) -> torch.Tensor:
-        return row[:-NUM_DIGITS].view(self._optimizer.values_dtype)[: share.stop - share.start]
+        return row[:-_CHECK_WORDS].view(self._optimizer.values_dtype)[: share.stop - share.start]
 
 
 def _rows(staging: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -132,6 +132,7 @@ class Reduction:
             self._probe(FaultPoint.BEFORE_REDUCE)
             self._buckets.measure_all(step, len(computed))
             finding = self._buckets.judge(step, len(computed))
+            self._suspicions.judge(step, action.attempt)  # before an unsound gradient ends this attempt
             self._agree_on(finding, step)  # before the record: a group that raises here contributes nothing
             self._write_contribution(action, computed)
             # No rank sends before the leader's record: a sum may be kept though the leader is lost.
@@ -139,7 +140,8 @@ class Reduction:
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
         wrong = self._buckets.first_wrong_sum()
-        self._suspicions.judge(step, action.attempt)
+        if self._is_early:
+            self._suspicions.judge(step, action.attempt)
         is_complete = self._buckets.is_complete
         if is_complete:
             self._probe(FaultPoint.AFTER_REDUCE)

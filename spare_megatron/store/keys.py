@@ -17,6 +17,8 @@ NUM_READY_REPORTS = "groups_told"
 """Counter of the reports of ready groups, repeated ones included. Counted and read by each reporter."""
 
 DATA_DIGEST = "data-digest"
+
+AUDITED_DEVICE = "audited-device"
 """Digest of samples of the shared corpus. Written by the first rank that has read them; read by all others."""
 
 PLAIN_WORLD = "plain"

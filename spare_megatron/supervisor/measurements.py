@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from spare_megatron.core.culprit import MachineSigns, RankTimes
 from spare_megatron.core.failure_detector import OPERATIONS, Operation
 from spare_megatron.core.reforming import MachineId
-from spare_megatron.process.gpus import reduced_clocks
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
 from spare_megatron.process.reports import NodeMeasured, RankKey
@@ -54,7 +53,7 @@ class Measurements:
         ranks: RankProcesses,
         machine: MachineId,
         answers: Callable[[], tuple[int, float]],
-        clocks: Callable[[], Sequence[str]] = reduced_clocks,
+        clocks: Callable[[], Sequence[str]],
     ) -> None:
         self._ranks = ranks
         self._machine = machine

@@ -11,6 +11,7 @@ from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, StartRecord
+from spare_megatron.process.gpus import ClockReader
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.processes import close_or_report, report_held, say
 from spare_megatron.process.reports import (
@@ -151,7 +152,7 @@ class Supervisor:
             else None,
         )
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
-        self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers)
+        self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 

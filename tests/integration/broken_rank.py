@@ -24,8 +24,8 @@ BROKEN_GROUP = 1
 class _Forgetful(Pipeline):
     """Leaves the last microbatch out."""
 
-    def run(self, items: Sequence[Item], forward_step: Any) -> None:
-        super().run(items[:-1], forward_step)
+    def run(self, items: Sequence[Item], *rest: Any, **named: Any) -> None:
+        super().run(items[:-1], *rest, **named)
 
 
 class _Unreadable(Corpus):

@@ -191,13 +191,14 @@ def staged(trainer: GroupTrainer) -> torch.Tensor:
     """The local gradient sums of all buckets as they are staged, then their extras; the last of those are those of all.
 
     These are the tokens that count, where they are counted, how many groups' sums are unsound, their count and loss.
+    Checksums are left out: one number has many, which differ by how it was added up.
     """
     sums = trainer.gradients
     parts = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
     assert {int(part[-2]) for part in parts} == {int(parts[-1][-2])}
     assert not any(part[-1] for part in parts[:-1])
     gradients = [part[: len(elements)] for part, elements in zip(parts, sums.buckets, strict=True)]
-    return torch.cat([*gradients, sums.extras(parts[-1])])
+    return torch.cat([*gradients, sums._beside_gradients(parts[-1])])  # type: ignore[attr-defined]
 
 
 def placed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
@@ -301,7 +302,7 @@ def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
         if bucket < len(sums.buckets) - 1:
             extras[-1] = 0
             extras[:-3] = 0
-        staging = torch.cat([of_bucket, extras])
+        staging = torch.cat([of_bucket, extras.new_zeros(sums._num_digits), extras])  # type: ignore[attr-defined]
         sums.on_summed(bucket, staging)
         sums.put(bucket, staging)
     return sums.totals()

@@ -5,6 +5,7 @@ environment is not made here: only our ways run.
 """
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "cadence": ("--intervals 0.2 --steps 24 --mean-steps 2", {"ratio", "outcomes"}, TWO_GROUPS),
     "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14", *THREE_GROUPS)),
     "checkpoint_stall": ("--pairs 1 --steps 5", {"ratio", "asynchronous"}, TWO_GROUPS),
+    "culprits": ("--cases 0 --minutes 0.1", {"num_right", "num_cases"}, ()),
     "evaluation": ("--steps 3", {"ratio", "evaluation_s"}, TWO_GROUPS),
     "fault_free_overhead": (
         "--pairs 1 --steps 8",
@@ -73,6 +75,19 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
 """Arguments, keys that the result has beside where it comes from, and settings beside those of all."""
 
 
+ALONE = {
+    "audit": (
+        "--cases 3 --calm-steps 3 --blocks 2",
+        {"cases", "found", "right_rank", "bitwise", "false_alarms", "ratio"},
+    ),
+    "slow_group": (
+        "--groups 3 --microbatches 4 --redundancy 2 --sleep 0.02 --slow-steps 12",
+        {"ratio", "optimum", "steps_to_deal"},
+    ),
+}
+"""Likewise, of those with models of their own; their ranks read the environment of the process."""
+
+
 def settings(corpus: Path, more: tuple[str, ...]) -> list[str]:
     return [word for text in (*TINY, *more, f"data.corpus={corpus}") for word in ("--set", text)]
 
@@ -89,10 +104,10 @@ def scripts() -> dict[str, str]:
 
 def test_every_command_is_tried_here() -> None:
     in_the_peers_environment = {"peers.nvrx_world", "peers.torchft_world"}
-    assert set(scripts()) - in_the_peers_environment == {*NOT_TRAINING, *TRAINING}
+    assert set(scripts()) - in_the_peers_environment == {*NOT_TRAINING, *TRAINING, *ALONE}
 
 
-@pytest.mark.parametrize("name", [*NOT_TRAINING, *TRAINING])
+@pytest.mark.parametrize("name", [*NOT_TRAINING, *TRAINING, *ALONE])
 def test_a_command_finds_what_it_imports(name: str) -> None:
     text = scripts()[name]
     assert 0 < text.find("\nsys.path.insert(0, ") < text.find("\nfrom benchmarks")
@@ -126,3 +141,16 @@ def test_a_command_that_trains(
         gradients = tables + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
         for lanes, sent in result["bytes_over_groups"].items():
             assert 0 < sent - 4 * gradients // int(lanes) < 200
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_command_with_a_model_of_its_own(name: str) -> None:
+    words, keys = ALONE[name]
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *words.split(), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    result = checked(done.stdout, keys)
+    if name == "audit":
+        assert (result["found"], result["bitwise"], result["false_alarms"]) == (result["cases"], result["cases"], 0)
+    else:
+        assert result["steps_to_deal"] == 3

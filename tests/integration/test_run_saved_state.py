@@ -55,7 +55,7 @@ def finished_with(main: Callable[[RankSpec, Connection], None], corpus: Path, ru
     return run
 
 
-# ------------------------------------------------------------------------------------------- found one update later
+# ----------------------------------------------------------------------------------------------- wrong moments
 
 
 class _WrongMoments(GroupSaves):
@@ -82,13 +82,13 @@ def with_wrong_moments(spec: RankSpec, reports: Connection) -> None:
     rank.run_rank(spec, reports)
 
 
-def test_what_shows_in_the_parameters_one_update_after_it_was_saved_refuses_the_checkpoint(
+def test_moments_that_are_wrong_when_they_are_saved_refuse_the_checkpoint(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """The parameters are right when they are saved, and compared then; the moments beside them are not."""
+    """The parameters are right when they are saved; the moments beside them are not, and compared, too."""
     run = finished_with(with_wrong_moments, text_corpus, tmp_path / "run", steps=3 * EVERY)
     [reason] = [entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"]
-    assert reason == f"its parameters before step {EVERY + 1} differ from those of 3 groups"
+    assert reason == f"its state before step {EVERY} differs from that of 3 groups"
     folder = tmp_path / "run" / "checkpoints"
     if EVERY in visible_steps(folder):  # else it was not written by then, and never is
         assert refusal_of(checkpoint_path(folder, EVERY)) == f"group 0: {reason}"

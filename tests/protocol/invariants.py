@@ -365,7 +365,8 @@ class Invariants:
         self.counts["retry that keeps buckets"] += any(entry.kept)
 
     def _committed(self, entry: Commit, writer: str, cast: Mapping[Incarnation, Vote]) -> None:
-        self.audits.committed(writer, cast)
+        of_attempt = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == entry.attempt}
+        self.audits.committed(writer, of_attempt)  # also of those that are lost: their gradients are in the sum
         self.counts["commit with audits"] += any(vote.audits for vote in cast.values())
         self.partitions.compared(cast)
         self.partitions.released(entry.released, cast)

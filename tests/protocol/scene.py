@@ -247,7 +247,7 @@ class Scene:
         scene = cls.draw_unsound(random)
         always = 0 if scene.partition_redundancy else random.choice((0, 0, 1))
         faults = {**scene.fault_budget, "unsound": 0, "flip": random.randint(1, 3), "flip always": always}
-        return replace(scene, fault_budget=faults)
+        return replace(scene, fault_budget=faults, save_interval_s=random.choice((None, 20.0)))
 
     @classmethod
     def draw_audits(cls, random: Random) -> "Scene":

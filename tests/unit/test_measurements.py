@@ -73,7 +73,7 @@ class OneRank:
 
 def test_a_window_has_the_work_of_its_steps_without_reading_and_waits() -> None:
     rank, answers = OneRank(), [(0, 0.0)]
-    measurements = Measurements(rank, MachineId(7), lambda: answers[0])  # type: ignore[arg-type]
+    measurements = Measurements(rank, MachineId(7), lambda: answers[0], lambda: ())  # type: ignore[arg-type]
     assert measurements.poll(0.0) is None
     for step in range(4):
         rank.step(step)
@@ -94,7 +94,7 @@ def test_a_window_has_the_work_of_its_steps_without_reading_and_waits() -> None:
 
 def test_a_rank_that_was_started_again_counts_from_its_next_window_on() -> None:
     rank = OneRank()
-    measurements = Measurements(rank, MachineId(0), lambda: (0, 0.0))  # type: ignore[arg-type]
+    measurements = Measurements(rank, MachineId(0), lambda: (0, 0.0), lambda: ())  # type: ignore[arg-type]
     measurements.poll(0.0)
     for step in range(4):
         rank.step(step)

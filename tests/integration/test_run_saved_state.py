@@ -82,9 +82,7 @@ def with_wrong_moments(spec: RankSpec, reports: Connection) -> None:
     rank.run_rank(spec, reports)
 
 
-def test_moments_that_are_wrong_when_they_are_saved_refuse_the_checkpoint(
-    text_corpus: Path, tmp_path: Path
-) -> None:
+def test_moments_that_are_wrong_when_they_are_saved_refuse_the_checkpoint(text_corpus: Path, tmp_path: Path) -> None:
     """The parameters are right when they are saved; the moments beside them are not, and compared, too."""
     run = finished_with(with_wrong_moments, text_corpus, tmp_path / "run", steps=3 * EVERY)
     [reason] = [entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"]

@@ -253,6 +253,25 @@ def test_a_mismatch_is_settled_before_the_commit() -> None:
     assert len(steps[0].plan.audits) == 3, "those that are left are audited again"
 
 
+@pytest.mark.parametrize("who", ["owner", "auditor", "both"])
+def test_a_mismatch_with_a_group_that_was_lost_after_its_vote_has_the_step_computed_again(who: str) -> None:
+    """Its gradient is in the sum, and no member is left that differs."""
+    controller, _ = started()
+    audits = controller._plans[0].audits
+    one = audits[0]
+    votes = votes_of(controller, audits, {(int(one.owner), one.microbatch): 8})
+    lost = {"owner": {one.owner}, "auditor": {one.auditor}, "both": {one.owner, one.auditor}}[who]
+    for group in sorted(lost):
+        fold(controller, Fence(group=group, reason="SIGKILL"))
+    retry = decided(controller, votes)
+    assert isinstance(retry, Retry)
+    assert [one.asked for one in retry.disputes] == [()]
+    fold(controller, retry)
+    again = decided(controller, {g: v for g, v in votes_of(controller, audits, {}).items() if g not in lost})
+    assert isinstance(again, Retry)
+    assert again.recompute
+
+
 def test_two_hosts_that_stand_by_their_words_halt_the_run_with_both_named() -> None:
     controller, _ = started(num_groups=2, redundancy=2)
     audits = controller._plans[0].audits

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.audits import Dispute
 from spare_megatron.core.checkpoint_validity import CheckpointValidity, why_refused
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
 MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
@@ -43,7 +45,12 @@ REFUSED: dict[str, tuple[Sequence[Entry], str]] = {
     "that shows one update later": ([COMMIT, Halt(step=9, reason="all differ", discard=True)], "all differ"),
     "all gather anew": ([ANEW], "groups hold different parameters, and it is unknown which are right"),
 }
+WRONG_SUM = replace(ANEW, wrong_sums=(GroupId(1),))
+DISPUTED = Retry(step=8, attempt=8, disputes=(Dispute(microbatch=Microbatch(ShardId(0), 0), statements=(), asked=()),))
 COUNTED: dict[str, Sequence[Entry]] = {
+    "a sum changed on its way": [WRONG_SUM],
+    "groups computed a microbatch differently, and one of them is lost": [DISPUTED, killed(2), ANEW],
+    "two microbatches were disputed, one after the other": [DISPUTED, wrong(2), DISPUTED, ANEW],
     "two commits have come after it": [COMMIT, COMMIT, wrong(0), ANEW, raised(0)],
     "another is fenced": [wrong(2), ANEW, COMMIT, wrong(1)],
     "its writer is killed": [killed(0), COMMIT, wrong(2)],

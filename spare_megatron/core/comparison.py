@@ -39,18 +39,17 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
         if len(params) > 1 or any(len({digest.value for digest in of.values()}) > 1 for of in by_partition.values()):
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
         return None
-    found = (
-        _wrong_partitions(attempted, by_partition)
-        or _wrong_params(attempted, votes, by_partition)
-        or _wrong_state(attempted, votes)
-    )
-    if not isinstance(found, dict):
-        return found
-    to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
-    if not to_fence:
-        return None
-    group = min(to_fence)
-    return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
+    of_params = _wrong_partitions(attempted, by_partition) or _wrong_params(attempted, votes, by_partition)
+    for found in (of_params, _wrong_state(attempted, votes)):
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            return found
+        to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
+        if to_fence:
+            group = min(to_fence)
+            return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
+    return None
 
 
 def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[GroupId, str]:

@@ -109,6 +109,6 @@ def test_a_metrics_service_receives_no_cluster_settings(tmp_path: Path, monkeypa
     telemetry.open_sinks(SECRET, tmp_path, lambda event: None)
     assert len(opened) == len(configs) == 1
     assert "k3y" not in str(configs)
-    expected = {field.name for field in dataclasses.fields(RunConfig)} - {"slurm", "control"}
+    expected = {field.name for field in dataclasses.fields(RunConfig)} - {"slurm", "control", "watch"}
     assert set(configs[0]) == expected
     assert configs[0]["train"] == dataclasses.asdict(SECRET.train)

@@ -233,7 +233,7 @@ Verdict = Outvoted | Undecided | Dispute | None
 
 
 def mismatches(words: Mapping[GroupId, Iterable[AuditWord]]) -> tuple[Dispute, ...]:
-    """The microbatches that groups have voted on with different digests; nobody is asked yet."""
+    """The microbatches that groups have voted on with different digests; no group is asked yet."""
     by_microbatch: dict[Microbatch, list[Statement]] = {}
     for group in sorted(words):
         for word in words[group]:
@@ -264,7 +264,7 @@ def heard(dispute: Dispute, words: Mapping[GroupId, Iterable[AuditWord]]) -> Dis
 
 
 def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId]) -> Verdict:
-    """What follows: a culprit among the members, the next question, or that nobody can tell. None: no members differ.
+    """What follows: a culprit among the members, the next question, or that it cannot be told. None: no members differ.
 
     `able`: the members that can compute the microbatch, in the order in which to ask them.
     """

@@ -16,6 +16,7 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     AuditRecord,
     ContributionRecord,
+    DisputeRecord,
     EndRecord,
     EntryRecord,
     EvaluationRecord,
@@ -48,6 +49,7 @@ RARE = (
     RankRecord,
     TermsRecord,
     LossRecord,
+    DisputeRecord,
     PlacesRecord,
     FaultRecord,
     RecoveryRecord,

@@ -168,6 +168,11 @@ class Controller:
                 return ()
 
     @property
+    def audited_steps(self) -> int | None:
+        """As `AuditedSteps.num_steps`; None without audits."""
+        return None if self._setup.audits is None else self._audited.num_steps
+
+    @property
     def deals_by_pace(self) -> bool:
         return self._setup.rounds is not None
 
@@ -575,9 +580,8 @@ class Controller:
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
         action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
         self._validity.on_save(action)
-        audited_steps = None if self._setup.audits is None else self._audited.num_steps
         doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))
-        return replace(action, doubtful=doubtful, audited_steps=audited_steps)
+        return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
 
     def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[SaveDispute, ...]:
         """Once per step: its parameters are the same in all attempts."""

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spare_megatron.journal.disputes import saved_disputes
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.journal_view import JournalView, attempts_of
 from spare_megatron.journal.records import AuditRecord, RunRecord
@@ -50,6 +51,7 @@ class AuditHistory:
         steps: Committed steps with audits, those that a restart undid included.
         compared: Microbatches in them that two or more groups have computed to equal digests.
         audited_steps: As `AuditedSteps.num_steps` at the end of the journal.
+        saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.disputes`).
         halted: Why the run halted over an audit; empty if it did not.
     """
 
@@ -59,6 +61,7 @@ class AuditHistory:
     audited_steps: int
     mismatches: list[Mismatch]
     culprits: list[Culprit]
+    saved: dict[int, str]
     halted: str
 
 
@@ -89,6 +92,7 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
         audited_steps=audited.num_steps,
         mismatches=mismatches,
         culprits=culprits,
+        saved={step: record.reason for step, record in sorted(saved_disputes(view).items())},
         halted=halted,
     )
 

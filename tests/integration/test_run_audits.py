@@ -11,6 +11,9 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, FaultRecord
+from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
+from spare_megatron.state.checkpoint.loading import resumed
+from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,6 +64,35 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     }
     assert run.summary.params_sha256 == calm.summary.params_sha256
     replay_names_the_culprit(run, tmp_path / "run", {tuple(one["microbatch"]) for one in asked["disputes"]})
+
+
+def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_nothing_had_been_wrong(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
+    """Group 2 spoils a step before the next audit finds it, and all later checkpoints hold that."""
+    begins, found_in = AUDITED + 2, 2 * AUDITED + 1
+    config = audited(tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=7, mode="reproducible"))
+    config = replace(
+        config, checkpoint=replace(config.checkpoint, folder=str(tmp_path / "kept"), interval_steps=1, keep_last=1)
+    )
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=begins, group=2, kind="drift")
+    spoiled = complete_run(replace(config, faults=replace(config.faults, trace=(fault,))), tmp_path / "spoiled")
+    assert (spoiled.summary.outcome, spoiled.summary.verdict) == ("finished", "valid"), spoiled.summary
+    assert [record.kind for record in spoiled.journal.of(FaultRecord)] == ["drift"]
+    [fence] = [entry for entry in entries_of(spoiled.journal) if entry["entry"] == "fence"]
+    assert (fence["group"], fence["is_outvoted"]) == (2, True)
+    calm = fault_free(config)
+    assert spoiled.summary.params_sha256 != calm.summary.params_sha256
+    listed = json.loads(CliRunner().invoke(app, ["checkpoint", "list", config.checkpoint.folder, "--json"]).output)
+    assert [(one["step"], one["audited_steps"]) for one in listed if one["is_audited"]] == [(AUDITED + 1, AUDITED + 1)]
+    assert max(one["step"] for one in listed) == config.train.steps
+    assert {one["audited_steps"] for one in listed if one["step"] > found_in} == {AUDITED + 1}, "though all have agreed"
+    went_back = go_back_to_audited(Path(config.checkpoint.folder))
+    assert went_back is not None
+    run = complete_run(resumed(config, Path(config.checkpoint.folder)), tmp_path / "again")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert run.summary.steps_committed == config.train.steps - AUDITED - 1
+    assert run.summary.params_sha256 == calm.summary.params_sha256
 
 
 def replay_names_the_culprit(run: Run, run_dir: Path, disputed: set[tuple[int, int]]) -> None:

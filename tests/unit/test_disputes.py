@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.cli.replay import lines_of
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.core.audits import Boundary, word_of
 from spare_megatron.driver.replay import MicrobatchReplay, Replay, compared_group
 from spare_megatron.journal.audits import audit_history
@@ -17,6 +19,7 @@ from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
 from tests.unit.journal_in_memory import JournalInMemory, run_record
+from tests.unit.test_checkpoints import cut_short, save
 
 RUN = run_record(3, audit_every_steps=1)
 
@@ -202,10 +205,46 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 ) -> None:
     reason = "OSError: [Errno 28] No space left on device" if "failed" in records else ""
     saves = [DisputeRecord(group=2, step=2, attempt=3, outcome=one, reason=reason) for one in records]  # type: ignore[arg-type]
-    said = [RUN, *entries(*LOG), audit(0, 3, RIGHT), audit(1, 3, WRONG), *saves]
-    (tmp_path / "journal").mkdir()
-    text = "".join(f"{encode_line(Line(source='driver', at_s=0.0, record=one))}\n" for one in said)
-    (tmp_path / "journal" / "driver.jsonl").write_text(text)
+    write_run(tmp_path, *saves)
     refused = CliRunner().invoke(app, ["replay", str(tmp_path), *arguments])
     assert refused.exit_code == 2
     assert message in refused.output
+
+
+def write_run(run_dir: Path, *saves: DisputeRecord) -> None:
+    said = [RUN, *entries(*LOG), audit(0, 3, RIGHT), audit(1, 3, WRONG), *saves]
+    (run_dir / "journal").mkdir()
+    text = "".join(f"{encode_line(Line(source='driver', at_s=0.0, record=one))}\n" for one in said)
+    (run_dir / "journal" / "driver.jsonl").write_text(text)
+
+
+def test_parameters_that_are_damaged_and_devices_that_are_not_here_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, DisputeRecord(group=2, step=2, attempt=3, outcome="saved"))
+    saved = save(tmp_path / "disputes", 2)
+
+    def refusal() -> str:
+        refused = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "2"])
+        assert refused.exit_code == 2
+        return refused.output
+
+    assert f"{tmp_path} is no run's directory" in refusal()
+    config = RunConfig(cluster=ClusterConfig(device="gpu"), layout=LayoutConfig(pipeline_parallel=4))
+    (tmp_path / "config.toml").write_text(dump_run_config(config))
+    monkeypatch.setattr("spare_megatron.driver.replay.visible_gpus", lambda: ("one", "two"))
+    assert "CPUs give other bits: a group needs 4, and this machine shows 2; use a machine of the run" in refusal()
+    cut_short(saved / "0.distcp")
+    assert "its parameters in" in refusal()
+    assert "step-00000002: 0.distcp has 1999 bytes, and 2000 were written" in refusal()
+
+
+def test_a_list_of_audits_says_of_which_steps_the_parameters_are_saved(tmp_path: Path) -> None:
+    write_run(
+        tmp_path,
+        DisputeRecord(group=2, step=2, attempt=3, outcome="saved"),
+        DisputeRecord(group=2, step=9, attempt=12, outcome="failed", reason="disk full"),
+    )
+    text = CliRunner().invoke(app, ["audit", str(tmp_path)]).output
+    assert f"step 2: its parameters are saved; spare replay {tmp_path} --step 2 computes it again" in text
+    assert "step 9: its parameters are not saved: disk full" in text

@@ -69,8 +69,7 @@ class GroupSaves:
         if self._progress.lacks_params:
             self._digests.is_wanted = True
             return
-        if not self._digests.value.params:
-            self._digests.check(action.step, self._progress.num_restarts)
+        self._digests.check(action.step, self._progress.num_restarts)  # earlier digests may be from before the fault
         if action.member == self._agreement.member:
             self._dispute_saver.save(action, self._progress.head)
 

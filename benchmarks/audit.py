@@ -443,7 +443,7 @@ def play(config: RunConfig, num_cases: int, num_calm: int, seed: int) -> tuple[l
         outcomes += found
         num_audits, alarms = num_audits + audits, alarms + wrong
         num_cases, num_calm, seed = num_cases - now[0], num_calm - now[1], seed + 1000
-        print(f"{num_audits} audits, {len(outcomes)} cases", file=sys.stderr)
+        print(f"{num_audits} audits, {alarms} false alarms, {len(outcomes)} cases", file=sys.stderr)
     return outcomes, num_audits, alarms
 
 

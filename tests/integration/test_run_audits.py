@@ -87,6 +87,8 @@ def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_n
     assert [(one["step"], one["audited_steps"]) for one in listed if one["is_audited"]] == [(AUDITED + 1, AUDITED + 1)]
     assert max(one["step"] for one in listed) == config.train.steps
     assert {one["audited_steps"] for one in listed if one["step"] > found_in} == {AUDITED + 1}, "though all have agreed"
+    history = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path / "spoiled"), "--json"]).output)
+    assert history["audited_steps"] == AUDITED + 1
     went_back = go_back_to_audited(Path(config.checkpoint.folder))
     assert went_back is not None
     run = complete_run(resumed(config, Path(config.checkpoint.folder)), tmp_path / "again")

@@ -1,6 +1,8 @@
 """What a journal says about microbatches that groups have computed differently, and what `spare replay` makes of it."""
 
+import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ from spare_megatron.cli.main import app
 from spare_megatron.cli.replay import lines_of
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.core.audits import Boundary, word_of
+from spare_megatron.core.audits import AuditPolicy, Boundary, word_of
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
+from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.driver.replay import MicrobatchReplay, Replay, compared_group
 from spare_megatron.journal.audits import audit_history
 from spare_megatron.journal.disputes import DisputedStep, Place, Stated, disputed_step
@@ -18,6 +23,8 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import JournalInMemory, run_record
 from tests.unit.test_checkpoints import cut_short, save
 
@@ -248,3 +255,54 @@ def test_a_list_of_audits_says_of_which_steps_the_parameters_are_saved(tmp_path:
     text = CliRunner().invoke(app, ["audit", str(tmp_path)]).output
     assert f"step 2: its parameters are saved; spare replay {tmp_path} --step 2 computes it again" in text
     assert "step 9: its parameters are not saved: disk full" in text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_journal_and_controller_agree_on_the_steps_that_are_audited(seed: int) -> None:
+    """Through losses, verdicts, returns and restarts, with a journal written as the groups write it."""
+    random, num_groups = Random(seed), 4
+    setup = ControllerSetup(
+        placement=make_placement("golomb", num_groups, num_groups),
+        microbatches_per_shard=2,
+        num_steps=60,
+        audits=AuditPolicy(every_steps=3, seed=seed),
+    )
+    run = run_record(num_groups, microbatches_per_shard=2, num_steps=60, audit_every_steps=3)
+    controller, log, records = Controller(setup), [], []
+    controller.handle(RunStarted(), now_s=0.0)
+    incarnations = dict.fromkeys(range(num_groups), 0)
+
+    def fold(entry: Entry) -> None:
+        log.append(EntryRecord(group=0, index=len(log), entry=json.loads(json.dumps(entry_fields(entry)))))
+        controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
+
+    seen = set()
+    while controller.step < 40 and len(log) < 120:
+        away = sorted(set(range(num_groups)) - set(controller.members))
+        if random.random() < 0.15 and len(controller.members) > 2:
+            lost, is_wrong = random.choice(controller.members), random.random() < 0.3
+            fold(Fence(group=lost, incarnation=incarnations[lost], discard=is_wrong))
+            fold(Retry(step=controller.step, attempt=controller.attempt, recompute=is_wrong))
+        elif random.random() < 0.08:
+            members = tuple(Member(GroupId(group), number + 1) for group, number in incarnations.items())
+            incarnations = {member.group: member.incarnation for member in members}
+            step = random.choice([controller.audited_steps or 0, random.randint(0, controller.step)])
+            fold(Restart(step=step, members=members))
+        for group, microbatch in controller._computed_twice():
+            digests = [[int(microbatch.shard), microbatch.index, RIGHT]]
+            if group in controller.members:
+                found = {"step": controller.step, "attempt": controller.attempt, "digests": digests, "num_added": 2}
+                records.append(AuditRecord(group=group, **found))
+        admit = ()
+        if away and random.random() < 0.5:
+            incarnations[away[0]] += 1
+            admit = (Member(GroupId(away[0]), incarnations[away[0]]),)
+        fold(Commit(step=controller.step, attempt=controller.attempt, save=True, admit=admit))
+        if len(log) % 4:
+            continue
+        lines = [Line(source="test", at_s=0.0, record=one) for one in (run, *log, *records)]
+        view = JournalInMemory(Journal(lines=lines, damage=[]))
+        history = audit_history(view, run, fold_log(view.entries, run))
+        assert history.audited_steps == controller.audited_steps
+        seen.add(controller.audited_steps)
+    assert len(seen) > 2

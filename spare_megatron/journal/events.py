@@ -10,6 +10,7 @@ from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,
     EndRecord,
+    ExaminationRecord,
     FaultRecord,
     LossRecord,
     PacesRecord,
@@ -65,6 +66,8 @@ def texts_of_record(record: Record) -> Iterator[str]:
             yield f"fault injected: {fault_named(record)}"
         case CulpritRecord():
             yield text_of_culprit(record)
+        case ExaminationRecord():
+            yield text_of_examination(record)
         case RestartRecord():
             yield from record.rejected
         case CheckpointRecord(outcome="saved"):
@@ -147,9 +150,34 @@ def text_of_paces(record: PacesRecord) -> str:
 
 
 def text_of_places(record: PlacesRecord) -> str:
-    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole."""
+    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole.
+
+    >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
+    'machine 2 is in quarantine, as it is slow: its link'
+    """
+    begun = [
+        f"machine {machine} is in quarantine, as it {_WHY[why]}: {text}" for machine, why, text in record.quarantined
+    ]
+    ended = [f"the quarantine of machine {machine} ends" for machine in record.released]
     taken = [f"machine {machine} takes place {place}" for machine, place, _ in record.holdings]
-    return f"{', '.join(taken)}{' to make a group whole' if record.places else ''}"
+    return f"{', '.join((*begun, *ended, *taken))}{' to make a group whole' if record.places else ''}"
+
+
+_WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is slow"}
+
+
+def text_of_examination(record: ExaminationRecord) -> str:
+    """Text of an examination of a machine in quarantine.
+
+    >>> text_of_examination(ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={}))
+    'machine 2 stays in quarantine: it hangs; it is examined again in 8 s'
+    """
+    if not record.reason:
+        return f"machine {record.machine} has passed its examination"
+    return (
+        f"machine {record.machine} stays in quarantine: {record.reason}; it is examined again in "
+        f"{format_duration(record.wait_s)}"
+    )
 
 
 def text_of_end(record: EndRecord, halted_by: str) -> str:

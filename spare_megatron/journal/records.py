@@ -365,7 +365,9 @@ class StartRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacesRecord:
-    """Machines take places; written by the supervisor that assigned them, and by each that so takes a place."""
+    """Machines take places, or their quarantine begins or ends; written by the process that wrote the entry of the
+    list, and by each supervisor whose machine takes a place or is put into quarantine.
+    """
 
     index: int
     """Of the assignment in their list in the control store."""
@@ -379,6 +381,25 @@ class PlacesRecord:
     """Likewise, machines without a place."""
     shards: list[int] = field(default_factory=list)
     """Likewise, shards without a host."""
+    quarantined: list[list[int | str]] = field(default_factory=list)
+    """Machine, cause (`outvoted` or `slow`) and reason of the quarantines that begin."""
+    released: list[int] = field(default_factory=list)
+    """Machines whose quarantine ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExaminationRecord:
+    """A machine in quarantine was examined; written by its supervisor. The figures are those of `core.examination`."""
+
+    machine: int
+    number: int
+    reason: str
+    """Why it has not passed; empty if it has."""
+    wait_s: float
+    """Until it is examined again; 0 if it has passed."""
+    own: dict[str, Any] | None
+    likes: dict[str, dict[str, Any]]
+    """By machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,6 +565,7 @@ Record = (
     | LossRecord
     | StartRecord
     | PlacesRecord
+    | ExaminationRecord
     | CulpritRecord
     | CadenceRecord
     | CheckpointRecord

@@ -95,7 +95,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def supervise(spec: NodeSpec, taken: PlaceTaken | None = None) -> None:
     driver = SimpleNamespace(report=lambda report: None, listener=None)
-    supervisor.Supervisor(spec, driver, None, taken)  # type: ignore[arg-type]
+    supervisor.Supervisor(spec, driver, None, SimpleNamespace(), taken)  # type: ignore[arg-type]
 
 
 def test_the_notice_of_a_machine_is_its_own_in_each_place(tmp_path: Path, parts: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from spare_megatron.journal.records import (
     EndRecord,
     ExaminationRecord,
     FaultRecord,
+    LadderRecord,
     LossRecord,
     PacesRecord,
     PlacesRecord,
@@ -66,6 +67,8 @@ def texts_of_record(record: Record) -> Iterator[str]:
             yield f"fault injected: {fault_named(record)}"
         case CulpritRecord():
             yield text_of_culprit(record)
+        case LadderRecord(rule="drain"):
+            yield text_of_ladder(record)
         case ExaminationRecord():
             yield text_of_examination(record)
         case RestartRecord():
@@ -128,6 +131,15 @@ def text_of_culprit(record: CulpritRecord) -> str:
     return (
         f"machine {record.machine} makes each step {format_duration(record.excess_s)} longer: "
         f"{record.cause}{whose}{factor}{detail}"
+    )
+
+
+def text_of_ladder(record: LadderRecord) -> str:
+    """Text of the decision to replace a machine that holds the run back."""
+    by = {"group": "a further group", "machine": "a machine of a broken group"}.get(record.replacement)
+    return (
+        f"machine {record.machine} is drained{f', and {by} takes its part' if by else ''}: each step gains "
+        f"{format_duration(record.gain_s)}, the change costs {format_duration(record.cost_s)}"
     )
 
 

@@ -423,6 +423,33 @@ class CulpritRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LadderRecord:
+    """Whether a machine that holds the run back is replaced, as the driver decides; written when the rule changes by
+    which it is or is not. For the fields after `cost_s`, what it was decided from, see `core.ladder.Situation`.
+    """
+
+    machine: int
+    rule: str
+    """`drain`, or why not."""
+    gain_s: float
+    """Seconds that each step gains by it."""
+    cost_s: float
+    cause: str
+    excess_s: float
+    mended_ratio: float
+    step_s: float
+    lost_steps: int
+    steps_left: int
+    num_members: int
+    num_leaving: int
+    least_hosts: int | None
+    replacement: str
+    admission_s: float
+    since_drain_s: float | None
+    under_way: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
     """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.cadence.Cadence`."""
 
@@ -567,6 +594,7 @@ Record = (
     | PlacesRecord
     | ExaminationRecord
     | CulpritRecord
+    | LadderRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord

@@ -187,19 +187,8 @@ class GroupReforming:
         return {shard: self._placement.hosts[shard] for shard in self._placement.uncovered(alive)}
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
-        """The places of these groups that no machine holds, or one that has ended, is silent or gave its place up."""
-        of_groups = [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)]
-        if not of_groups:
-            return []
-        beats = store.get([keys.beat(place) for place in of_groups])
-        last = store.get([keys.last_beat(place) for place in of_groups])
-        holders = [places.holder_of(place) for place in of_groups]
-        given_up = store.get([keys.given_up(-1 if machine is None else machine) for machine in holders])
-        return [
-            place
-            for place, beat, last_beat, text in zip(of_groups, beats, last, given_up, strict=True)
-            if places.is_empty(place) or beat in (None, ENDED, last_beat) or text is not None
-        ]
+        """`empty_places` of these groups."""
+        return empty_places(store, places, [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)])
 
     def _is_lowest(self, store: ControlStore, places: Places, groups: Sequence[GroupId]) -> bool:
         """Whether these groups lack a machine, and this one is the lowest that they have."""
@@ -207,6 +196,21 @@ class GroupReforming:
         held = {PlaceId(node) for group in groups for node in self._layout.nodes_of(group)} - set(empty)
         machines = [machine for place in held if (machine := places.holder_of(place)) is not None]
         return bool(empty) and min(machines, default=None) == self._machine
+
+
+def empty_places(store: ControlStore, places: Places, of_groups: Sequence[PlaceId]) -> list[PlaceId]:
+    """Those that no machine holds, or one that has ended, is silent, in quarantine or gave its place up."""
+    if not of_groups:
+        return []
+    beats = store.get([keys.beat(place) for place in of_groups])
+    last = store.get([keys.last_beat(place) for place in of_groups])
+    holders = [places.holder_of(place) for place in of_groups]
+    given_up = store.get([keys.given_up(-1 if machine is None else machine) for machine in holders])
+    return [
+        place
+        for place, beat, last_beat, text in zip(of_groups, beats, last, given_up, strict=True)
+        if places.is_empty(place) or beat in (None, ENDED, last_beat) or text is not None
+    ]
 
 
 def reform_after_s(config: RunConfig) -> float:

@@ -1,15 +1,23 @@
-"""The program of `benchmarks/slow_group.py`: passes that sleep.
+"""The program of runs whose passes sleep, some groups' for longer at times (`slow_spells.py`).
 
-A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for eight
-groups at once. The variable SLOW_GROUP_SLEEP_S has its seconds.
+A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for several
+groups at once. Each run has a copy of this file, with its figures beside it in a file of JSON.
 """
 
+import contextlib
+import json
 import os
+import re
 import time
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from spare_megatron import Batch, RunConfig, StepContext, Terms, gpt_forward_step
+
+_OWN = Path(__file__)
 
 
 class Noise:
@@ -30,5 +38,35 @@ def datasets_provider(config: RunConfig) -> Noise:
 
 
 def forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[torch.Tensor, Terms]:
-    time.sleep(float(os.environ["SLOW_GROUP_SLEEP_S"]))
+    figures = _figures()
+    past_s = time.time() - _began_s()
+    factors = [
+        factor for group, from_s, to_s, factor in figures["spells"] if group == _group() and from_s <= past_s < to_s
+    ]
+    time.sleep(figures["sleep_s"] * max(factors, default=1.0))
     return gpt_forward_step(batch, model, context)
+
+
+@cache
+def _figures() -> dict[str, Any]:
+    return dict(json.loads(_OWN.with_suffix(".json").read_text()))
+
+
+@cache
+def _began_s() -> float:
+    """The wall clock at the first pass of the run, whichever rank's it is; that is in a file when this returns."""
+    began = _OWN.with_suffix(".began")
+    own = began.with_suffix(f".began-{os.getpid()}")
+    own.write_text(str(time.time()))
+    with contextlib.suppress(FileExistsError):
+        os.link(own, began)
+    own.unlink()
+    return float(began.read_text())
+
+
+@cache
+def _group() -> int:
+    """By the log that this process writes: a program is not told, since nothing that it computes may depend on it."""
+    found = re.search(r"group-(\d+)", Path(os.readlink("/proc/self/fd/2")).name)
+    assert found is not None, "the log of a rank is named after its group"
+    return int(found[1])

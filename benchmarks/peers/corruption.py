@@ -34,7 +34,7 @@ from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EntryRecord, FaultRecord, SuspicionRecord
 
-NUM_GROUPS, MICROBATCHES, STEPS = 4, 16, 8
+NUM_GROUPS, MICROBATCHES, STEPS = 4, 16, 7
 FIRST, LAST = 1, 6
 """The steps that may be hit. By default audits are in step 6 at m = 16."""
 OURS: dict[str, list[str]] = {

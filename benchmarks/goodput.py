@@ -61,7 +61,7 @@ WAYS: dict[str, list[str]] = {
     "dealt_evenly": ["spare.deal_by_pace=false"],
     **{peer: [] for peer in PEERS},
 }
-QUIET_S = 5.0
+QUIET_S = 4.0
 """From the first pass on, with `--slow`."""
 SLOW_WAYS = (OURS, *PEERS)
 """Compared by default with `--slow`."""
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--mean-steps", type=float, default=30.0, help="mean number of steps from kill to kill")
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--slow", action="store_true", help="slow groups instead of kills")
-    parser.add_argument("--sleep", type=float, default=0.02, help="with --slow: seconds that a microbatch sleeps")
+    parser.add_argument("--sleep", type=float, default=0.015, help="with --slow: seconds that a microbatch sleeps")
     parser.add_argument("--mean-gap", type=float, default=2.0, help="with --slow: mean seconds without a slow group")
     parser.add_argument("--mean-spell", type=float, default=8.0, help="with --slow: mean seconds that a group is slow")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="by default all that the trace concerns")

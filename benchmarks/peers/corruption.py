@@ -229,6 +229,7 @@ def summarize(
             }
             for way in outcomes
         },
+        "calm": {way: asdict(outcome) for way, outcome in calm.items()},
         "outcomes": [
             {**asdict(case), **{way: asdict(of_way[case.number]) for way, of_way in outcomes.items()}} for case in cases
         ],

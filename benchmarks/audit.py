@@ -45,6 +45,7 @@ from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, run_ranks, staged
 
 NUM_GROUPS, MICROBATCHES = 4, 2
+PART_TIMEOUT_S = 600.0
 LAYOUTS: dict[str, dict[str, int]] = {
     "one rank": {},
     "two stages": {"pipeline_parallel": 2},
@@ -432,11 +433,13 @@ def play(config: RunConfig, num_cases: int, num_calm: int, seed: int) -> tuple[l
     outcomes: list[Outcome] = []
     num_audits = alarms = 0
     while num_cases or num_calm:
-        now = min(num_cases, 15), min(num_calm, 50)
-        found, audits, wrong = run_ranks(config.parallel.ranks_per_group, play_cases, config, *now, seed)[0]
+        now = min(num_cases, 50), min(num_calm, 500)
+        num_ranks = config.parallel.ranks_per_group
+        found, audits, wrong = run_ranks(num_ranks, play_cases, config, *now, seed, timeout_s=PART_TIMEOUT_S)[0]
         outcomes += found
         num_audits, alarms = num_audits + audits, alarms + wrong
         num_cases, num_calm, seed = num_cases - now[0], num_calm - now[1], seed + 1000
+        print(f"{num_audits} audits, {len(outcomes)} cases", file=sys.stderr)
     return outcomes, num_audits, alarms
 
 

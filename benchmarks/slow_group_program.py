@@ -2,6 +2,8 @@
 
 A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for several
 groups at once. Each run has a copy of this file, with its figures beside it in a file of JSON.
+With `block`, a number of steps, no pace is measured in blocks of so many, votes have none and nothing is counted, by
+turns with blocks as in every run.
 """
 
 import contextlib
@@ -16,6 +18,9 @@ from typing import Any
 import torch
 
 from spare_megatron import Batch, RunConfig, StepContext, Terms, gpt_forward_step
+from spare_megatron.process.rank_probe import RankProbe
+
+step_under_way = 0
 
 _OWN = Path(__file__)
 
@@ -38,6 +43,8 @@ def datasets_provider(config: RunConfig) -> Noise:
 
 
 def forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[torch.Tensor, Terms]:
+    global step_under_way
+    step_under_way = context.step
     figures = _figures()
     past_s = time.time() - _began_s()
     factors = [
@@ -70,3 +77,20 @@ def _group() -> int:
     found = re.search(r"group-(\d+)", Path(os.readlink("/proc/self/fd/2")).name)
     assert found is not None, "the log of a rank is named after its group"
     return int(found[1])
+
+
+def measure_by_turns(block: int) -> None:
+    usual = RankProbe.pace_s
+
+    def pace_s(probe: RankProbe, num_chunks: int) -> float:
+        return usual(probe, num_chunks) if is_measured(step_under_way, block) else 0.0
+
+    RankProbe.pace_s = pace_s  # type: ignore[assignment, method-assign]
+
+
+def is_measured(step: int, block: int) -> bool:
+    return step // block % 2 == 1
+
+
+if _figures()["block"]:
+    measure_by_turns(_figures()["block"])

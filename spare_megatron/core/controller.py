@@ -415,7 +415,7 @@ class Controller:
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)
         if isinstance(entry, Commit) and self.deals_by_pace:
-            measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns}
+            measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns > 0}
             if paces := exceptions(measured, self._paces.dealt):
                 entry = replace(entry, paces=paces)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)

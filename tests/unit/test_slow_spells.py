@@ -4,7 +4,7 @@ import importlib.util
 import itertools
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -46,6 +46,6 @@ def test_passes_of_a_slow_group_sleep_for_longer_until_the_spell_is_over(
         monkeypatch.setattr(program, "_group", lambda group=group: group)
         for past_s in (0.0, 11.0, 13.0, 20.0):
             now_s[0] = 1000.0 + past_s
-            program.forward_step(None, None, None)
+            program.forward_step(None, None, SimpleNamespace(step=0))
     assert slept_s == [0.5, 0.5, 1.0, 0.5, 0.5, 1.5, 1.5, 0.5]
     assert began_s(file) == 1000.0, "the first pass of any group"

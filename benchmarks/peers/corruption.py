@@ -42,6 +42,8 @@ OURS: dict[str, list[str]] = {
     "ours_each_step": ["audit.every_steps=1", "train.params_check_every_steps=1"],
 }
 """As it is by default; with an audit and a comparison of state in each step."""
+SUSPICION, VERDICT = REPORTS = ("suspicion", "verdict")
+"""What is reported of a run that goes on as if nothing were: outliers of the loss, and what `spare check` says."""
 Kind = Literal[
     "drift", "stuck_bit", "activation_flip", "data_flip", "bit_flip", "param_flip", "moment_flip", "sum_flip"
 ]
@@ -56,6 +58,8 @@ PHASES: dict[Kind, tuple[str, ...]] = {
     "sum_flip": ("staged", "summed"),
 }
 """When each kind strikes: at a microbatch, with the whole local sum there, or at the sum over groups."""
+SUMMED = ("bit_flip", "sum_flip")
+"""Kinds that hit gradient sums, which have 32 bits with the peers and 64 here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +123,8 @@ def configure(corpus: Path, way: str, case: Case | None) -> RunConfig:
         *OURS.get(way, ()),
     ]
     if case is not None:
-        bit = "" if case.kind == "drift" else f", bit={case.bit}"
+        number = 2 * case.bit + 1 if way in OURS and case.kind in SUMMED else case.bit
+        bit = "" if case.kind == "drift" else f", bit={number}"
         fault = f'phase="{case.phase}", kind="{case.kind}", step={case.step}, group={case.group}, rank=0{bit}'
         settings += [f"faults.seed={case.number}", f"faults.trace=[{{{fault}}}]"]
     return load_run_config(None, settings).config
@@ -131,9 +136,11 @@ def run_ours(config: RunConfig, folder: Path) -> Outcome:
     _assert_struck(config, len(journal.of(FaultRecord)), folder)
     entries = [entry for _, entry in sorted({record.index: record.entry for record in journal.of(EntryRecord)}.items())]
     did = [str(entry["entry"]) for entry in entries if entry["entry"] not in ("commit", "finish")]
+    reported = [SUSPICION] if journal.of(SuspicionRecord) else []
+    reported += [] if summary.verdict == "valid" else [f"{VERDICT} {summary.verdict}"]
     return Outcome(
         params_sha256=summary.params_sha256 or "",
-        did=tuple(did or (["suspicion"] if journal.of(SuspicionRecord) else [])),
+        did=(*did, *reported),
         lost=tuple(int(entry["group"]) for entry in entries if entry["entry"] == "fence"),
     )
 
@@ -239,7 +246,7 @@ def summarize(
 def _counts(cases: Sequence[Case], outcomes: Sequence[Outcome], calm: Outcome) -> dict[str, int]:
     return {
         "found": sum(bool(one.did) for one in outcomes),
-        "reported_only": sum(one.did == ("suspicion",) for one in outcomes),
+        "reported_only": sum(bool(one.did) and all(what.startswith(REPORTS) for what in one.did) for one in outcomes),
         "right_group": sum(one.lost == (case.group,) for case, one in zip(cases, outcomes, strict=True)),
         "bitwise": sum(one.params_sha256 == calm.params_sha256 for one in outcomes),
     }

@@ -58,7 +58,7 @@ class NvrxTimes:
 
 PATIENT: dict[str, TorchftTimes | NvrxTimes] = {
     "torchft": TorchftTimes(heartbeat_s=10.0, timeout_s=60.0),
-    "nvrx": NvrxTimes(interval_s=1.0, timeout_s=15.0),
+    "nvrx": NvrxTimes(interval_s=0.1, timeout_s=15.0),
 }
 """So long that neither a slow group nor a busy machine looks like a loss."""
 

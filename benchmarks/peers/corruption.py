@@ -168,14 +168,14 @@ def _assert_struck(config: RunConfig, num_struck: int, folder: Path) -> None:
 
 
 def run_batch(way: str, corpus: Path, cases: Sequence[Case | None], scratch: Path) -> list[Outcome]:
-    """What the way makes of each of the cases; None is a run without one."""
+    """What the way makes of each of the cases; None is a run without one, and comes first."""
     configs = {
         scratch / f"{way}-{'calm' if case is None else case.number}": configure(corpus, way, case) for case in cases
     }
-    for config in configs.values():
-        preflight(config)
     if way in OURS:
         return [run_ours(config, folder) for folder, config in configs.items()]
+    if None in cases:
+        preflight(configure(corpus, way, None))  # the sample index is that of all cases
     run_peer_in_turn(peer_python(), configs, PATIENT[way])
     return [read_peer(config, folder) for folder, config in configs.items()]
 

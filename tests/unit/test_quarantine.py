@@ -330,6 +330,7 @@ def findings(*records: Any) -> list[str]:
 def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
     assert findings(BEGUN, PASSED, ENDED, STARTED) == []
     assert findings(BEGUN, PASSED, replace(ENDED, holdings=[[5, 1, 1]], released=[5]), STARTED) != []
+    assert findings(PASSED, ENDED) == [], "the record of the entry before is missing"
     of_next = replace(PASSED, machine=5)
     assert findings(BEGUN, of_next, replace(ENDED, holdings=[[5, 1, 1]], released=[5])) == []
 
@@ -338,9 +339,9 @@ def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
     ("records", "found"),
     [
         ([BEGUN, STARTED], "machine 1 starts group 1 (life 1) in quarantine"),
-        ([BEGUN, ENDED], "of which no examination has passed"),
-        ([BEGUN, replace(PASSED, reason="it is slow"), ENDED], "of which no examination has passed"),
-        ([ENDED], "which is in none"),
+        ([BEGUN, ENDED], "lacks an examination that machine 1 has passed"),
+        ([BEGUN, replace(PASSED, reason="it is slow"), ENDED], "lacks an examination that machine 1 has passed"),
+        ([replace(ENDED, index=0)], "which is in none"),
         ([BEGUN, replace(ENDED, released=[], holdings=[[5, 2, 1]])], "gives place 2 to machine 5, which is in"),
         ([BEGUN, replace(PASSED, likes={"0": {**FIGURES, "digests": ["b"]}}), ENDED], "no other machine has computed"),
     ],

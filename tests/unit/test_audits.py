@@ -178,12 +178,12 @@ def test_the_first_difference_follows_the_stages() -> None:
         return [one._replace(digest=2) if (one.kind, one.stage) in places else one for one in right]
 
     later = [("forward", 2), ("backward", 1), ("backward", 0), ("gradients", 0), ("gradients", 1), ("gradients", 2)]
-    assert first_difference(spoiled(("forward", 1), *later), right) == "stage 1, forward pass, ranks 2, 3"
+    assert str(first_difference(spoiled(("forward", 1), *later), right)) == "stage 1, forward pass, ranks 2, 3"
     backward = spoiled(("backward", 0), ("gradients", 0), ("gradients", 1))
-    assert first_difference(backward, right) == "stage 1, backward pass, ranks 2, 3"
+    assert str(first_difference(backward, right)) == "stage 1, backward pass, ranks 2, 3"
     one_rank = [one._replace(digest=2) if (one.kind, one.rank) == ("gradients", 5) else one for one in right]
-    assert first_difference(one_rank, right) == "stage 2, gradients, rank 5"
-    assert first_difference(right, right) == ""
+    assert str(first_difference(one_rank, right)) == "stage 2, gradients, rank 5"
+    assert first_difference(right, right) is None
     assert word_of(right) == word_of(reversed(right)) != word_of(one_rank)
 
 

@@ -1,4 +1,4 @@
-"""One run with torchft, in the peers' environment: its Lighthouse and a process for each group."""
+"""Runs with torchft, in the peers' environment: for each its Lighthouse and a process for each group."""
 
 import argparse
 import ctypes
@@ -35,13 +35,14 @@ def main() -> None:
     parser.add_argument("--heartbeat-s", type=float, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
     parser.add_argument("--restarts", action="store_true", help="start lost groups again")
-    parser.add_argument("folder", type=Path, help="has config.toml; events and logs go there")
+    parser.add_argument("folders", type=Path, nargs="+", help="have config.toml; events and logs go there")
     options = parser.parse_args()
-    folder, timeout = options.folder, timedelta(seconds=options.timeout_s)
-    config = load_run_config(folder / "config.toml").config
-    with forked_server(partial(serve_lighthouse, options.heartbeat_s, folder), folder) as lighthouse:
-        train = partial(train_group, config, lighthouse, timeout, folder)
-        run_groups(config, train, folder, restarts=options.restarts)
+    timeout = timedelta(seconds=options.timeout_s)
+    for folder in options.folders:
+        config = load_run_config(folder / "config.toml").config
+        with forked_server(partial(serve_lighthouse, options.heartbeat_s, folder), folder) as lighthouse:
+            train = partial(train_group, config, lighthouse, timeout, folder)
+            run_groups(config, train, folder, restarts=options.restarts)
 
 
 if __name__ == "__main__":

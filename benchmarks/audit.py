@@ -270,7 +270,10 @@ class Spoiling:
         handle = spoiler.weight.register_hook(on_gradient)
         hooks = spoiler.weight._backward_hooks
         assert hooks is not None, "one has just been registered"
-        hooks.move_to_end(handle.id, last=False)
+        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        for key, _ in others:  # torch calls them in the order of insertion, whatever `move_to_end` says
+            del hooks[key]
+        hooks.update(others)
         self._undo.append(handle.remove)
 
     def __exit__(self, *_: object) -> None:
@@ -415,6 +418,7 @@ def main() -> None:
         "ratio": statistics.median(ratios),
         "ratio_quartiles": statistics.quantiles(ratios, n=4),
         "digest_share": digest_share,
+        "without_effect": dict(Counter(one.case.kind for _, one in outcomes if not one.is_spoiled)),
         "by_kind": {
             kind: [sum(one.case.group in one.fenced for _, one in struck if one.case.kind == kind), count]
             for kind, count in sorted(Counter(one.case.kind for _, one in struck).items())
@@ -439,7 +443,7 @@ def play(config: RunConfig, num_cases: int, num_calm: int, seed: int) -> tuple[l
         outcomes += found
         num_audits, alarms = num_audits + audits, alarms + wrong
         num_cases, num_calm, seed = num_cases - now[0], num_calm - now[1], seed + 1000
-        print(f"{num_audits} audits, {len(outcomes)} cases", file=sys.stderr)
+        print(f"{num_audits} audits, {alarms} false alarms, {len(outcomes)} cases", file=sys.stderr)
     return outcomes, num_audits, alarms
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work
 
 LARGEST_PRICE = 0.01
@@ -173,31 +173,44 @@ def word_of(boundaries: Iterable[Boundary]) -> int:
     return int.from_bytes(blake2b(repr(sorted(boundaries)).encode(), digest_size=8).digest(), "little")
 
 
-def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> str:
-    """Where two computations of a microbatch part, along its way through the stages; empty if it is not known.
+class Difference(NamedTuple):
+    """Where two computations of a microbatch part: a stage, what it did, and its ranks."""
+
+    stage: int
+    what: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        return f"stage {self.stage}, {self.what}, {ranks}"
+
+
+def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> Difference | None:
+    """Where two computations of a microbatch part, along its way through the stages; None if it is not known.
 
     What a stage puts out is wrong though all before it is right: that stage is named. A gradient that a stage receives
     is what the next one has computed.
 
     >>> right = [Boundary("forward", 0, 0, 1), Boundary("forward", 1, 1, 2), Boundary("gradients", 0, 0, 3)]
-    >>> first_difference(right, [right[0], Boundary("forward", 1, 1, 9), Boundary("gradients", 0, 0, 8)])
-    'stage 1, forward pass, rank 1'
+    >>> print(first_difference(right, [right[0], Boundary("forward", 1, 1, 9), Boundary("gradients", 0, 0, 8)]))
+    stage 1, forward pass, rank 1
     """
     theirs = {(b.kind, b.stage, b.rank): b.digest for b in other}
     different = [b for b in one if theirs.get((b.kind, b.stage, b.rank), b.digest) != b.digest]
     if not different:
-        return ""
+        return None
     first = min(different, key=_along_the_way)
     beside = [b.rank for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
     match first.kind:
         case "forward":
-            return f"stage {first.stage}, forward pass, {_ranks(beside)}"
+            return Difference(first.stage, "forward pass", _ascending(beside))
         case "backward":
             # Its own ranks have received it, those of the next stage have computed it.
             stage = first.stage + 1
-            return f"stage {stage}, backward pass, {_ranks([b.rank for b in different if b.stage == stage] or beside)}"
+            ranks = [b.rank for b in different if b.stage == stage] or beside
+            return Difference(stage, "backward pass", _ascending(ranks))
         case "gradients":
-            return f"stage {first.stage}, gradients, {_ranks(beside)}"
+            return Difference(first.stage, "gradients", _ascending(beside))
 
 
 def _along_the_way(boundary: Boundary) -> tuple[int, int, int]:
@@ -205,9 +218,8 @@ def _along_the_way(boundary: Boundary) -> tuple[int, int, int]:
     return (kind, boundary.stage if kind == 0 else -boundary.stage, boundary.rank)
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    named = sorted(set(ranks))
-    return f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks)))
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
@@ -215,10 +227,11 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outvoted:
-    """A group whose computation of a microbatch is wrong, and why that is known."""
+    """A group whose computation of a microbatch is wrong, why that is known, and at which ranks first if that is."""
 
     group: GroupId
     reason: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,11 +289,11 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
     right = _majority(list(steady.values()))
     for group in sorted(by_group.keys() & set(members)):
         if group in fickle:
-            return Outvoted(group=group, reason=_reason(dispute, by_group[group], "it contradicts itself", right))
+            return _outvoted(dispute, by_group[group], "it contradicts itself", right)
         if right is not None and steady[group].digest != right.digest:
             agree = sorted(other for other, said in steady.items() if said.digest == right.digest)
             why = f"groups {', '.join(map(str, agree))} agree on other values"
-            return Outvoted(group=group, reason=_reason(dispute, by_group[group], why, right))
+            return _outvoted(dispute, by_group[group], why, right)
     left = {group: said for group, said in steady.items() if group in members}
     if right is not None or len({said.digest for said in left.values()}) < 2:
         return None
@@ -290,6 +303,17 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
     return Dispute(microbatch=dispute.microbatch, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+
+
+def saver_of(voters: Sequence[Member], disputes: Iterable[Dispute]) -> Member:
+    """The voter that saves the parameters of a step with disputes: the first that has no part in them, if there is one.
+
+    >>> found = Dispute(microbatch=Microbatch(0, 0), statements=(Statement(0, 5), Statement(1, 6)), asked=(2,))
+    >>> saver_of([Member(0), Member(1), Member(2)], [found]).group
+    2
+    """
+    named = {statement.group for dispute in disputes for statement in dispute.statements}
+    return min(voters, key=lambda voter: (voter.group in named, voter))
 
 
 def unasked(dispute: Dispute) -> Dispute:
@@ -306,10 +330,11 @@ def _majority(steady: Sequence[Statement]) -> Statement | None:
     return max((s for s in steady if s.digest == ranked[0][0]), key=lambda s: len(s.boundaries))
 
 
-def _reason(dispute: Dispute, said: Sequence[Statement], why: str, right: Statement | None) -> str:
+def _outvoted(dispute: Dispute, said: Sequence[Statement], why: str, right: Statement | None) -> Outvoted:
     others = [right] if right is not None else dispute.statements
     places = [place for s in said for other in others if (place := first_difference(s.boundaries, other.boundaries))]
-    return f"{_named(dispute)}: {why}{f'; first wrong at {places[0]}' if places else ''}"
+    reason = f"{_named(dispute)}: {why}{f'; first wrong at {places[0]}' if places else ''}"
+    return Outvoted(group=said[0].group, reason=reason, ranks=places[0].ranks if places else ())
 
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:

@@ -133,9 +133,13 @@ def _judge_audits(attempted: Attempted, votes: Mapping[GroupId, Vote], of_member
     incarnations = dict(attempted.voters)
     for verdict in found:
         if isinstance(verdict, Outvoted):
-            group = verdict.group
             return Fence(
-                group=group, incarnation=incarnations[group], reason=verdict.reason, discard=True, is_outvoted=True
+                group=verdict.group,
+                incarnation=incarnations[verdict.group],
+                reason=verdict.reason,
+                discard=True,
+                is_outvoted=True,
+                wrong_ranks=verdict.ranks,
             )
     questions = [verdict for verdict in found if isinstance(verdict, Dispute)]
     undecided = [verdict for verdict in found if isinstance(verdict, Undecided)]

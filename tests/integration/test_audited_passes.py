@@ -107,7 +107,7 @@ def test_the_first_difference_names_the_stage_and_the_rank(make_config: MakeConf
     for rank in (0, 1):
         found = run_group(audited_group.spoiled, config, rank, _flip_a_weight)
         before, after = ([one for ranks in found for one in ranks[index]] for index in (0, 1))
-        assert first_difference(after, before) == f"stage {rank}, forward pass, rank {rank}"
+        assert str(first_difference(after, before)) == f"stage {rank}, forward pass, rank {rank}"
 
 
 def _flip_a_weight(trainer: Any) -> None:

@@ -99,6 +99,7 @@ FOUND_AS = {
     "drains the writer of a checkpoint": "is drained too soon",
     "counts the paces that it has read itself": "groups have different plans",
     "deals the step under way by new paces": "named twice|which counts|different plans",
+    "deals work to a group drained as slow": "which counts|takes no part",
 }
 
 

@@ -250,7 +250,7 @@ def compared_group(group: int, said: Sequence[Stated], digest: str, boundaries: 
         group=group,
         digests=[one.digest for one in said],
         agrees=not different,
-        differs_at=first_difference(theirs, boundaries) if different else "",
+        differs_at=str(first_difference(theirs, boundaries) or "") if different else "",
         boundaries=_shown(theirs),
     )
 

@@ -352,8 +352,7 @@ class RunState:
             self._note(text_of_paces(record), at_s)
 
     def _deal_by(self, paces: Mapping[str, int], step: int) -> None:
-        assert self.folding is not None, "the run's record is the first"
-        if paces != self.paces:
+        if paces != self.paces and self.folding is not None:
             num_undone = len(self.folding.commits) - self.folding.step
             self.pace_changes.append((num_undone + step, paces))
         self.paces = paces

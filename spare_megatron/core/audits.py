@@ -88,17 +88,24 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispute:
-    """A microbatch that groups have computed to different digests.
+    """A microbatch that groups have computed to different digests, or whose loss is suspect.
 
     Attributes:
         statements: All so far, in the order of votes; a group may have made several.
         asked: The groups that compute it in the attempt that this opens.
+        is_suspicion: Opened by a loss (`core.suspects`): statements are digests of the loss, and may all agree.
     """
 
     microbatch: Microbatch
     statements: tuple[Statement, ...]
     asked: tuple[GroupId, ...]
     num_rounds: int = 1
+    is_suspicion: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether a gradient in the sum may be wrong: statements differ."""
+        return len({statement.digest for statement in self.statements}) > 1
 
 
 # ------------------------------------------------------------------------------------------------------ who audits whom
@@ -247,20 +254,22 @@ def mismatches(words: Mapping[GroupId, Iterable[AuditWord]]) -> tuple[Dispute, .
 
 
 def heard(dispute: Dispute, words: Mapping[GroupId, Iterable[AuditWord]]) -> Dispute:
-    """The dispute with what the groups that it asked have voted, and with the boundaries of earlier statements."""
+    """The dispute with what the groups that it asked have voted, and with the boundaries of earlier statements.
+
+    About a suspect all are heard: a group may have counted it since.
+    """
     statements = list(dispute.statements)
     for group in sorted(words):
         for word in words[group]:
             if word.microbatch != dispute.microbatch:
                 continue
             said = Statement(group, word.digest, word.boundaries)
-            if group in dispute.asked:
+            is_new = (group, word.digest) not in {(s.group, s.digest) for s in statements}
+            if group in dispute.asked or (dispute.is_suspicion and is_new):
                 statements.append(said)
             else:
                 statements = [said if (s.group, s.digest) == (group, word.digest) else s for s in statements]
-    return Dispute(
-        microbatch=dispute.microbatch, statements=tuple(statements), asked=dispute.asked, num_rounds=dispute.num_rounds
-    )
+    return replace(dispute, statements=tuple(statements))
 
 
 def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId]) -> Verdict:
@@ -289,7 +298,7 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
     if not asked or dispute.num_rounds >= MAX_ROUNDS:
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
-    return Dispute(microbatch=dispute.microbatch, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+    return replace(dispute, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
 
 
 def unasked(dispute: Dispute) -> Dispute:
@@ -314,15 +323,17 @@ def _reason(dispute: Dispute, said: Sequence[Statement], why: str, right: Statem
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:
     one, other, *_ = left.values()
+    what = "losses" if dispute.is_suspicion else "gradients"
     place = first_difference(one.boundaries, other.boundaries)
     return (
-        f"{_named(dispute)}: groups {' and '.join(map(str, left))} compute different gradients, each the same "
+        f"{_named(dispute)}: groups {' and '.join(map(str, left))} compute different {what}, each the same "
         f"again, and no other group can compute it{f'; they differ first at {place}' if place else ''}"
     )
 
 
 def _named(dispute: Dispute) -> str:
-    return f"audit of microbatch {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
+    what = "the loss of microbatch" if dispute.is_suspicion else "microbatch"
+    return f"audit of {what} {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
 
 
 def able_to_compute(

@@ -44,6 +44,7 @@ from spare_megatron.core.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
+from spare_megatron.core.suspects import QuestionBudget
 from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
@@ -122,6 +123,8 @@ class Controller:
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._disputes: tuple[Dispute, ...] = ()  # of this attempt
+        self._questioned: frozenset[Microbatch] = frozenset()  # suspects of this step
+        self._questions = QuestionBudget()
         self._to_audit: frozenset[GroupId] = frozenset()  # in this step, because they are new
         self._is_communicator_unused = False
         last_resort = setup.last_resort
@@ -254,10 +257,11 @@ class Controller:
         has_changed = self._paces.fold(commit.paces, self.members, self._idle())
         self.step += 1
         self.attempt += 1
-        self._wrong_sums = ()
+        self._wrong_sums, self._disputes = (), ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
-        self._to_audit = frozenset()
+        self._to_audit, self._questioned = frozenset(), frozenset()
+        self._questions.on_commit()
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
@@ -331,7 +335,7 @@ class Controller:
         self.step = step
         self.attempt += 1
         self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
-        self._to_audit = frozenset(self.members)
+        self._to_audit, self._questioned = frozenset(self.members), frozenset()
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
@@ -346,6 +350,7 @@ class Controller:
         self.attempt += 1
         self.pause = None
         self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
+        self._questioned = frozenset()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
@@ -353,7 +358,8 @@ class Controller:
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
         self._wrong_sums, self._disputes = retry.wrong_sums, retry.disputes
-        self._is_discarded = bool(retry.disputes)  # its sums hold a gradient that is wrong
+        self._is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
+        self._question(retry)
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build) and not retry.disputes
@@ -382,6 +388,13 @@ class Controller:
             compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
 
+    def _question(self, retry: Retry) -> None:
+        """Counts suspects that are computed again; if everything is, they may be found anew."""
+        suspects = {dispute.microbatch for dispute in retry.disputes if dispute.is_suspicion}
+        if suspects - self._questioned:
+            self._questions.on_question()
+        self._questioned = frozenset() if retry.recompute else self._questioned | suspects
+
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
 
@@ -405,6 +418,8 @@ class Controller:
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
             disputes=self._disputes,
+            questioned=self._questioned,
+            may_question=self._setup.audits is not None and self._questions.is_left,
             hosts=None if self._setup.last_resort else self._setup.placement.hosts,
         )
         is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())

@@ -134,6 +134,7 @@ class GroupTrainer:
         """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
         self._seen: list[Numbered] = []
         self._losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
+        self._audited_losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
@@ -163,6 +164,7 @@ class GroupTrainer:
         """Starts a step with all sums at zero."""
         self._step = step
         self._losses.clear()
+        self._audited_losses.clear()
         self.gradients.reset()
         self.passes.forget()
         self._optimizer.zero_grad()
@@ -261,6 +263,13 @@ class GroupTrainer:
         Only on one rank of those that have computed the same ones; the others have none.
         """
         losses, self._losses = self._losses, {}
+        return self._means(losses)
+
+    def audited_losses(self) -> dict[Numbered, float]:
+        """The same of those that were computed in this step for their digests alone."""
+        return self._means(self._audited_losses)
+
+    def _means(self, losses: Mapping[Numbered, tuple[Tensor, Tensor | None]]) -> dict[Numbered, float]:
         groups = self.process_groups
         if not losses or groups.tp.rank() or groups.cp.rank():
             return {}
@@ -415,7 +424,9 @@ class GroupTrainer:
         total = self._terms.weighted(terms)
         if item.is_padding:
             return total * 0.0
-        if not item.is_audit:
+        if item.is_audit:
+            self._audited_losses[item.microbatch] = self._terms.of_microbatch(terms)
+        else:
             self._losses[item.microbatch] = self._terms.add_to(self.gradients, terms)
         return total
 

@@ -85,6 +85,7 @@ class World:
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
         self.post = Post(random)
         self.num_buckets = scene.num_buckets
+        self.suspect_every = scene.suspect_every
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())

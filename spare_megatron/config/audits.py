@@ -12,7 +12,9 @@ def audit_policy(config: RunConfig) -> AuditPolicy | None:
     if every_steps is None:
         is_safe = next(obstacles(config), None) is None and not _may_add_differently(config)
         every_steps = default_every_steps(config.spare.microbatches_per_shard) if is_safe else 0
-    return AuditPolicy(every_steps=every_steps, seed=config.train.seed) if every_steps else None
+    if not every_steps:
+        return None
+    return AuditPolicy(every_steps=every_steps, seed=config.train.seed, rounds=config.rounds)
 
 
 def _may_add_differently(config: RunConfig) -> bool:

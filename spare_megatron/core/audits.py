@@ -18,10 +18,17 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
 from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work
 
 LARGEST_PRICE = 0.01
 """Of a step, that audits may cost on average if `audit.every_steps` is left open."""
+
+AUDITOR_SLACK = 2
+"""Microbatches by which a group has to be below the makespan to audit at no cost: a digest takes at most the time of
+one (docs/audits.md)."""
+OWNER_SLACK = 1
+"""The same for a group that takes a digest of its own microbatch."""
 
 MAX_ROUNDS = 16
 """Times that hosts are asked about one microbatch; after that the run halts."""
@@ -38,10 +45,14 @@ def default_every_steps(microbatches_per_shard: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPolicy:
-    """Every group audits one microbatch of another group in every `every_steps`-th step; `seed` draws the pairs."""
+    """Every group audits one microbatch of another group in every `every_steps`-th step; `seed` draws the pairs.
+
+    `rounds`: what the pipeline schedule makes of a group's microbatches, from which its slack follows.
+    """
 
     every_steps: int
     seed: int
+    rounds: Rounds = ONE_BY_ONE
 
     def is_due(self, step: int) -> bool:
         """Whether all groups audit in this step.
@@ -112,54 +123,106 @@ class Dispute:
 
 
 def draw_audits(
-    policy: AuditPolicy, step: int, work: Work, hosts: Sequence[Sequence[GroupId]] | None, auditors: Collection[GroupId]
+    policy: AuditPolicy,
+    step: int,
+    work: Work,
+    hosts: Sequence[Sequence[GroupId]] | None,
+    asked: Collection[GroupId],
+    slack: Mapping[GroupId, int],
 ) -> tuple[Audit, ...]:
-    """One audit for each of the `auditors` that compute anything, as far as they host work of another group.
+    """Audits in which each of the groups that are `asked` and compute anything takes part, as far as possible.
 
-    `hosts` of each shard; None if every group can read all data. As many groups as possible are audited once. Drawn
-    from seed and step, equal in every process. Cost: O(N r m) beside one matching.
+    `hosts` of each shard; None if every group can read all data. Groups with slack audit first, which costs no time. If
+    they do not reach all, each of the groups that are asked audits another one, and as many as possible are audited
+    once; else those that have slack left audit each other. Drawn from seed and step, equal in every process. Cost:
+    O(N r m) beside two matchings.
     """
     busy = [GroupId(group) for group in np.unique(work.owners).tolist() if group != NO_OWNER]
-    asked = sorted(set(auditors) & set(busy))
+    wanted = sorted(set(asked) & set(busy))
+    able = sorted(group for group in busy if slack.get(group, 0) >= AUDITOR_SLACK)
     random = Random(f"{policy.seed}|{step}")
     random.shuffle(busy)
-    random.shuffle(asked)
-    shards = {} if hosts is None else _shards_of(hosts, asked)
-    audits = []
-    for group, owner in _pairs(work, None if hosts is None else shards, asked, busy, random):
-        readable = shards.get(group, range(work.num_shards))
-        places, indices = np.nonzero((work.owners if hosts is None else work.owners[readable]) == owner)
-        number = random.randrange(len(indices))
-        audits.append(Audit(group, owner, Microbatch(ShardId(readable[places[number]]), int(indices[number]))))
-    return tuple(sorted(audits))
+    random.shuffle(wanted)
+    draw = _Draw(work, hosts, random)
+    no_auditors = {group for group in busy if group not in able or slack[group] >= AUDITOR_SLACK + OWNER_SLACK}
+    audits = draw.audits(able, [group for group in wanted if group in no_auditors], is_once=True)
+    if set(wanted) - {group for audit in audits for group in (audit.auditor, audit.owner)}:
+        return tuple(sorted(draw.audits(wanted, busy)))
+    left = sorted(set(able) - {audit.auditor for audit in audits})
+    owners = {group for group in no_auditors if slack.get(group, 0) >= OWNER_SLACK} - {audit.owner for audit in audits}
+    return tuple(sorted([*audits, *draw.audits(left, sorted(owners), is_once=True)]))
 
 
-def _pairs(
-    work: Work,
-    shards: Mapping[GroupId, Sequence[int]] | None,
-    asked: Sequence[GroupId],
-    busy: Sequence[GroupId],
-    random: Random,
-) -> Iterator[tuple[GroupId, GroupId]]:
-    """An owner for each of the groups that are asked, in their order, as far as there is one."""
-    if shards is None:
-        after = dict(zip(busy, [*busy[1:], busy[0]], strict=True)) if len(busy) > 1 else {}
-        yield from ((group, after[group]) for group in asked if group in after)
-        return
-    at_column = {owner: column for column, owner in enumerate(busy)}
-    able = [
-        sorted(at_column[GroupId(o)] for o in set(work.owners[shards[group]].ravel().tolist()) - {group, NO_OWNER})
-        for group in asked
-    ]
-    if not any(able):
-        return
-    starts = np.cumsum([0, *map(len, able)])
-    edges = np.concatenate([np.array(of_row, dtype=np.int32) for of_row in able])
-    graph = csr_array((np.ones(len(edges), dtype=np.int8), edges, starts), shape=(len(asked), len(busy)))
-    chosen = maximum_bipartite_matching(graph, perm_type="column").tolist()
-    for group, of_row, column in zip(asked, able, chosen, strict=True):
-        if of_row:
-            yield group, busy[random.choice(of_row) if column < 0 else column]
+class _Draw:
+    """Draws microbatches of owners for auditors that can compute them."""
+
+    def __init__(self, work: Work, hosts: Sequence[Sequence[GroupId]] | None, random: Random) -> None:
+        self._work, self._hosts, self._random = work, hosts, random
+
+    def audits(self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool = False) -> list[Audit]:
+        """One for each auditor, as far as it can compute anything of another group among the owners.
+
+        As many owners as possible are audited; `is_once`: each at most once.
+        """
+        if not auditors or not owners:
+            return []
+        if self._hosts is None:
+            of_all = range(self._work.num_shards)
+            return [self._audit(*pair, of_all) for pair in self._any_pairs(auditors, owners, is_once=is_once)]
+        shards = _shards_of(self._hosts, auditors)
+        pairs = self._hosted_pairs(shards, auditors, owners, is_once=is_once)
+        return [self._audit(auditor, owner, shards[auditor]) for auditor, owner in pairs]
+
+    def _audit(self, auditor: GroupId, owner: GroupId, readable: Sequence[int]) -> Audit:
+        owners = self._work.owners
+        places, indices = np.nonzero((owners if self._hosts is None else owners[readable]) == owner)
+        number = self._random.randrange(len(indices))
+        return Audit(auditor, owner, Microbatch(ShardId(readable[places[number]]), int(indices[number])))
+
+    def _any_pairs(
+        self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool
+    ) -> Iterator[tuple[GroupId, GroupId]]:
+        """Pairs where every group can compute everything: an owner takes its successor, others what is left."""
+        after = dict(zip(owners, [*owners[1:], owners[0]], strict=True)) if len(owners) > 1 else {}
+        taken = {after[auditor] for auditor in auditors if auditor in after}
+        left = [owner for owner in owners if owner not in taken]
+        for auditor in auditors:
+            if auditor in after:
+                yield auditor, after[auditor]
+            elif left and left[0] != auditor:
+                yield auditor, left.pop(0)
+            elif not is_once and (others := [owner for owner in owners if owner != auditor]):
+                yield auditor, self._random.choice(others)
+
+    def _hosted_pairs(
+        self,
+        shards: Mapping[GroupId, Sequence[int]],
+        auditors: Sequence[GroupId],
+        owners: Sequence[GroupId],
+        *,
+        is_once: bool,
+    ) -> Iterator[tuple[GroupId, GroupId]]:
+        """Pairs by a maximum matching over the owners of shards that the auditors host; others take any owner."""
+        at_column = {owner: column for column, owner in enumerate(owners)}
+        able = [
+            sorted(
+                at_column[GroupId(o)]
+                for o in set(self._work.owners[shards[group]].ravel().tolist()) - {group}
+                if o in at_column
+            )
+            for group in auditors
+        ]
+        if not any(able):
+            return
+        starts = np.cumsum([0, *map(len, able)])
+        edges = np.concatenate([np.array(of_row, dtype=np.int32) for of_row in able])
+        graph = csr_array((np.ones(len(edges), dtype=np.int8), edges, starts), shape=(len(auditors), len(owners)))
+        chosen = maximum_bipartite_matching(graph, perm_type="column").tolist()
+        for group, of_row, column in zip(auditors, able, chosen, strict=True):
+            if column >= 0:
+                yield group, owners[column]
+            elif of_row and not is_once:
+                yield group, owners[self._random.choice(of_row)]
 
 
 def _shards_of(hosts: Sequence[Sequence[GroupId]], groups: Sequence[GroupId]) -> Mapping[GroupId, Sequence[int]]:

@@ -3,7 +3,7 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
@@ -49,7 +49,7 @@ from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
-from spare_megatron.stacking.paces import EVEN, Paces, Rounds
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, Work, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
@@ -125,7 +125,7 @@ class Controller:
         self._disputes: tuple[Dispute, ...] = ()  # of this attempt
         self._questioned: frozenset[Microbatch] = frozenset()  # suspects of this step
         self._questions = QuestionBudget()
-        self._to_audit: frozenset[GroupId] = frozenset()  # in this step, because they are new
+        self._to_audit: frozenset[GroupId] = frozenset()  # soon: they are new, or of another pace than before
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(
@@ -254,13 +254,15 @@ class Controller:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
+        dealt = dict(self._paces.dealt)
         has_changed = self._paces.fold(commit.paces, self.members, self._idle())
+        self._note_audits(dealt)
         self.step += 1
         self.attempt += 1
         self._wrong_sums, self._disputes = (), ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
-        self._to_audit, self._questioned = frozenset(), frozenset()
+        self._questioned = frozenset()
         self._questions.on_commit()
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
@@ -541,13 +543,21 @@ class Controller:
         return plan
 
     def _draw_audits(self, work: Work) -> tuple[Audit, ...]:
-        """Of all groups in a step in which audits are due, else of those that take part for the first time."""
+        """Of all groups in a step in which audits are due, else of those that have to be audited; others use slack."""
         policy = self._setup.audits
         if policy is None or self._is_evaluating:
             return ()
-        auditors = self.members if policy.is_due(self.step) else self._to_audit
+        asked = self.members if policy.is_due(self.step) else self._to_audit
         hosts = None if self._setup.last_resort else self._setup.placement.hosts
-        return draw_audits(policy, self.step, work, hosts, auditors) if auditors else ()
+        slack = slack_of(work, Paces(permille=dict(self._paces.dealt), rounds=policy.rounds))
+        return draw_audits(policy, self.step, work, hosts, asked, slack)
+
+    def _note_audits(self, dealt: Mapping[GroupId, int]) -> None:
+        """At a commit: those that were to be audited and were not still are, and those whose pace has changed."""
+        now = self._paces.dealt
+        changed = {group for group in {*dealt, *now} if dealt.get(group) != now.get(group)}
+        done = {group for plan in self._plans for audit in plan.audits for group in (audit.auditor, audit.owner)}
+        self._to_audit = frozenset((self._to_audit - done) | changed) & frozenset(self.members)
 
     def _plan_patch(self) -> StepPlan:
         patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest

@@ -28,7 +28,7 @@
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -130,6 +130,9 @@ class Invariants:
         self.saves = Saved()
         self._was_wiped_out = self._is_given_up = False
         self._votes: dict[tuple[Incarnation, int], Vote] = {}
+        self._too_late: set[tuple[Incarnation, int]] = set()  # cast after the voter was fenced
+        self.cast_on: Callable[[int], set[Incarnation]] = lambda _attempt: set()
+        """Those whose votes on an attempt have reached the store."""
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
@@ -279,6 +282,8 @@ class Invariants:
     def _lost(self, group: int, incarnation: int) -> None:
         """An incarnation ends with its own fence, or with that of a later one."""
         ended = {(group, number) for number in range(incarnation + 1)}
+        if ended & self.members:
+            self._too_late |= {(one, self.attempt) for one in ended - self.cast_on(self.attempt)}
         present = [number for of, number in self.members if of == group]
         what = "a member" if ended & self.members else "a fenced group"
         if present and present[0] > incarnation:
@@ -387,7 +392,9 @@ class Invariants:
 
     def _committed(self, entry: Commit, writer: str, cast: Mapping[Incarnation, Vote]) -> None:
         of_attempt = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == entry.attempt}
-        self.audits.committed(writer, of_attempt)  # also of those that are lost: their gradients are in the sum
+        # Also of those lost since they voted: their gradients are in the sum.
+        in_time = {voter: vote for voter, vote in of_attempt.items() if (voter, entry.attempt) not in self._too_late}
+        self.audits.committed(writer, in_time)
         self.counts["commit with agreed suspects"] += self.suspects.committed(writer, cast)
         self.counts["commit with audits"] += any(vote.audits for vote in cast.values())
         self.partitions.compared(cast)

@@ -81,7 +81,7 @@ FOUND_AS = {
     "votes with digests of another attempt": "that is none of step",
     "judges by one word against one": "which computes right",
     "commits what is disputed": "the sum of a fenced group|have computed microbatches differently|the members voted",
-    "commits suspects unheard": "have other losses of a suspect|have computed microbatches differently",
+    "commits suspects unheard": "have other losses of a suspect|have not computed|microbatches differently",
     "asks about all suspects": "holds the run up",
     "votes without the patch of a lane": "which counts",
     "counts an evaluation into a gradient": "which counts|named twice",

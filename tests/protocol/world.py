@@ -104,6 +104,7 @@ class World:
         self._budget = Counter(scene.fault_budget)
         self._fault_rate = 3 * sum(self._budget.values()) / scene.fault_moves
         self._store = Store(self.invariants.entry_written)
+        self.invariants.cast_on = self._store.cast_on
         self._processes: list[Process] = []
         self._groups: dict[str, Group] = {}
         self._suspected: list[Member] = []
@@ -255,8 +256,8 @@ class World:
                 break
             if self._random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
-            # With evaluations there are twice as many attempts, with further groups nearly twice as many groups.
-            has_more = self._scene.eval_every_steps or self._scene.num_further
+            # With evaluations or suspects there are more attempts, with further groups nearly twice as many groups.
+            has_more = self._scene.eval_every_steps or self._scene.num_further or self._scene.suspect_every
             most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1)
             if self.num_moves > self._scene.fault_moves + most_moves:
                 raise Violation(f"no end {most_moves} moves after the last fault")

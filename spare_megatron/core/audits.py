@@ -14,12 +14,13 @@ from random import Random
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
-from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work
+from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Owners, Work
 
 LARGEST_PRICE = 0.01
 """Of a step, that audits may cost on average if `audit.every_steps` is left open."""
@@ -45,7 +46,8 @@ def default_every_steps(microbatches_per_shard: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPolicy:
-    """Every group audits one microbatch of another group in every `every_steps`-th step; `seed` draws the pairs.
+    """Every group audits one microbatch of another group in every `every_steps`-th step, or one on each of its lanes;
+    `seed` draws the pairs.
 
     `rounds`: what the pipeline schedule makes of a group's microbatches, from which its slack follows.
     """
@@ -67,13 +69,15 @@ class Boundary(NamedTuple):
     """Digest of what one rank has of an audited microbatch at one place.
 
     `forward`: what the stage puts out. `backward`: the gradient of that, as it receives it. `gradients`: those of its
-    parameters.
+    parameters. `rank` is that of the same position in the first of the lanes that could have computed it, and the
+    rank that has is `offset` further.
     """
 
     kind: Literal["forward", "backward", "gradients"]
     stage: int
     rank: int
     digest: int
+    offset: int = 0
 
 
 class AuditWord(NamedTuple):
@@ -143,7 +147,7 @@ def draw_audits(
     random = Random(f"{policy.seed}|{step}")
     random.shuffle(busy)
     random.shuffle(wanted)
-    draw = _Draw(work, hosts, random)
+    draw = _Draw(work, hosts, policy.rounds.lanes, random)
     no_auditors = {group for group in busy if group not in able or slack[group] >= AUDITOR_SLACK + OWNER_SLACK}
     audits = draw.audits(able, [group for group in wanted if group in no_auditors], is_once=True)
     if set(wanted) - {group for audit in audits for group in (audit.auditor, audit.owner)}:
@@ -154,13 +158,15 @@ def draw_audits(
 
 
 class _Draw:
-    """Draws microbatches of owners for auditors that can compute them."""
+    """Draws microbatches of owners for auditors that can compute them; lanes of a group compute units side by side."""
 
-    def __init__(self, work: Work, hosts: Sequence[Sequence[GroupId]] | None, random: Random) -> None:
+    def __init__(self, work: Work, hosts: Sequence[Sequence[GroupId]] | None, num_lanes: int, random: Random) -> None:
         self._work, self._hosts, self._random = work, hosts, random
+        self._num_lanes = num_lanes
+        self._lanes = _lanes_of(work, num_lanes)
 
     def audits(self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool = False) -> list[Audit]:
-        """One for each auditor, as far as it can compute anything of another group among the owners.
+        """Those of one owner for each auditor, as far as it can compute anything of another group among the owners.
 
         As many owners as possible are audited; `is_once`: each at most once.
         """
@@ -168,16 +174,35 @@ class _Draw:
             return []
         if self._hosts is None:
             of_all = range(self._work.num_shards)
-            return [self._audit(*pair, of_all) for pair in self._any_pairs(auditors, owners, is_once=is_once)]
+            pairs = self._any_pairs(auditors, owners, is_once=is_once)
+            return [audit for pair in pairs for audit in self._audits(*pair, of_all, is_once=is_once)]
         shards = _shards_of(self._hosts, auditors)
         pairs = self._hosted_pairs(shards, auditors, owners, is_once=is_once)
-        return [self._audit(auditor, owner, shards[auditor]) for auditor, owner in pairs]
+        return [audit for pair in pairs for audit in self._audits(*pair, shards[pair[0]], is_once=is_once)]
 
-    def _audit(self, auditor: GroupId, owner: GroupId, readable: Sequence[int]) -> Audit:
-        owners = self._work.owners
-        places, indices = np.nonzero((owners if self._hosts is None else owners[readable]) == owner)
-        number = self._random.randrange(len(indices))
-        return Audit(auditor, owner, Microbatch(ShardId(readable[places[number]]), int(indices[number])))
+    def _audits(self, auditor: GroupId, owner: GroupId, readable: Sequence[int], *, is_once: bool) -> Iterator[Audit]:
+        """Of each of the owner's lanes one, which as many lanes of the auditor compute.
+
+        Unless `is_once`, units of other owners occupy the lanes that would have nothing to audit.
+        """
+        rows = slice(None) if self._hosts is None else list(readable)
+        owners, lanes = self._work.owners[rows], self._lanes[rows]
+        found = 0
+        for lane in range(self._num_lanes):
+            for audit in self._drawn(auditor, (owners == owner) & (lanes == lane), owners, readable):
+                found += 1
+                yield audit
+        if found < self._num_lanes and not is_once:
+            others = (owners != owner) & (owners != auditor) & (owners != NO_OWNER)
+            yield from self._drawn(auditor, others, owners, readable, self._num_lanes - found)
+
+    def _drawn(
+        self, auditor: GroupId, are_able: npt.NDArray[np.bool_], owners: Owners, readable: Sequence[int], most: int = 1
+    ) -> Iterator[Audit]:
+        places, indices = np.nonzero(are_able)
+        for number in self._random.sample(range(len(indices)), min(most, len(indices))):
+            place, index = int(places[number]), int(indices[number])
+            yield Audit(auditor, GroupId(int(owners[place, index])), Microbatch(ShardId(readable[place]), index))
 
     def _any_pairs(
         self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool
@@ -225,6 +250,16 @@ class _Draw:
                 yield group, owners[self._random.choice(of_row)]
 
 
+def _lanes_of(work: Work, num_lanes: int) -> Owners:
+    """The lane that computes each unit of work: those of a group take turns, in the order of computation."""
+    flat = work.owners.ravel()
+    order = np.argsort(flat, kind="stable")
+    grouped = flat[order]
+    lanes = np.empty(flat.size, dtype=np.int32)
+    lanes[order] = (np.arange(flat.size) - np.searchsorted(grouped, grouped)) % num_lanes
+    return lanes.reshape(work.owners.shape)
+
+
 def _shards_of(hosts: Sequence[Sequence[GroupId]], groups: Sequence[GroupId]) -> Mapping[GroupId, Sequence[int]]:
     """The shards that each of the groups hosts, ascending."""
     found: dict[GroupId, list[int]] = {group: [] for group in groups}
@@ -239,8 +274,9 @@ def _shards_of(hosts: Sequence[Sequence[GroupId]], groups: Sequence[GroupId]) ->
 
 
 def word_of(boundaries: Iterable[Boundary]) -> int:
-    """The 64-bit digest of a microbatch from those of all ranks of a group, in any order."""
-    return int.from_bytes(blake2b(repr(sorted(boundaries)).encode(), digest_size=8).digest(), "little")
+    """The 64-bit digest of a microbatch from those of all ranks of a group, in any order, whichever lanes they are."""
+    places = sorted(tuple(boundary._replace(offset=0)) for boundary in boundaries)
+    return int.from_bytes(blake2b(repr(places).encode(), digest_size=8).digest(), "little")
 
 
 def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> str:
@@ -258,14 +294,15 @@ def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> str:
     if not different:
         return ""
     first = min(different, key=_along_the_way)
-    beside = [b.rank for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
+    beside = [b.rank + b.offset for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
     match first.kind:
         case "forward":
             return f"stage {first.stage}, forward pass, {_ranks(beside)}"
         case "backward":
             # Its own ranks have received it, those of the next stage have computed it.
             stage = first.stage + 1
-            return f"stage {stage}, backward pass, {_ranks([b.rank for b in different if b.stage == stage] or beside)}"
+            after = [b.rank + b.offset for b in different if b.stage == stage]
+            return f"stage {stage}, backward pass, {_ranks(after or beside)}"
         case "gradients":
             return f"stage {first.stage}, gradients, {_ranks(beside)}"
 

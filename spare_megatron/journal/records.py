@@ -201,7 +201,7 @@ class AuditRecord:
     """Shard, index, and digest (16 hex digits) of each audited microbatch that the group has computed, its own and
     those of others."""
     num_added: int
-    """Microbatches whose gradients the leader has added to its sums in this step; those of others are none of them."""
+    """Microbatches whose gradients all lanes have added to their sums in this step; those of others are none of them."""
     incarnation: int = 0
 
 

@@ -113,7 +113,7 @@ class GroupTrainer:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
-        self.passes = AuditedPasses(self.chunks, self.gradients, torch.distributed.get_rank())
+        self.passes = AuditedPasses(self.chunks, self.gradients, groups)
         self._has_lanes = groups.lanes.size() > 1
         self._ready = ReadyBuckets(self.chunks, self.gradients.space.ranges)
         self.stacked: StackedOptimizer | None = None
@@ -187,7 +187,7 @@ class GroupTrainer:
         if not work:
             return []
         share = self._share(work)
-        items = self._audits(audits) + [Item(one, is_digested=one.unit in audited) for one in share]
+        items = self._audits(audits, beside=work) + [Item(one, is_digested=one.unit in audited) for one in share]
         self._seen.clear()
         is_counted = False
 
@@ -221,8 +221,10 @@ class GroupTrainer:
         with self.passes.watching(items):
             self._pipeline.run(items, self._forward, self.passes.on_backward)
 
-    def _audits(self, microbatches: Sequence[Microbatch]) -> list[Item]:
-        return [Item(one, is_digested=True, is_audit=True) for one in self._share(microbatches)]
+    def _audits(self, microbatches: Sequence[Microbatch], beside: Sequence[Microbatch] = ()) -> list[Item]:
+        """Those that this lane computes: the first lanes that have less to do of what stands beside take them."""
+        share = self._share([*beside, *microbatches])[len(self._share(beside)) :]
+        return [Item(one, is_digested=True, is_audit=True) for one in share]
 
     def _share(self, work: Sequence[Microbatch]) -> list[Numbered]:
         return share_in_lane(work, self.process_groups, self._config, self._config.unit_ramp.at(self._step))

@@ -51,11 +51,11 @@ class GroupAudits:
         now = self._progress.now
         if not now.has_audits:
             return ()
-        mine = [self._trainer.passes.boundaries(one) for one in now.audited]
-        of_ranks = self._agreement.gathered(mine)
+        passes = self._trainer.passes
+        of_ranks = self._agreement.gathered((passes.num_added, [passes.boundaries(one) for one in now.audited]))
         words = []
         for number, microbatch in enumerate(now.audited):
-            boundaries = tuple(sorted(one for of_rank in of_ranks for one in of_rank[number]))
+            boundaries = tuple(sorted(one for _, of_rank in of_ranks for one in of_rank[number]))
             shown = boundaries if microbatch in disputed else ()
             words.append(AuditWord(*microbatch, word_of(boundaries), shown))
         record = AuditRecord(
@@ -63,7 +63,7 @@ class GroupAudits:
             step=now.step,
             attempt=attempt,
             digests=[[int(word.shard), word.index, f"{word.digest:016x}"] for word in words],
-            num_added=self._trainer.passes.num_added,
+            num_added=sum(num_added for num_added, _ in of_ranks),
             incarnation=self._member.incarnation,
         )
         self._reports.write_if_leader(record)

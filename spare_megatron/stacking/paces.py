@@ -82,8 +82,8 @@ EVEN = Paces()
 
 
 def slack_of(work: Work, paces: Paces) -> dict[GroupId, int]:
-    """Microbatches that each group could compute beside its own before the slowest has done its work; of those that
-    compute any. A round takes no more than `paces` say: its `size` counts for nothing here.
+    """Microbatches that each lane of a group could compute beside its own before the slowest group has done its work;
+    of groups that compute any. `work` is in units of microbatches or rows, whatever size the rounds have.
 
     >>> from spare_megatron.stacking.layout import ShardId
     >>> from spare_megatron.stacking.plans import Microbatch, work_of
@@ -99,7 +99,5 @@ def slack_of(work: Work, paces: Paces) -> dict[GroupId, int]:
     times = {group: paces.permille.get(group, LIKE) * rounds.num_rounds(load) for group, load in loads.items()}
     most = max(times.values(), default=0)
     within = np.array([most // paces.permille.get(group, LIKE) for group in loads], dtype=np.int64)
-    return {
-        group: units - load
-        for (group, load), units in zip(loads.items(), rounds.num_units(within).tolist(), strict=True)
-    }
+    units = rounds.num_units(within).tolist()
+    return {group: (most - load) // rounds.lanes for (group, load), most in zip(loads.items(), units, strict=True)}

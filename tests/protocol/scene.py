@@ -281,12 +281,16 @@ class Scene:
 
     @classmethod
     def draw_suspects(cls, random: Random) -> "Scene":
-        """One of these with unusual data, too, and mostly without audits by schedule; in some a group is slow."""
+        """One of these with unusual data, too, and mostly without audits by schedule; in some a group is slow, in some
+        groups have lanes.
+        """
         scene = cls.draw_audits(random)
         faults = {**scene.fault_budget, "miscompute": random.choice((0, 1, 1, 2))}
         if random.random() < 0.3:
             slow = SlowGroup(random.randrange(scene.num_groups), 0, 5, random.randint(8, 40))
             scene = replace(scene, num_steps=8, microbatches_per_shard=3, slow=(slow,))
+        elif random.random() < 0.3:
+            scene = scene.with_lanes(2, random.choice((1, 2)))
         return replace(
             scene,
             fault_budget=faults,

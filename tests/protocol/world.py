@@ -141,8 +141,14 @@ class World:
             evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
-            audits=AuditPolicy(every_steps=scene.audit_every_steps, seed=7) if scene.audit_every_steps else None,
+            audits=self._audit_policy(scene),
         )
+
+    def _audit_policy(self, scene: Scene) -> AuditPolicy | None:
+        if not scene.audit_every_steps:
+            return None
+        rounds = Rounds(lanes=scene.num_lanes // scene.row_size)
+        return AuditPolicy(every_steps=scene.audit_every_steps, seed=7, rounds=rounds)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
         """Starts the next incarnation of a group, in place of another that may still be there."""

@@ -33,7 +33,7 @@ from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
 from spare_megatron.stacking.paces import LIKE, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work
+from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work, share_of
 
 MICROBATCH = Microbatch(ShardId(3), 1)
 POLICY = AuditPolicy(every_steps=3, seed=5)
@@ -126,6 +126,29 @@ def test_slack_is_used_first_and_costs_no_time() -> None:
         free_steps += len(due) < len(left) and reached == set(slack)
     assert num_free > 100
     assert free_steps > 20
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3])
+def test_every_lane_audits_and_is_audited(num_lanes: int) -> None:
+    placement = make_placement("golomb", 7, 3)
+    groups = tuple(map(GroupId, range(7)))
+    policy = AuditPolicy(every_steps=1, seed=5, rounds=Rounds(lanes=num_lanes))
+    for lost in range(8):
+        left = tuple(group for group in groups if group != lost)
+        work = Dealing(initial_order(placement, 7, "microbatch"), groups).work(left)
+        for step in range(5):
+            audits = draw_audits(policy, step, work, placement.hosts, left, {})
+            for group in left:
+                mine = work.of(group)
+                lanes = {mine.index(audit.microbatch) % num_lanes for audit in audits if audit.owner == group}
+                assert lanes == set(range(num_lanes)) or left != groups
+                here = [audit.microbatch for audit in audits if audit.auditor == group]
+                assert len(set(here)) == len(here) == num_lanes
+                shares = [
+                    share_of([*mine, *here], lane=lane, num_lanes=num_lanes, row_size=1, units_per_shard=7)
+                    for lane in range(num_lanes)
+                ]
+                assert all(sum(one.unit in here for one in share) == 1 for share in shares), "in one round"
 
 
 def test_one_audit_in_so_many_steps_costs_at_most_a_percent() -> None:
@@ -225,6 +248,11 @@ def test_the_first_difference_follows_the_stages() -> None:
     one_rank = [one._replace(digest=2) if (one.kind, one.rank) == ("gradients", 5) else one for one in right]
     assert first_difference(one_rank, right) == "stage 2, gradients, rank 5"
     assert first_difference(right, right) == ""
+    elsewhere = [one._replace(offset=6) for one in right]
+    assert first_difference(elsewhere, right) == ""
+    assert word_of(elsewhere) == word_of(right)
+    wrong = [one._replace(offset=6) for one in spoiled(("forward", 1), *later)]
+    assert first_difference(wrong, right) == "stage 1, forward pass, ranks 8, 9", "those that have computed it"
     assert word_of(right) == word_of(reversed(right)) != word_of(one_rank)
 
 

@@ -45,6 +45,7 @@ from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, run_ranks, staged
 
 NUM_GROUPS, MICROBATCHES = 4, 2
+PART_TIMEOUT_S = 600.0
 LAYOUTS: dict[str, dict[str, int]] = {
     "one rank": {},
     "two stages": {"pipeline_parallel": 2},
@@ -269,7 +270,10 @@ class Spoiling:
         handle = spoiler.weight.register_hook(on_gradient)
         hooks = spoiler.weight._backward_hooks
         assert hooks is not None, "one has just been registered"
-        hooks.move_to_end(handle.id, last=False)
+        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        for key, _ in others:  # torch calls them in the order of insertion, whatever `move_to_end` says
+            del hooks[key]
+        hooks.update(others)
         self._undo.append(handle.remove)
 
     def __exit__(self, *_: object) -> None:
@@ -414,6 +418,7 @@ def main() -> None:
         "ratio": statistics.median(ratios),
         "ratio_quartiles": statistics.quantiles(ratios, n=4),
         "digest_share": digest_share,
+        "without_effect": dict(Counter(one.case.kind for _, one in outcomes if not one.is_spoiled)),
         "by_kind": {
             kind: [sum(one.case.group in one.fenced for _, one in struck if one.case.kind == kind), count]
             for kind, count in sorted(Counter(one.case.kind for _, one in struck).items())
@@ -432,11 +437,13 @@ def play(config: RunConfig, num_cases: int, num_calm: int, seed: int) -> tuple[l
     outcomes: list[Outcome] = []
     num_audits = alarms = 0
     while num_cases or num_calm:
-        now = min(num_cases, 15), min(num_calm, 50)
-        found, audits, wrong = run_ranks(config.parallel.ranks_per_group, play_cases, config, *now, seed)[0]
+        now = min(num_cases, 50), min(num_calm, 500)
+        num_ranks = config.parallel.ranks_per_group
+        found, audits, wrong = run_ranks(num_ranks, play_cases, config, *now, seed, timeout_s=PART_TIMEOUT_S)[0]
         outcomes += found
         num_audits, alarms = num_audits + audits, alarms + wrong
         num_cases, num_calm, seed = num_cases - now[0], num_calm - now[1], seed + 1000
+        print(f"{num_audits} audits, {alarms} false alarms, {len(outcomes)} cases", file=sys.stderr)
     return outcomes, num_audits, alarms
 
 

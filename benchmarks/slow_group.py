@@ -1,7 +1,8 @@
 """What slow groups cost: the step with them over the step without, and how soon the work is dealt by pace.
 
 A run of real processes whose passes sleep (`slow_group_program.py`), with faults of kind `slow`; `optimum` is the least
-ratio that whole microbatches allow. With `--quiet-steps` nothing is slow, and what counts is how often paces change.
+ratio that whole microbatches allow. With `--quiet-steps` nothing is slow, and what counts is how often paces change;
+with `--pairs`, what paces cost: blocks of steps with and without them by turns in one run.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from spare_megatron.journal.records import PacesRecord, UpdateRecord
 
 WARM_UP_STEPS, SLOW_FROM, LAST_STEPS = 8, 32, 24
 """Steps that count: from the warm-up to the first slow one, then the last ones."""
+BLOCK_STEPS = 8
 
 
 def run(options: argparse.Namespace, folder: Path, num_steps: int) -> tuple[Mapping[int, float], Sequence[PacesRecord]]:
@@ -31,7 +33,7 @@ def run(options: argparse.Namespace, folder: Path, num_steps: int) -> tuple[Mapp
     os.environ["SLOW_GROUP_SLEEP_S"] = str(options.sleep)
     faults = [
         f'{{kind="slow", phase="forward", step={SLOW_FROM}, group={group}, rank=0, factor={factor}}}'
-        for group, factor in enumerate(() if options.quiet_steps else options.factor)
+        for group, factor in enumerate(() if options.quiet_steps or options.pairs else options.factor)
     ]
     settings = [
         *("name=slow_group", f"program.file={Path(__file__).with_name('slow_group_program.py')}"),
@@ -70,6 +72,10 @@ def optimum(num_groups: int, num_microbatches: int, factors: Sequence[float]) ->
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
+        if options.pairs:
+            os.environ["SLOW_GROUP_BLOCK"] = str(BLOCK_STEPS)
+            steps, changes = run(options, Path(scratch) / "run", 2 * BLOCK_STEPS * (options.pairs + 1))
+            return price(steps) | {"changes_of_weights": len(changes)}
         if options.quiet_steps:
             _, changes = run(options, Path(scratch) / "run", options.quiet_steps)
             found = {"steps": options.quiet_steps, "changes_of_weights": len(changes)}
@@ -90,6 +96,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def price(steps: Mapping[int, float]) -> dict[str, Any]:
+    """Steps with paces over the steps without, by pairs of neighbouring blocks; the first pair warms up."""
+    means = [
+        statistics.mean(steps[step] for step in range(first, first + BLOCK_STEPS))
+        for first in range(2 * BLOCK_STEPS, len(steps), BLOCK_STEPS)
+    ]
+    ratios = [measured / free for free, measured in zip(means[::2], means[1::2], strict=True)]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4),
+        "ratio_of_means": statistics.mean(means[1::2]) / statistics.mean(means[::2]),
+        "pairs": len(ratios),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=8)
@@ -99,6 +120,7 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=0.04, help="seconds of a microbatch")
     parser.add_argument("--slow-steps", type=int, default=48, help="steps from the first slow one on")
     parser.add_argument("--quiet-steps", type=int, default=0, help="steps without slow groups, to count changes in")
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of blocks with and without paces, at least 2")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -139,6 +139,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "lost_s": {} if goodput is None else goodput.lost_s,
         "next_save_s": run_state.next_save_s(plan, now_s),
         "culprit": None if run_state.culprit is None else dataclasses.asdict(run_state.culprit),
+        "quarantined": {machine: dataclasses.asdict(one) for machine, one in run_state.quarantined.items()},
         "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_NUM_EVENTS)],
         "damage": run_state.damage,
         "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),

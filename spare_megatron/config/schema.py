@@ -136,6 +136,9 @@ class SpareConfig:
     """Unit of work that moves after a loss: a microbatch, or a whole shard (stack) as in the SPARe paper."""
     deal_by_pace: bool = True
     """Gives groups that compute slower than the others less work, as soon as it is certain that they do."""
+    replace_slow: bool = True
+    """Drains a machine that holds the run back, where that gains more than it costs, and keeps it out until an
+    examination of it passes."""
 
     @property
     def ramp(self) -> BatchRamp:

@@ -36,8 +36,6 @@ _FOR_GOOD = (
     "data_flip",
     "resize",
     "activation_flip",
-    "stuck_bit",
-    "drift",
 )
 """Kinds that do not pass by themselves."""
 

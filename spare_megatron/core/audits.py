@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
 from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Owners, Work
 
@@ -180,21 +180,24 @@ class _Draw:
         pairs = self._hosted_pairs(shards, auditors, owners, is_once=is_once)
         return [audit for pair in pairs for audit in self._audits(*pair, shards[pair[0]], is_once=is_once)]
 
-    def _audits(self, auditor: GroupId, owner: GroupId, readable: Sequence[int], *, is_once: bool) -> Iterator[Audit]:
+    def _audits(self, auditor: GroupId, owner: GroupId, readable: Sequence[int], *, is_once: bool) -> list[Audit]:
         """Of each of the owner's lanes one, which as many lanes of the auditor compute.
 
-        Unless `is_once`, units of other owners occupy the lanes that would have nothing to audit.
+        Where it can compute none of some lane, units of other owners fill up; if `is_once`, there is no audit.
         """
         rows = slice(None) if self._hosts is None else list(readable)
         owners, lanes = self._work.owners[rows], self._lanes[rows]
-        found = 0
-        for lane in range(self._num_lanes):
-            for audit in self._drawn(auditor, (owners == owner) & (lanes == lane), owners, readable):
-                found += 1
-                yield audit
-        if found < self._num_lanes and not is_once:
+        found = [
+            audit
+            for lane in range(self._num_lanes)
+            for audit in self._drawn(auditor, (owners == owner) & (lanes == lane), owners, readable)
+        ]
+        if missing := self._num_lanes - len(found):
+            if is_once:
+                return []
             others = (owners != owner) & (owners != auditor) & (owners != NO_OWNER)
-            yield from self._drawn(auditor, others, owners, readable, self._num_lanes - found)
+            found += self._drawn(auditor, others, owners, readable, missing)
+        return found
 
     def _drawn(
         self, auditor: GroupId, are_able: npt.NDArray[np.bool_], owners: Owners, readable: Sequence[int], most: int = 1
@@ -279,32 +282,44 @@ def word_of(boundaries: Iterable[Boundary]) -> int:
     return int.from_bytes(blake2b(repr(places).encode(), digest_size=8).digest(), "little")
 
 
-def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> str:
-    """Where two computations of a microbatch part, along its way through the stages; empty if it is not known.
+class Difference(NamedTuple):
+    """Where two computations of a microbatch part: a stage, what it did, and its ranks."""
+
+    stage: int
+    what: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        return f"stage {self.stage}, {self.what}, {ranks}"
+
+
+def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> Difference | None:
+    """Where two computations of a microbatch part, along its way through the stages; None if it is not known.
 
     What a stage puts out is wrong though all before it is right: that stage is named. A gradient that a stage receives
     is what the next one has computed.
 
     >>> right = [Boundary("forward", 0, 0, 1), Boundary("forward", 1, 1, 2), Boundary("gradients", 0, 0, 3)]
-    >>> first_difference(right, [right[0], Boundary("forward", 1, 1, 9), Boundary("gradients", 0, 0, 8)])
-    'stage 1, forward pass, rank 1'
+    >>> print(first_difference(right, [right[0], Boundary("forward", 1, 1, 9), Boundary("gradients", 0, 0, 8)]))
+    stage 1, forward pass, rank 1
     """
     theirs = {(b.kind, b.stage, b.rank): b.digest for b in other}
     different = [b for b in one if theirs.get((b.kind, b.stage, b.rank), b.digest) != b.digest]
     if not different:
-        return ""
+        return None
     first = min(different, key=_along_the_way)
     beside = [b.rank + b.offset for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
     match first.kind:
         case "forward":
-            return f"stage {first.stage}, forward pass, {_ranks(beside)}"
+            return Difference(first.stage, "forward pass", _ascending(beside))
         case "backward":
             # Its own ranks have received it, those of the next stage have computed it.
             stage = first.stage + 1
             after = [b.rank + b.offset for b in different if b.stage == stage]
-            return f"stage {stage}, backward pass, {_ranks(after or beside)}"
+            return Difference(stage, "backward pass", _ascending(after or beside))
         case "gradients":
-            return f"stage {first.stage}, gradients, {_ranks(beside)}"
+            return Difference(first.stage, "gradients", _ascending(beside))
 
 
 def _along_the_way(boundary: Boundary) -> tuple[int, int, int]:
@@ -312,9 +327,8 @@ def _along_the_way(boundary: Boundary) -> tuple[int, int, int]:
     return (kind, boundary.stage if kind == 0 else -boundary.stage, boundary.rank)
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    named = sorted(set(ranks))
-    return f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks)))
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
@@ -322,10 +336,11 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outvoted:
-    """A group whose computation of a microbatch is wrong, and why that is known."""
+    """A group whose computation of a microbatch is wrong, why that is known, and at which ranks first if that is."""
 
     group: GroupId
     reason: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,11 +400,11 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
     right = _majority(list(steady.values()))
     for group in sorted(by_group.keys() & set(members)):
         if group in fickle:
-            return Outvoted(group=group, reason=_reason(dispute, by_group[group], "it contradicts itself", right))
+            return _outvoted(dispute, by_group[group], "it contradicts itself", right)
         if right is not None and steady[group].digest != right.digest:
             agree = sorted(other for other, said in steady.items() if said.digest == right.digest)
             why = f"groups {', '.join(map(str, agree))} agree on other values"
-            return Outvoted(group=group, reason=_reason(dispute, by_group[group], why, right))
+            return _outvoted(dispute, by_group[group], why, right)
     left = {group: said for group, said in steady.items() if group in members}
     if right is not None or len({said.digest for said in left.values()}) < 2:
         return None
@@ -399,6 +414,17 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
     return replace(dispute, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+
+
+def saver_of(voters: Sequence[Member], disputes: Iterable[Dispute]) -> Member:
+    """The voter that saves the parameters of a step with disputes: the first that has no part in them, if there is one.
+
+    >>> found = Dispute(microbatch=Microbatch(0, 0), statements=(Statement(0, 5), Statement(1, 6)), asked=(2,))
+    >>> saver_of([Member(0), Member(1), Member(2)], [found]).group
+    2
+    """
+    named = {statement.group for dispute in disputes for statement in dispute.statements}
+    return min(voters, key=lambda voter: (voter.group in named, voter))
 
 
 def unasked(dispute: Dispute) -> Dispute:
@@ -415,10 +441,11 @@ def _majority(steady: Sequence[Statement]) -> Statement | None:
     return max((s for s in steady if s.digest == ranked[0][0]), key=lambda s: len(s.boundaries))
 
 
-def _reason(dispute: Dispute, said: Sequence[Statement], why: str, right: Statement | None) -> str:
+def _outvoted(dispute: Dispute, said: Sequence[Statement], why: str, right: Statement | None) -> Outvoted:
     others = [right] if right is not None else dispute.statements
     places = [place for s in said for other in others if (place := first_difference(s.boundaries, other.boundaries))]
-    return f"{_named(dispute)}: {why}{f'; first wrong at {places[0]}' if places else ''}"
+    reason = f"{_named(dispute)}: {why}{f'; first wrong at {places[0]}' if places else ''}"
+    return Outvoted(group=said[0].group, reason=reason, ranks=places[0].ranks if places else ())
 
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:

@@ -138,9 +138,13 @@ def _judge_audits(
     incarnations = dict(attempted.voters)
     for verdict in found:
         if isinstance(verdict, Outvoted):
-            group = verdict.group
             return Fence(
-                group=group, incarnation=incarnations[group], reason=verdict.reason, discard=True, is_outvoted=True
+                group=verdict.group,
+                incarnation=incarnations[verdict.group],
+                reason=verdict.reason,
+                discard=True,
+                is_outvoted=True,
+                wrong_ranks=verdict.ranks,
             )
     undecided = [verdict for verdict in found if isinstance(verdict, Undecided)]
     has_questions = any(isinstance(verdict, Dispute) for verdict in found)

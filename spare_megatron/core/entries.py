@@ -87,6 +87,8 @@ class Fence:
     """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
     is_outvoted: bool = False
     """It has computed a microbatch to other values than the groups that agree about it, or than itself before."""
+    wrong_ranks: tuple[int, ...] = ()
+    """Of an outvoted group the ranks at which the values differ first; none if that is not known."""
 
     def hits(self, member: Member) -> bool:
         """Whether this entry fences the member.
@@ -219,7 +221,7 @@ def decode_entry(text: str) -> Entry:
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])
-    for name in values.keys() & {"kept", "wrong_sums"}:
+    for name in values.keys() & {"kept", "wrong_sums", "wrong_ranks"}:
         values[name] = tuple(values[name])
     if "disputes" in values:
         values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])

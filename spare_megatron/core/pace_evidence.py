@@ -10,7 +10,7 @@ most (Lorden 1971). docs/protocol.md derives the threshold.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import NamedTuple
@@ -94,7 +94,7 @@ def exceptions(measured: Mapping[GroupId, int], dealt: Mapping[GroupId, int]) ->
     normed = sorted(pace * LIKE // dealt.get(group, LIKE) for group, pace in measured.items())
     if len(normed) < 2:
         return ()
-    like = max(isqrt(normed[(len(normed) - 1) // 2] * normed[len(normed) // 2]), 1)
+    like = max(_middle(normed), 1)
     paces = (PaceException(group, max(pace * LIKE // like, 1)) for group, pace in sorted(measured.items()))
     return tuple(one for one in paces if _deviation(one.permille, dealt.get(one.group, LIKE)) >= LEAST_EXCEPTION)
 
@@ -156,7 +156,10 @@ class PaceEvidence:
             if not any(about.sums):
                 del self._about[group]
         self._measure(of_step, len(members) - len(idle))
-        return self._act(threshold)
+        if not self._act(threshold):
+            return False
+        self._center(members)
+        return True
 
     def keep(self, members: Collection[GroupId]) -> None:
         """Forgets groups that are gone: they come back as fast as their like."""
@@ -229,6 +232,17 @@ class PaceEvidence:
             self._note_change(group, dealt)
         return True
 
+    def _center(self, members: Collection[GroupId]) -> None:
+        """Divides all paces by that of their like, which a change moves: else all of them would grow by and by."""
+        like = _middle(sorted(self.dealt.get(group, LIKE) for group in members))
+        if _deviation(like, LIKE) < LEAST_EXCEPTION:
+            return
+        centered = {group: self.dealt.get(group, LIKE) * LIKE // like for group in sorted(members)}
+        self.dealt = {group: pace for group, pace in centered.items() if _deviation(pace, LIKE) >= LEAST_EXCEPTION}
+        for about in self._about.values():
+            about.paces = deque((pace * LIKE // like for pace in about.paces), maxlen=_MOST_PACES)
+        self._changed_in = {group: (step, pace * LIKE // like) for group, (step, pace) in self._changed_in.items()}
+
     def _note_change(self, group: GroupId, before: int) -> None:
         """Counts reversals of the group."""
         now = self.dealt.get(group, LIKE)
@@ -249,6 +263,11 @@ class PaceEvidence:
     def _may_change(self, group: GroupId) -> bool:
         rested = self._num_steps - self._changed_in.get(group, (-REST_STEPS, LIKE))[0] >= REST_STEPS
         return rested and _deviation(self._about[group].estimate(), self.dealt.get(group, LIKE)) >= LEAST_CHANGE
+
+
+def _middle(paces: Sequence[int]) -> int:
+    """Of paces in ascending order: the median, or the geometric mean of the two in the middle."""
+    return isqrt(paces[(len(paces) - 1) // 2] * paces[len(paces) // 2])
 
 
 def _deviation(pace: int, other: int) -> int:

@@ -14,12 +14,19 @@ from spare_megatron.process.reports import CulpritChanged, NodeMeasured
 class Culprits:
     """Judges the machines' windows together, and journals and reports each change. A window of the run has one of each
     machine, of about the same steps: the next begins when a machine reports again. `shares_processors`: as in `Window`.
+    `on_named` is called after each window with what is named, and the length of a step.
     """
 
     def __init__(
-        self, journal: JournalWriter, on_event: Callable[[CulpritChanged], None], *, shares_processors: bool
+        self,
+        journal: JournalWriter,
+        on_event: Callable[[CulpritChanged], None],
+        *,
+        shares_processors: bool,
+        on_named: Callable[[Culprit, float], None] = lambda *_: None,
     ) -> None:
         self._journal = journal
+        self._on_named = on_named
         self._shares_processors = shares_processors
         self._on_event = on_event
         self._watch = CulpritWatch()
@@ -40,17 +47,23 @@ class Culprits:
             shares_processors=self._shares_processors,
         )
         before = self._watch.named
-        if not self._watch.add(window):
-            return
-        if self._watch.named is None:
+        has_changed = self._watch.add(window)
+        named = self._watch.named
+        if has_changed and named is None:
             assert before is not None, "what is named no longer was named"
             self._report(before, is_over=True)
-        else:
-            self._report(self._watch.named, is_over=False)
+        elif has_changed and named is not None:
+            self._report(named, is_over=False)
+        if named is not None:
+            self._on_named(named, window.step_s)
 
     def _report(self, culprit: Culprit, *, is_over: bool) -> None:
-        fields = asdict(culprit)
-        fields |= {"of_group": fields.pop("group"), "cause": str(culprit.cause)}
-        record = CulpritRecord(**fields, is_over=is_over)
+        record = record_of(culprit, is_over=is_over)
         self._journal.write(record)
         self._on_event(CulpritChanged(record=record))
+
+
+def record_of(culprit: Culprit, *, is_over: bool = False) -> CulpritRecord:
+    fields = asdict(culprit)
+    fields |= {"of_group": fields.pop("group"), "cause": str(culprit.cause)}
+    return CulpritRecord(**fields, is_over=is_over)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,8 +14,10 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import shortage
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import StopHalted
+from spare_megatron.core.culprit import Culprit
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.driver.culprits import Culprits
+from spare_megatron.driver.ladder import Ladder
 from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -108,7 +111,10 @@ class Driver:
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
         self._machines = {node: node for node in range(config.parallel.num_nodes)}  # by the place that they hold
-        self._culprits = Culprits(journal, on_event, shares_processors=config.cluster.launcher == "local")
+        self._culprits = Culprits(
+            journal, on_event, shares_processors=config.cluster.launcher == "local", on_named=self._on_named
+        )
+        self._ladder = Ladder(config, run_dir, journal, lambda: self._store)
         self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""
@@ -261,6 +267,10 @@ class Driver:
                 self._journal.write(record)
                 self._handle(GroupLost.of(record, "", None), node)
 
+    def _on_named(self, culprit: Culprit, step_s: float) -> None:
+        if self._config.spare.replace_slow and len(self._nodes) > 1:
+            self._ladder.consider(culprit, step_s, self._absent_groups, time.monotonic())
+
     def _handle(self, report: NodeReport, sender: int) -> None:
         """Handles a report of a machine, which reports the place that it holds as its node."""
         match report:
@@ -285,6 +295,7 @@ class Driver:
                 return
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._last_rejoined[member.group] = member.incarnation
+                self._ladder.on_admission(report.step)
                 self._stop_reason = ""
                 if isinstance(report, GroupRestarted):
                     self._num_steps = report.step
@@ -295,8 +306,9 @@ class Driver:
             case RanksReady(group=group):
                 # A group that came back before the others were ready waits for them.
                 self._has_begun = self._has_begun or group not in self._absent_groups
-            case StepCommitted(step=step):
+            case StepCommitted(step=step, step_s=step_s):
                 self._num_steps = max(self._num_steps, step + 1)
+                self._ladder.on_step(step, step_s)
             case RunStopped(reason=reason):
                 self._stop_reason = reason
             case RankRaised():

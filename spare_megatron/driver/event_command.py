@@ -11,7 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.process.reports import CulpritChanged, EventCommandFailed, GroupLost, GroupRejoined, RunEvent
+from spare_megatron.process.reports import (
+    CulpritChanged,
+    EventCommandFailed,
+    GroupLost,
+    GroupRejoined,
+    MachineExamined,
+    MachineQuarantined,
+    RunEvent,
+)
 
 _MOST_WAITING = 1000
 _TIMEOUT_S = 60.0
@@ -108,3 +116,13 @@ def fields_of(event: RunEvent) -> Iterator[dict[str, Any]]:
             yield {"event": "group_lost", "group": group, "rank": rank, "cause": cause, "is_given_up": is_given_up}
         case GroupRejoined(member=member, step=step):
             yield {"event": "group_rejoined", "group": member.group, "step": step}
+        case MachineQuarantined(machine=machine, cause=cause, reason=reason):
+            yield {"event": "quarantine", "machine": machine, "cause": cause, "reason": reason}
+        case MachineExamined(record=record):
+            yield {
+                "event": "examination",
+                "machine": record.machine,
+                "has_passed": not record.reason,
+                "reason": record.reason,
+                "wait_s": record.wait_s,
+            }

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from spare_megatron.journal.check_audits import check_audits
 from spare_megatron.journal.check_evaluations import check_evaluations
 from spare_megatron.journal.check_places import check_places
+from spare_megatron.journal.check_quarantine import check_quarantines
 from spare_megatron.journal.check_state import (
     check_compared,
     check_last_params,
@@ -96,7 +97,7 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     fold = fold_view(view, run)
     findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
     findings += [*_check_log(view, fold), *_check_fold(run, fold), *check_reports(view, run, fold)]
-    findings += check_places(view, run)
+    findings += [*check_places(view, run), *check_quarantines(view)]
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(view, fold), run, fold, tally)
     findings += check_partitions(view, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(view, fold), run, fold, tally)

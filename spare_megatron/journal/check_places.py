@@ -36,7 +36,7 @@ def _why_impossible(
     record: PlacesRecord, holders: Mapping[int, int], incarnations: Mapping[int, int], newest: Mapping[int, int]
 ) -> Iterator[str]:
     """Reasons why an assignment does not fit those before it, as far as they are known."""
-    machines, places, _ = zip(*record.holdings, strict=True)
+    machines, places = ([holding[field] for holding in record.holdings] for field in (0, 1))
     for what, numbers in (("machine", machines), ("place", places)):
         twice = [number for number, times in Counter(numbers).items() if times > 1]
         if twice:

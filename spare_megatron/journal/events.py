@@ -9,8 +9,11 @@ from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,
+    DisputeRecord,
     EndRecord,
+    ExaminationRecord,
     FaultRecord,
+    LadderRecord,
     LossRecord,
     PacesRecord,
     PlacesRecord,
@@ -65,6 +68,10 @@ def texts_of_record(record: Record) -> Iterator[str]:
             yield f"fault injected: {fault_named(record)}"
         case CulpritRecord():
             yield text_of_culprit(record)
+        case LadderRecord(rule="drain"):
+            yield text_of_ladder(record)
+        case ExaminationRecord():
+            yield text_of_examination(record)
         case RestartRecord():
             yield from record.rejected
         case CheckpointRecord(outcome="saved"):
@@ -77,6 +84,11 @@ def texts_of_record(record: Record) -> Iterator[str]:
         case CheckpointRecord():
             what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
             yield f"{what}; the earlier ones are untouched, and training goes on"
+        case DisputeRecord(outcome="saved"):
+            yield f"parameters of step {record.step}, in which groups differ, saved: {format_bytes(record.num_bytes)}"
+        case DisputeRecord():
+            what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
+            yield f"{what}; the step cannot be replayed, and training goes on"
 
 
 def describe_storage(record: StorageRecord) -> str:
@@ -128,6 +140,15 @@ def text_of_culprit(record: CulpritRecord) -> str:
     )
 
 
+def text_of_ladder(record: LadderRecord) -> str:
+    """Text of the decision to replace a machine that holds the run back."""
+    by = {"group": "a further group", "machine": "a machine of a broken group"}.get(record.replacement)
+    return (
+        f"machine {record.machine} is drained{f', and {by} takes its part' if by else ''}: each step gains "
+        f"{format_duration(record.gain_s)}, the change costs {format_duration(record.cost_s)}"
+    )
+
+
 def text_of_pause(step: int, shards: Collection[int]) -> str:
     """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
     return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
@@ -147,9 +168,34 @@ def text_of_paces(record: PacesRecord) -> str:
 
 
 def text_of_places(record: PlacesRecord) -> str:
-    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole."""
+    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole.
+
+    >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
+    'machine 2 is in quarantine, as it is slow: its link'
+    """
+    begun = [
+        f"machine {machine} is in quarantine, as it {_WHY[why]}: {text}" for machine, why, text in record.quarantined
+    ]
+    ended = [f"the quarantine of machine {machine} ends" for machine in record.released]
     taken = [f"machine {machine} takes place {place}" for machine, place, _ in record.holdings]
-    return f"{', '.join(taken)}{' to make a group whole' if record.places else ''}"
+    return f"{', '.join((*begun, *ended, *taken))}{' to make a group whole' if record.places else ''}"
+
+
+_WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is slow"}
+
+
+def text_of_examination(record: ExaminationRecord) -> str:
+    """Text of an examination of a machine in quarantine.
+
+    >>> text_of_examination(ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={}))
+    'machine 2 stays in quarantine: it hangs; it is examined again in 8 s'
+    """
+    if not record.reason:
+        return f"machine {record.machine} has passed its examination"
+    return (
+        f"machine {record.machine} stays in quarantine: {record.reason}; it is examined again in "
+        f"{format_duration(record.wait_s)}"
+    )
 
 
 def text_of_end(record: EndRecord, halted_by: str) -> str:

@@ -201,7 +201,26 @@ class AuditRecord:
     """Shard, index, and digest (16 hex digits) of each audited microbatch that the group has computed, its own and
     those of others."""
     num_added: int
-    """Microbatches whose gradients all lanes have added to their sums in this step; those of others are none of them."""
+    """Microbatches whose gradients all lanes have added to their sums in this step; none are of other groups."""
+    num_planned: int | None = None
+    """The first so many digests are of audits that the plan of the step has; None: all are."""
+    incarnation: int = 0
+    boundaries: list[list[Any]] = field(default_factory=list)
+    """Of disputed microbatches, what their digests are made of: shard, index, kind, stage, rank, and digest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisputeRecord:
+    """End of a save of the parameters of a step in which groups differ about a microbatch; by the group that saves."""
+
+    group: int
+    step: int
+    attempt: int
+    outcome: SaveOutcome
+    reason: str = ""
+    num_bytes: int = 0
+    write_s: float = 0.0
+    """Seconds from its start, copying included."""
     incarnation: int = 0
 
 
@@ -365,7 +384,9 @@ class StartRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacesRecord:
-    """Machines take places; written by the supervisor that assigned them, and by each that so takes a place."""
+    """Machines take places, or their quarantine begins or ends; written by the process that wrote the entry of the
+    list, and by each supervisor whose machine takes a place or is put into quarantine.
+    """
 
     index: int
     """Of the assignment in their list in the control store."""
@@ -379,6 +400,25 @@ class PlacesRecord:
     """Likewise, machines without a place."""
     shards: list[int] = field(default_factory=list)
     """Likewise, shards without a host."""
+    quarantined: list[list[int | str]] = field(default_factory=list)
+    """Machine, cause (`outvoted` or `slow`) and reason of the quarantines that begin."""
+    released: list[int] = field(default_factory=list)
+    """Machines whose quarantine ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExaminationRecord:
+    """A machine in quarantine was examined; written by its supervisor. The figures are those of `core.examination`."""
+
+    machine: int
+    number: int
+    reason: str
+    """Why it has not passed; empty if it has."""
+    wait_s: float
+    """Until it is examined again; 0 if it has passed."""
+    own: dict[str, Any] | None
+    likes: dict[str, dict[str, Any]]
+    """By machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,6 +439,33 @@ class CulpritRecord:
     detail: str = ""
     is_over: bool = False
     """Whether it does so no longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderRecord:
+    """Whether a machine that holds the run back is replaced, as the driver decides; written when the rule changes by
+    which it is or is not. For the fields after `cost_s`, what it was decided from, see `core.ladder.Situation`.
+    """
+
+    machine: int
+    rule: str
+    """`drain`, or why not."""
+    gain_s: float
+    """Seconds that each step gains by it."""
+    cost_s: float
+    cause: str
+    excess_s: float
+    mended_ratio: float
+    step_s: float
+    lost_steps: int
+    steps_left: int
+    num_members: int
+    num_leaving: int
+    least_hosts: int | None
+    replacement: str
+    admission_s: float
+    since_drain_s: float | None
+    under_way: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,6 +599,7 @@ Record = (
     | ContributionRecord
     | VoteRecord
     | AuditRecord
+    | DisputeRecord
     | EvaluationRecord
     | EntryRecord
     | PacesRecord
@@ -544,7 +612,9 @@ Record = (
     | LossRecord
     | StartRecord
     | PlacesRecord
+    | ExaminationRecord
     | CulpritRecord
+    | LadderRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord

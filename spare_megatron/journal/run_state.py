@@ -33,6 +33,7 @@ from spare_megatron.journal.records import (
     CulpritRecord,
     EndRecord,
     EntryRecord,
+    ExaminationRecord,
     FaultRecord,
     LossRecord,
     PacesRecord,
@@ -168,6 +169,15 @@ class SavePlan:
     interval_steps: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedMachine:
+    """Why a machine is in quarantine, and why it has not passed its last examination; empty before that."""
+
+    cause: str
+    reason: str
+    failed: str = ""
+
+
 class RunState:
     """State of a run by the lines added so far; lines of one file must come in order.
 
@@ -185,6 +195,7 @@ class RunState:
         self._losses = Losses()
         self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
         self.num_places_taken = 0
+        self._num_places = 1
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
         # restarts and committed steps before it, and kind of digest
@@ -211,6 +222,8 @@ class RunState:
         """What holds the run back now."""
         self.culprits: list[CulpritRecord] = []
         """All that was named."""
+        self.quarantined: dict[int, QuarantinedMachine] = {}
+        """By machine."""
         self.num_events = 0
         self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
@@ -275,6 +288,10 @@ class RunState:
                 self.culprit = None if record.is_over else record
                 if not record.is_over:
                     self.culprits.append(record)
+            case ExaminationRecord():
+                for machine, found in self.quarantined.items():
+                    if (record.machine - machine) % self._num_places == 0:  # it, or one that replaces it
+                        self.quarantined[machine] = replace(found, failed=record.reason)
             case CadenceRecord():
                 self._cadence = at_s, record
             case CheckpointRecord():
@@ -317,6 +334,13 @@ class RunState:
         if record.index not in self._assignments:  # all supervisors concerned write it
             self._assignments[record.index] = record
             self.num_places_taken += len(record.holdings)
+            self._num_places = record.num_places
+            for machine, cause, reason in record.quarantined:
+                self.quarantined[int(machine)] = QuarantinedMachine(cause=str(cause), reason=str(reason))
+            of_seats = {machine % record.num_places for machine in record.released}
+            self.quarantined = {
+                machine: one for machine, one in self.quarantined.items() if machine % record.num_places not in of_seats
+            }
             self._note(text_of_places(record), at_s)
 
     def _on_paces(self, record: PacesRecord, at_s: float) -> None:

@@ -354,6 +354,10 @@ class GroupTrainer:
             self.chunks, self._optimizer, self.process_groups, self._copies, partitions, has_rest=has_rest
         )
 
+    def weights_state(self) -> GroupState:
+        """This rank's parameters alone, for a checkpoint without optimizer state; valid until the next update."""
+        return GroupState(self.chunks, None, self.process_groups, self._copies)
+
     def load_checkpoint(self, folder: Path, partitions: Collection[PartitionId] = ()) -> None:
         """Loads a checkpoint of any layout, to host stacked `partitions`. Collective over: all ranks of the group."""
         on_read = partial(self._probe, FaultPoint.LOAD_READ)

@@ -12,6 +12,7 @@ from scipy import stats
 
 from spare_megatron.core.pace_evidence import STEPS_TO_ACT
 from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.stacking.paces import dealt_stacks
 
 _SPREAD = 8.0
 """Standard deviations of the number of slow groups that are summed."""
@@ -72,24 +73,3 @@ def slow_cost(num_groups: int, num_microbatches: int, times: StepTimes, rate: Sl
     unknown = onsets_per_s * STEPS_TO_ACT * (times.reduce_s + times.shard_s * rate.factor - dealt_s)
     dealt_s = min(dealt_s / (1 - max(unknown, 0.0)), even_s) if unknown < 1 else even_s
     return SlowCost(even_ratio=even_s / times.step_s, dealt_ratio=dealt_s / times.step_s)
-
-
-def dealt_stacks(num_groups: int, num_microbatches: int, num_slow: int, factor: float) -> float:
-    """The least T / m with (N - k) floor(T) + k floor(T / f) >= N m, for k slow groups. Cost: O(log m).
-
-    >>> dealt_stacks(8, 16, 1, 2.0), dealt_stacks(4, 16, 1, 2.0)
-    (1.125, 1.1875)
-    """
-    total, fast = num_groups * num_microbatches, num_groups - num_slow
-
-    def least(pace: float) -> float:
-        """The least multiple of a pace that suffices."""
-        low, high = 0, ceil(num_microbatches * factor / pace)
-        while low < high:
-            middle = (low + high) // 2
-            time = middle * pace
-            room = fast * floor(time + 1e-9) + num_slow * floor(time / factor + 1e-9)
-            low, high = (low, middle) if room >= total else (middle + 1, high)
-        return low * pace
-
-    return min(least(1.0), least(factor)) / num_microbatches

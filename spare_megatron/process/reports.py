@@ -8,9 +8,17 @@ from multiprocessing.connection import Connection
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.culprit import MachineSigns, RankTimes
 from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.places import QuarantineCause
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord, RecoveryRecord, StateOrigin
+from spare_megatron.journal.records import (
+    CheckpointRecord,
+    CulpritRecord,
+    ExaminationRecord,
+    LossRecord,
+    RecoveryRecord,
+    StateOrigin,
+)
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
@@ -223,6 +231,22 @@ class MachineMoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineQuarantined:
+    """The machine is in quarantine: it gets no place, and starts no group, before an examination of it passes."""
+
+    machine: MachineId
+    cause: QuarantineCause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineExamined:
+    """A machine in quarantine has been examined. If it has passed, its quarantine ends."""
+
+    record: ExaminationRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftNodeGone:
     """A node is silent that has no rank but of members that have left the run before, so that nothing is lost."""
 
@@ -343,6 +367,8 @@ NodeReport = (
     RankReport
     | RanksStarted
     | MachineMoved
+    | MachineQuarantined
+    | MachineExamined
     | NodeMeasured
     | LeftNodeGone
     | NodeMissing

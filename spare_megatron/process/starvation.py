@@ -3,6 +3,7 @@ all threads: one that waits while it holds the interpreter lock or carries out a
 """
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -39,17 +40,34 @@ def times_of(pid: int) -> dict[str, tuple[int, int]]:
     return times
 
 
-def unstarved_clock() -> Callable[[], float]:
-    """A monotonic clock, in seconds, that stands still while the calling thread waits for a processor; `time.monotonic`
-    if the kernel has no such counters.
+class UnstarvedClock:
+    """A monotonic clock, in seconds, that stands still while its thread waits for a processor. It never falls.
+    `read_waited_ns`: nanoseconds that the thread has waited so far.
     """
+
+    def __init__(self, read_waited_ns: Callable[[], int], read_s: Callable[[], float] = time.monotonic) -> None:
+        self._read_waited_ns = read_waited_ns
+        self._read_s = read_s
+        self._last_s = -math.inf
+
+    def __call__(self) -> float:
+        waited_ns, now_s, again_ns = self._read_waited_ns(), self._read_s(), self._read_waited_ns()
+        while again_ns != waited_ns:  # a wait between the readings would be taken off a time that does not contain it
+            waited_ns, now_s, again_ns = again_ns, self._read_s(), self._read_waited_ns()
+        # The kernel's two clocks may differ by microseconds.
+        self._last_s = max(self._last_s, now_s - waited_ns * 1e-9)
+        return self._last_s
+
+
+def unstarved_clock() -> Callable[[], float]:
+    """The `UnstarvedClock` of the calling thread; `time.monotonic` if the kernel has no such counters."""
     try:
         # Kept open, which takes a tenth of the time: `thread-self` is resolved here.
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         os.pread(file, _STAT_BYTES, 0)
     except OSError:
         return time.monotonic
-    return lambda: time.monotonic() - int(os.pread(file, _STAT_BYTES, 0).split()[1]) * 1e-9
+    return UnstarvedClock(lambda: int(os.pread(file, _STAT_BYTES, 0).split()[1]))
 
 
 def is_ready(pid: int, thread: str) -> bool:

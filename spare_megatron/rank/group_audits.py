@@ -64,7 +64,13 @@ class GroupAudits:
             attempt=attempt,
             digests=[[int(word.shard), word.index, f"{word.digest:016x}"] for word in words],
             num_added=sum(num_added for num_added, _ in of_ranks),
+            num_planned=now.num_planned,
             incarnation=self._member.incarnation,
+            boundaries=[
+                [int(word.shard), word.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
+                for word in words
+                for one in word.boundaries
+            ],
         )
         self._reports.write_if_leader(record)
         return tuple(words)

@@ -6,6 +6,7 @@ and padding need one round per unit: pace x load.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil, floor
 
 import numpy as np
 import numpy.typing as npt
@@ -101,3 +102,25 @@ def slack_of(work: Work, paces: Paces) -> dict[GroupId, int]:
     within = np.array([most // paces.permille.get(group, LIKE) for group in loads], dtype=np.int64)
     units = rounds.num_units(within).tolist()
     return {group: (most - load) // rounds.lanes for (group, load), most in zip(loads.items(), units, strict=True)}
+
+
+def dealt_stacks(num_groups: int, num_microbatches: int, num_slow: int, factor: float) -> float:
+    """The least T / m with (N - k) floor(T) + k floor(T / f) >= N m: a step dealt by pace over one without slow groups,
+    for k of N groups that take f times as long, m microbatches per shard, any of which any group hosts. Cost: O(log m).
+
+    >>> dealt_stacks(8, 16, 1, 2.0), dealt_stacks(4, 16, 1, 2.0)
+    (1.125, 1.1875)
+    """
+    total, fast = num_groups * num_microbatches, num_groups - num_slow
+
+    def least(pace: float) -> float:
+        """The least multiple of a pace that suffices."""
+        low, high = 0, ceil(num_microbatches * factor / pace)
+        while low < high:
+            middle = (low + high) // 2
+            time = middle * pace
+            room = fast * floor(time + 1e-9) + num_slow * floor(time / factor + 1e-9)
+            low, high = (low, middle) if room >= total else (middle + 1, high)
+        return low * pace
+
+    return min(least(1.0), least(factor)) / num_microbatches

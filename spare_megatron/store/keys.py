@@ -114,6 +114,23 @@ def given_up(machine: int) -> str:
     return f"given_up/{machine}"
 
 
+def examination(machine: int) -> str:
+    """The last examination of a machine in quarantine, or of one that replaces it: its number and the machines that do
+    the same. Written by its supervisor; read by those of the others.
+    """
+    return f"examination/{machine}"
+
+
+def examined(machine: int, number: int, by: int) -> str:
+    """What the machine `by` has found in this examination. Written by it; read by the supervisor of the examined."""
+    return f"examined/{machine}/{number}/{by}"
+
+
+def exchanged(machine: int, number: int, by: int) -> str:
+    """What the machine `by` writes and reads to see how fast its link is, and removes."""
+    return f"exchanged/{machine}/{number}/{by}"
+
+
 def part_ready(member: Member, node: int) -> str:
     """Says that the node can start its ranks of this incarnation. Written and read by the group's supervisors."""
     return f"part/{member.group}/{member.incarnation}/{node}"

@@ -1,16 +1,17 @@
 """Has machines of broken groups take empty places of others, through the list of assignments in the control store.
 
 Any supervisor may write an entry, the lowest machine of a broken group does. An entry binds: a machine whose place is
-given to another, or that is given another place, ends the ranks that it has.
+given to another, or that is given another place, ends the ranks that it has. The list also says which machines are in
+quarantine: their places are empty.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import ENDED
-from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
+from spare_megatron.core.places import Assignment, Holding, Places, Quarantine, decode_assignment, encode_assignment
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, Member, ShardId
@@ -39,6 +40,8 @@ class Assigned:
             places=[list(place) for place in assignment.places],
             idle=list(assignment.idle),
             shards=list(assignment.shards),
+            quarantined=[[one.machine, one.cause, one.reason] for one in assignment.quarantined],
+            released=list(assignment.released),
         )
 
 
@@ -77,6 +80,29 @@ class AssignmentList:
             # Without a beat of its own the place would count as empty until the machine has come.
             self._store.put(keys.beat(holding.place), str(holding.incarnation * BEATS_PER_INCARNATION))
         return Assigned(index=index, assignment=assignment)
+
+    def poll(self) -> Places:
+        """Reads what is new in the list, if anything is, in one request."""
+        return self.read() if self._store.exists(keys.assignment(len(self._entries))) else self.places
+
+    def quarantine(self, quarantine: Quarantine) -> Assigned | None:
+        """Puts the machine into quarantine; None if it is in one, or was for the same reason."""
+        while self.read().is_new(quarantine):
+            if (assigned := self.append(Assignment(holdings=(), quarantined=(quarantine,)))) is not None:
+                return assigned
+        return None
+
+    def release(self, machine: MachineId) -> Assigned | None:
+        """Ends the machine's quarantine; None if it is in none."""
+        while self.read().quarantine_of(machine) is not None:
+            if (assigned := self.append(Assignment(holdings=(), released=(machine,)))) is not None:
+                return assigned
+        return None
+
+    def beginning_of(self, quarantine: Quarantine) -> Assigned:
+        """The entry by which this quarantine began."""
+        index = next(i for i, one in reversed(list(enumerate(self._entries))) if quarantine in one.quarantined)
+        return Assigned(index=index, assignment=self._entries[index])
 
     def last_of(self, holding: Holding) -> PlaceTaken:
         """How this holding began."""
@@ -128,12 +154,16 @@ class GroupReforming:
         return assignments.append(assignment) if assignment.holdings else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
-        """Takes a place for the machine, which has none or replaces another one. ValueError: it was replaced itself."""
+        """Takes a place for the machine, which has none or replaces another one, and ends its quarantine, if it is in
+        one. ValueError: it was replaced itself.
+        """
         while True:
             places = assignments.read()
             broken = [] if places.held_by(self._machine) else [member.group for member in self._broken(store)]
             empty = self._empty_of(store, places, broken)
             chosen = places.replace(self._machine, empty, self._groups_per_domain, self._unhosted(broken))
+            if places.quarantine_of(self._machine) is not None:
+                chosen = replace(chosen, released=(self._machine,))
             assigned = assignments.append(chosen)
             held = assignments.places.held_by(self._machine)
             if assigned is not None and held is not None:
@@ -157,19 +187,8 @@ class GroupReforming:
         return {shard: self._placement.hosts[shard] for shard in self._placement.uncovered(alive)}
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
-        """The places of these groups that no machine holds, or one that has ended, is silent or gave its place up."""
-        of_groups = [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)]
-        if not of_groups:
-            return []
-        beats = store.get([keys.beat(place) for place in of_groups])
-        last = store.get([keys.last_beat(place) for place in of_groups])
-        holders = [places.holder_of(place) for place in of_groups]
-        given_up = store.get([keys.given_up(-1 if machine is None else machine) for machine in holders])
-        return [
-            place
-            for place, holder, beat, last_beat, text in zip(of_groups, holders, beats, last, given_up, strict=True)
-            if holder is None or beat in (None, ENDED, last_beat) or text is not None
-        ]
+        """`empty_places` of these groups."""
+        return empty_places(store, places, [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)])
 
     def _is_lowest(self, store: ControlStore, places: Places, groups: Sequence[GroupId]) -> bool:
         """Whether these groups lack a machine, and this one is the lowest that they have."""
@@ -177,6 +196,21 @@ class GroupReforming:
         held = {PlaceId(node) for group in groups for node in self._layout.nodes_of(group)} - set(empty)
         machines = [machine for place in held if (machine := places.holder_of(place)) is not None]
         return bool(empty) and min(machines, default=None) == self._machine
+
+
+def empty_places(store: ControlStore, places: Places, of_groups: Sequence[PlaceId]) -> list[PlaceId]:
+    """Those that no machine holds, or one that has ended, is silent, in quarantine or gave its place up."""
+    if not of_groups:
+        return []
+    beats = store.get([keys.beat(place) for place in of_groups])
+    last = store.get([keys.last_beat(place) for place in of_groups])
+    holders = [places.holder_of(place) for place in of_groups]
+    given_up = store.get([keys.given_up(-1 if machine is None else machine) for machine in holders])
+    return [
+        place
+        for place, beat, last_beat, text in zip(of_groups, beats, last, given_up, strict=True)
+        if places.is_empty(place) or beat in (None, ENDED, last_beat) or text is not None
+    ]
 
 
 def reform_after_s(config: RunConfig) -> float:

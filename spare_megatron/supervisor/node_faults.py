@@ -5,7 +5,7 @@ fewer processors, killed supervisors, and groups that are asked to leave or to j
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from spare_megatron.faults.trace import Fault
 from spare_megatron.process.network import NodeNetwork
@@ -75,6 +75,11 @@ class NodeFaults:
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 self._pass_on(wanted)
+
+    def limit(self, pids: Collection[int]) -> None:
+        """Limits these processes as the ranks are, if their host is slow."""
+        if self._quota is not None:
+            self._quota.limit(pids)
 
     def close(self) -> None:
         """Removes what would outlive the node's processes."""

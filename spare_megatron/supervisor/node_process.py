@@ -7,25 +7,38 @@ import importlib
 import os
 import sys
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.own_code import code_mismatch
+from spare_megatron.core.actions import FinishRun, StopHalted
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
+from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process import end_signal
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
-from spare_megatron.process.processes import log_to_file, set_environment_of_ranks
+from spare_megatron.process.processes import (
+    close_or_report,
+    log_to_file,
+    report_held,
+    set_environment_of_ranks,
+)
+from spare_megatron.process.reports import MachineExamined, NodeEnded
 from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
-from spare_megatron.supervisor.driver_link import DriverLink
+from spare_megatron.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.supervisor.examination import Examiner
 from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming, PlaceTaken
+from spare_megatron.supervisor.quarantine import Examinations
 from spare_megatron.supervisor.run_end import wait_for_others
 from spare_megatron.supervisor.supervisor import Supervisor
+from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
@@ -45,13 +58,18 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
     spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
+    examiner = Examiner(spec, machine)
     former: Supervisor | None = None
-    taken = _take_place(spec, machine) if spec.incarnation else None
+    taken = None
+    is_placed = not spec.incarnation
     while True:
+        if not is_placed and (taken := _take_place(spec, machine, link, examiner)) is None:
+            sys.stdout.flush()
+            return None
         if taken is not None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
-        supervisor = Supervisor(spec, link, network, taken, None if former is None else former.budget)
+        supervisor = Supervisor(spec, link, network, examiner, taken, None if former is None else former.budget)
         end_signal.listen(supervisor.ask_to_end)
         if former is not None and former.is_end_asked:  # perhaps while it left its place
             supervisor.ask_to_end()
@@ -61,15 +79,45 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
             sys.stdout.flush()
             return spec.node if is_orphaned else None
         supervisor.leave()
-        former = supervisor
-        taken = end.to or _take_place(spec, machine)
+        former, taken, is_placed = supervisor, end.to, end.to is not None
 
 
-def _take_place(spec: NodeSpec, machine: MachineId) -> PlaceTaken:
-    """A place for a machine that replaces another one, or has lost its place to another one."""
+def _take_place(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Examiner) -> PlaceTaken | None:
+    """A place for a machine that replaces another one, or has lost its place to another one, once it is in no
+    quarantine; None if the run has ended before.
+    """
     store = open_store(spec.store)
+    assignments = AssignmentList(store, spec.config.parallel)
+    if assignments.read().quarantine_of(machine) is not None and not _passes(spec, machine, link, examiner, store):
+        return None
     reforming = GroupReforming(spec.config, machine, lambda: _left_out(spec))
-    return reforming.take_place(store, AssignmentList(store, spec.config.parallel))
+    return reforming.take_place(store, assignments)
+
+
+def _passes(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Examiner, store: ControlStore) -> bool:
+    """Has a machine without a place examined until it passes; False if the run has ended before."""
+    assignments = AssignmentList(store, spec.config.parallel)
+    interval_s = spec.config.control.heartbeat_interval_s
+    follower = LogFollower(DecisionLog(store), controller_setup(spec.config))
+    examinations = Examinations(machine, interval_s, examiner.start)
+    journal = JournalWriter(spec.run_dir, f"machine-{machine}", on_held=report_held(link.report))
+    try:
+        while not isinstance(follower.stop(), FinishRun | StopHalted):
+            examined = examinations.poll(store, assignments.read())
+            if examined is not None:
+                journal.write(examined.record)
+                link.report(MachineExamined(record=examined.record))
+            if examined is not None and examined.has_passed:
+                return True
+            if wait(link.pipes, interval_s / BEATS_PER_INTERVAL):
+                link.next_order()
+        link.close(NodeEnded(node=spec.node, exits={}))
+    except Stopped:
+        link.close(NodeEnded(node=spec.node, exits={}, failure="stopped"))
+    finally:
+        examiner.end_all()
+        close_or_report(journal, link.report)
+    return False
 
 
 def _left_out(spec: NodeSpec) -> frozenset[GroupId]:

@@ -44,6 +44,8 @@ class GroupRestarts:
         self._leave_asked = further_groups
         self.wiped_out_at_s: float | None = None  # monotonic, of a wipe-out that the run has not recovered from
         self.is_paused = False  # survivors of a wipe-out wait for hosts
+        self._is_held = False  # the machine is in quarantine
+        self._held: set[GroupId] = set()  # those to be started once it is not
         self.has_begun = False  # some group has been ready, so that losses are masked
         self.is_over = False  # the run is ending: no group is started again
 
@@ -132,9 +134,24 @@ class GroupRestarts:
         self._takes_spares[group] = start.takes_spares
         self.coming_back.add(group)
         self.not_admitted.add(group)
-        next_stage = self.start if group in self._whole_groups else self._wait_for_parts
-        self._timers.after(start.delay_s, lambda: next_stage(group))
+        self._timers.after(start.delay_s, lambda: self._unless_held(group))
         return True
+
+    def hold(self) -> None:
+        """Starts no group until `release`."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """Starts the groups that were held meanwhile."""
+        self._is_held, held, self._held = False, self._held, set()
+        for group in sorted(held):
+            self._unless_held(group)
+
+    def _unless_held(self, group: GroupId) -> None:
+        if self._is_held:
+            self._held.add(group)
+        else:
+            (self.start if group in self._whole_groups else self._wait_for_parts)(group)
 
     def start(self, group: GroupId) -> None:
         """Starts the group, unless the run is over."""
@@ -145,5 +162,5 @@ class GroupRestarts:
 
     @property
     def awaits_other_nodes(self) -> bool:
-        """Whether some group cannot come back before other nodes are ready."""
-        return not self.coming_back <= self._whole_groups
+        """Whether some group cannot come back before other nodes are ready, or before an examination has passed."""
+        return self._is_held or not self.coming_back <= self._whole_groups

@@ -14,8 +14,9 @@ from multiprocessing.connection import Connection
 
 from spare_megatron.core.actions import AwaitHosts
 from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.core.entries import Fence, decode_entry
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
-from spare_megatron.core.places import Holding
+from spare_megatron.core.places import Holding, Quarantine
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
@@ -23,6 +24,7 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
+from spare_megatron.supervisor.examination import ExaminationWanted
 from spare_megatron.supervisor.group_reforming import (
     BEATS_PER_INCARNATION,
     Assigned,
@@ -36,6 +38,7 @@ from spare_megatron.supervisor.group_rendezvous import (
     PartsReady,
     present_members,
 )
+from spare_megatron.supervisor.quarantine import Examinations, Examined
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import LogFollower, Stop
 
@@ -124,6 +127,17 @@ class PlaceChanged:
     to: PlaceTaken | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineChanged:
+    """This machine's quarantine, by an entry of the list of assignments; None if it is in none. `slow_groups` have a
+    machine in their places here or elsewhere that is in quarantine because it is slow.
+    """
+
+    own: Quarantine | None = None
+    by: Assigned | None = None
+    slow_groups: frozenset[GroupId] = frozenset()
+
+
 LinkEvent = (
     FenceWritten
     | HasLeft
@@ -135,6 +149,9 @@ LinkEvent = (
     | NodeReplaced
     | Assigned
     | PlaceChanged
+    | QuarantineChanged
+    | ExaminationWanted
+    | Examined
 )
 
 
@@ -177,6 +194,8 @@ class StoreLink:
     ) -> None:
         self._holding = Holding(MachineId(node) if machine is None else machine, PlaceId(node), incarnation)
         self._reforming = reforming
+        self._examinations = Examinations(self._holding.machine, interval_s, outbox.send)
+        self._quarantine = QuarantineChanged()  # as last reported
         self._incarnation = incarnation
         self._node = node
         self._layout = layout
@@ -266,6 +285,8 @@ class StoreLink:
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
+            if self._layout.num_nodes > 1:
+                self._poll_quarantines(store)
             if self._parts.are_broken:
                 if self._is_replaced():
                     return False
@@ -314,10 +335,52 @@ class StoreLink:
             error = wanted.error if wanted.error and store.exists(keys.ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
+        self._quarantine_if_outvoted(log, member, index)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(keys.ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_home_groups)
         return True
+
+    def _quarantine_if_outvoted(self, log: DecisionLog, member: Member, index: int) -> None:
+        """Puts this machine into quarantine if the fence says that one of its ranks has computed wrongly."""
+        (text,) = log.entries(range(index, index + 1)) if self._layout.num_nodes > 1 else (None,)
+        entry = None if text is None else decode_entry(text)
+        if not isinstance(entry, Fence) or not entry.is_outvoted or not entry.hits(member):
+            return
+        here = {rank for group, rank in self._layout.ranks_on(self._node) if group == member.group}
+        if entry.wrong_ranks and here.isdisjoint(entry.wrong_ranks):
+            return
+        machine, place, _ = self._holding
+        self._assignments.quarantine(
+            Quarantine(machine, place, "outvoted", f"group {member.group}: {entry.reason}", member)
+        )
+        self._poll_quarantine()
+
+    def _poll_quarantines(self, store: ControlStore) -> None:
+        """Reports changes of quarantines, and does what examinations ask this machine for."""
+        places = self._assignments.poll()
+        self._poll_quarantine()
+        examined = self._examinations.poll(store, places)
+        if examined is None:
+            return
+        self._outbox.send(examined)
+        if examined.has_passed and (released := self._assignments.release(self._holding.machine)) is not None:
+            self._outbox.send(released)
+            self._poll_quarantine()
+
+    def _poll_quarantine(self) -> None:
+        places = self._assignments.places
+        own = places.quarantine_of(self._holding.machine)
+        slow = [places.held_by(one.machine) for one in places.quarantines if one.cause == "slow"]
+        slow_groups = {group for held in slow if held is not None for group in self._layout.groups_on(held.place)}
+        changed = QuarantineChanged(
+            own=own,
+            by=None if own is None else self._assignments.beginning_of(own),
+            slow_groups=frozenset(slow_groups).intersection(self._layout.groups_on(self._node)),
+        )
+        if changed != self._quarantine:
+            self._quarantine = changed
+            self._outbox.send(changed)
 
     def _is_replaced(self) -> bool:
         """Whether another supervisor has this one's place, or this one another place; then the last event says so."""

@@ -25,7 +25,9 @@ from spare_megatron.process.reports import (
     GroupRejoined,
     GroupRestarted,
     LeftNodeGone,
+    MachineExamined,
     MachineMoved,
+    MachineQuarantined,
     NodeEnded,
     RankKey,
     RankRaised,
@@ -42,10 +44,12 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.supervisor.examination import ExaminationWanted, Examiner
 from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.measurements import Measurements
 from spare_megatron.supervisor.node_faults import NodeFaults
+from spare_megatron.supervisor.quarantine import Examined
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
@@ -63,6 +67,7 @@ from spare_megatron.supervisor.store_link import (
     NodeReplaced,
     NodeSilent,
     PlaceChanged,
+    QuarantineChanged,
     StoreLink,
     StoreWatch,
 )
@@ -99,10 +104,12 @@ class Supervisor:
         spec: NodeSpec,
         driver: DriverLink,
         network: NodeNetwork | None,
+        examiner: Examiner,
         taken: PlaceTaken | None = None,
         budget: RestartBudget | None = None,
     ) -> None:
         self._spec = spec
+        self._examiner = examiner
         self._driver = driver
         self._taken = taken
         self._control = spec.config.control
@@ -136,6 +143,9 @@ class Supervisor:
         self._store_failure = ""
         self._head_hint = 0
         self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
+        examiner.limit = self._faults.limit
+        self._asked = layout.further_groups  # to leave, by requests
+        self._slow_groups: frozenset[GroupId] = frozenset()  # that are to leave as a machine of theirs is slow
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
@@ -191,6 +201,7 @@ class Supervisor:
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
         self._requests.stop()
+        self._examiner.end_all()
         self._ranks.end_all()
         self._close_files()
 
@@ -201,6 +212,7 @@ class Supervisor:
 
     def close(self, failure: str) -> bool:
         """Ends all processes and connections. Returns whether the run has ended without a driver."""
+        self._examiner.end_all()
         self._ranks.end_all()
         if not failure:
             self._link.stop(_FAREWELL_S)
@@ -278,6 +290,7 @@ class Supervisor:
                 (self._restarts.on_pause if shards else self._restarts.on_resume)()
             case FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
+                self._examiner.note_fault(fault)
                 return True
             case FaultWanted():
                 self._faults.inflict(report)
@@ -290,9 +303,9 @@ class Supervisor:
 
     def _handle_requests(self) -> None:
         while self._requests.inbox.poll():
-            asked = self._requests.receive()
-            self._ranks.ask_to_leave(asked)
-            self._restarts.on_asked(asked)
+            self._asked = self._requests.receive()
+            self._ranks.ask_to_leave(self._asked | self._slow_groups)
+            self._restarts.on_asked(self._asked)
 
     def _handle_order(self) -> None:
         match self._driver.next_order():
@@ -447,12 +460,33 @@ class Supervisor:
                         self._end_with_the_run()
                 case Assigned():
                     self._journal.write(event.record(self._spec.config.parallel))
+                case QuarantineChanged():
+                    self._on_quarantine(event)
+                case ExaminationWanted():
+                    self._examiner.start(event)
+                case Examined(record=record):
+                    self._journal.write(record)
+                    self._driver.report(MachineExamined(record=record))
                 case PlaceChanged() if not self._has_given_up:
                     raise _Moved(event)
                 case NodeReplaced() | PlaceChanged():
                     raise Stopped
                 case LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
+
+    def _on_quarantine(self, change: QuarantineChanged) -> None:
+        """Starts no group while this machine is in quarantine, and asks groups to leave that a slow machine is in."""
+        self._slow_groups = change.slow_groups
+        self._ranks.ask_to_leave(self._asked | self._slow_groups)
+        if change.own is None:
+            self._restarts.release()
+            return
+        self._restarts.hold()
+        if change.by is not None:
+            self._journal.write(change.by.record(self._spec.config.parallel))
+        self._driver.report(
+            MachineQuarantined(machine=change.own.machine, cause=change.own.cause, reason=change.own.reason)
+        )
 
     def _lose_members(self, members: tuple[Member, ...], cause: str) -> None:
         for member in members:

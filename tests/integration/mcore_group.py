@@ -67,7 +67,9 @@ def run_group(task: Callable[..., Any], config: RunConfig, *arguments: Any) -> l
     return run_ranks(config.parallel.ranks_per_group, task, config, *arguments)
 
 
-def run_ranks(num_ranks: int, task: Callable[..., Any], config: RunConfig, *arguments: Any) -> list[Any]:
+def run_ranks(
+    num_ranks: int, task: Callable[..., Any], config: RunConfig, *arguments: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """The same for a world of any size."""
     context = multiprocessing.get_context("forkserver")
     # Paid once for all tests: a child starts with torch and megatron imported.
@@ -84,19 +86,19 @@ def run_ranks(num_ranks: int, task: Callable[..., Any], config: RunConfig, *argu
         for process in processes:
             process.start()
         try:
-            return _answers([receiver for receiver, _ in pipes])
+            return _answers([receiver for receiver, _ in pipes], timeout_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _answers(receivers: Sequence[Connection]) -> list[Any]:
-    end_s = time.monotonic() + TIMEOUT_S
+def _answers(receivers: Sequence[Connection], timeout_s: float) -> list[Any]:
+    end_s = time.monotonic() + timeout_s
     answers = []
     for rank, receiver in enumerate(receivers):
         if not receiver.poll(max(0.0, end_s - time.monotonic())):
-            raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
         answer, error = receiver.recv()
         if error:
             raise RuntimeError(f"rank {rank} failed:\n{error}")

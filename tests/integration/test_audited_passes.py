@@ -12,6 +12,7 @@ import torch
 from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.core.audits import first_difference, word_of
+from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import audited_group
@@ -115,12 +116,22 @@ def test_digests_see_every_bit_and_every_exchange() -> None:
     assert int(digest64(values.to(torch.bfloat16)[:7])) != int(digest64(values.to(torch.bfloat16)[:6]))
 
 
+@pytest.mark.parametrize("num_values", [0, 1, 7, 1 << 14, 5 * (1 << 14) + 3])
+@pytest.mark.parametrize("salt", [0, -(1 << 60)])
+def test_numpy_and_torch_compute_the_same_digest(num_values: int, salt: int) -> None:
+    """Those of groups on CPUs and on GPUs are never compared, but what holds for one has to hold for both."""
+    values = torch.randn(num_values, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    words, multipliers = audited_passes._words(values), audited_passes._multipliers_on(values.device)
+    blocks = audited_passes._mixed_blocks(words, multipliers, 2, torch.cat, torch.arange, salt)
+    assert int(digest64(values, salt)) == int(blocks.sum() + salt)
+
+
 def test_the_first_difference_names_the_stage_and_the_rank(make_config: MakeConfig) -> None:
     config = make_config(pipeline_parallel=2)
     for rank in (0, 1):
         found = run_group(audited_group.spoiled, config, rank, _flip_a_weight)
         before, after = ([one for ranks in found for one in ranks[index]] for index in (0, 1))
-        assert first_difference(after, before) == f"stage {rank}, forward pass, rank {rank}"
+        assert str(first_difference(after, before)) == f"stage {rank}, forward pass, rank {rank}"
 
 
 def _flip_a_weight(trainer: Any) -> None:

@@ -4,6 +4,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 from tests.protocol.violation import Violation
 
@@ -20,9 +21,16 @@ class Assignments:
         self._machine_in = {place: place for place in range(num_places)}
         self._incarnations = Counter[int]()
         self.counts = Counter[str]()
+        self.quarantined: dict[int, str] = {}  # cause, by what a machine and those that replace it have in common
+        self.sick: set[int] = set()
+        """Likewise, what computes wrongly."""
 
     def written(self, index: int, text: str) -> None:
-        holdings, places, idle, shards = json.loads(text)
+        holdings, places, idle, shards, quarantined, released = json.loads(text)
+        self._quarantine(quarantined, released)
+        for machine, place, _ in holdings:
+            if self._seat(machine) in self.quarantined:
+                raise Violation(f"machine {machine} is in quarantine, and gets place {place}")
         if index != self._num_entries:
             raise Violation(f"assignment {index} follows {self._num_entries} others")
         for what, numbers in (("machine", [one[0] for one in holdings]), ("place", [one[1] for one in holdings])):
@@ -47,6 +55,21 @@ class Assignments:
             raise Violation(f"a machine has two places: {self._machine_in}")
         self._num_entries += 1
         self.counts["assignment"] += 1
+
+    def _quarantine(self, quarantined: Sequence[list[Any]], released: Sequence[int]) -> None:
+        for machine, _, cause, *_ in quarantined:
+            self.quarantined.setdefault(self._seat(machine), cause)
+            self.counts[f"quarantine, {cause}"] += 1
+        for machine in released:
+            if self._seat(machine) in self.sick:
+                raise Violation(f"the quarantine of machine {machine} ends, and it computes wrongly")
+            del self.quarantined[self._seat(machine)]
+            self.counts["release"] += 1
+
+    def starts(self, machine: int, place: int) -> None:
+        """The machine starts its ranks. What the driver finds slow it may not know yet."""
+        if self.quarantined.get(self._seat(machine)) == "outvoted":
+            raise Violation(f"machine {machine} starts place {place} in quarantine")
 
     def _re_forms(
         self, holdings: list[list[int]], places: dict[int, int | None], idle: list[int], shards: list[int]

@@ -5,6 +5,7 @@ not there: a group trains once each of its places has been joined. The clock goe
 that is not suspended does its work, and after every request to the store any other machine may go on, or be lost.
 """
 
+import json
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -19,18 +20,22 @@ import pytest
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
 from spare_megatron.core.entries import Commit, Fence, decode_entry, encode_entry
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.places import Quarantine
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.check_places import check_places
-from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.journal.check_quarantine import check_quarantines
+from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import keys
-from spare_megatron.supervisor import group_reforming, group_rendezvous, restarts, store_link
-from spare_megatron.supervisor.group_reforming import Assigned, PlaceTaken
+from spare_megatron.supervisor import group_reforming, group_rendezvous, quarantine, restarts, store_link
+from spare_megatron.supervisor.examination import ExaminationWanted
+from spare_megatron.supervisor.group_reforming import Assigned, AssignmentList, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
+from spare_megatron.supervisor.quarantine import Examinations, Examined
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_link import (
     FenceWanted,
@@ -39,6 +44,7 @@ from spare_megatron.supervisor.store_link import (
     NodeReplaced,
     NodeSilent,
     PlaceChanged,
+    QuarantineChanged,
 )
 from tests.protocol.assignments import Assignments
 from tests.protocol.violation import Violation
@@ -157,7 +163,7 @@ def clocked() -> Iterator[Clock]:
     """Has everything that a supervisor uses read this clock."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (timers, group_rendezvous, group_reforming, restarts, store_link):
+        for module in (timers, group_rendezvous, group_reforming, quarantine, restarts, store_link):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
         yield clock
 
@@ -177,7 +183,7 @@ class World:
         hosts = make_placement(spare.placement, config.layout.num_groups, spare.redundancy).hosts
         self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains, hosts)
         self.store = Store(self.assignments)
-        self.records: list[PlacesRecord] = []
+        self.lines: list[tuple[str, PlacesRecord | ExaminationRecord | StartRecord]] = []
         self.num_moves = 0
         self.left_out: frozenset[GroupId] = frozenset()
         self.joined = defaultdict[Member, set[tuple[int, int]]](set)
@@ -253,6 +259,10 @@ class World:
                     self.assignments.admitted(member.group, self.joined[member])
                     self.training[member.group] = member
 
+    @property
+    def records(self) -> list[PlacesRecord]:
+        return [record for _, record in self.lines if isinstance(record, PlacesRecord) and record.holdings]
+
     def _trains(self, group: int) -> bool:
         self._read_log()
         return GroupId(group) in self.training
@@ -304,6 +314,45 @@ class World:
         for one in self.machines.values():
             one.on_asked()
 
+    def outvote_machine(self, machine: int | None = None) -> None:
+        """It has computed wrongly, and will, and the others fence its group, whose ranks end as they read that."""
+        running = [one for one in self.active if one.runs and one.member in self.training.values()]
+        if machine is not None:
+            running = [one for one in running if one.machine == machine]
+        if not running or len(self.assignments.sick) > 1:
+            return
+        one = self.random.choice(running)
+        ranks = tuple(rank for _, rank in self.layout.ranks_on(one.place))
+        group, incarnation = one.member
+        fence = Fence(group=group, incarnation=incarnation, is_outvoted=True, wrong_ranks=ranks)
+        self._read_log()
+        self.store.put_if_absent(keys.entry(self._num_entries), encode_entry(fence))
+        self._read_log()
+        self.assignments.sick.add(one.machine % self.layout.num_nodes)
+        for other in self.active:
+            if other.runs and other.member == one.member:
+                other.lose(is_own=True)
+
+    def cure_machines(self) -> None:
+        self.assignments.sick.clear()
+
+    def call_slow(self, machine: int | None = None) -> None:
+        """What the driver does with a machine that it replaces: its group leaves with a commit."""
+        running = [one for one in self.active if one.runs and one.member in self.training.values()]
+        if machine is not None:
+            running = [one for one in running if one.machine == machine]
+        if running and not self.assignments.quarantined:
+            one = self.random.choice(running)
+            AssignmentList(self.store, self.layout).quarantine(Quarantine(one.machine, one.place, "slow", "its link"))
+
+    def let_slow_group_leave(self, group: GroupId) -> None:
+        """Its ranks end after the commit that they have asked for."""
+        if group in self.training:
+            member = self.training.pop(group)
+            for one in self.active:
+                if one.runs and one.member == member:
+                    one.leave_run()
+
     def lose_rank(self) -> None:
         running = [one for one in self.active if one.runs]
         if running:
@@ -321,11 +370,16 @@ class Supervisor:
         self.place, self.group, self.incarnation = PlaceId(0), GroupId(0), 0
         self._coming: PlaceTaken | None = None
         self._is_away, self._num_away = is_replacing, 0
+        self.is_quarantined = False
+        self._examinations: Examinations | None = None
+        self._num_places = 0
         if not is_replacing:
             self._begin(None)
 
     def _begin(self, taken: PlaceTaken | None) -> None:
         world = self.world
+        self._num_places += 1
+        self.is_quarantined = False
         self.place, incarnation = (PlaceId(self.machine), 0) if taken is None else taken.holding[1:]
         (self.group,) = world.layout.groups_on(self.place)
         self.incarnation, self.runs, self.is_foreign, self.is_up = 0, taken is None, taken is not None, taken is None
@@ -386,7 +440,7 @@ class Supervisor:
 
     def _come(self) -> None:
         self._num_away -= 1
-        if self._num_away >= 0:
+        if self._num_away >= 0 or not (self._coming or self._passes()):
             return
         try:
             taken = self._coming or self._take_place()
@@ -401,11 +455,33 @@ class Supervisor:
             raise Violation(f"machine {self.machine} ends for another that there is not")
         self.world.end(self)
 
+    def _passes(self) -> bool:
+        """As a machine without a place does before it takes one."""
+        assignments = AssignmentList(self.store, self.world.layout)
+        if assignments.read().quarantine_of(self.machine) is None:
+            return True
+        self._examinations = self._examinations or Examinations(self.machine, INTERVAL_S, self.examine)
+        examined = self._examinations.poll(self.store, assignments.read())
+        if examined is not None:
+            self.world.lines.append((f"machine-{self.machine}", examined.record))
+        return examined is not None and examined.has_passed
+
+    def examine(self, wanted: ExaminationWanted) -> None:
+        """A process of this machine does, and it may be lost or suspended before."""
+        is_sick = self.machine % self.world.layout.num_nodes in self.world.assignments.sick
+        digests = (f"wrong on {self.machine}" if is_sick else "right",)
+        figures = {"digests": digests, "product_s": 1.0, "copy_s": 1.0, "answer_s": 0.1, "exchange_s": 0.1}
+        self.store.put(keys.examined(wanted.examined, wanted.number, self.machine), json.dumps(figures))
+
     def _take_place(self) -> PlaceTaken:
         reforming = group_reforming.GroupReforming(self.world.config, self.machine)
         taken = reforming.take_place(self.store, store_link.AssignmentList(self.store, self.world.layout))
-        self.world.records.append(taken.by.record(self.world.layout))
+        self._examinations = None
+        self._journal(taken.by.record(self.world.layout))
         return taken
+
+    def _journal(self, record: PlacesRecord | ExaminationRecord | StartRecord) -> None:
+        self.world.lines.append((f"supervisor-{self.machine}-{self._num_places}", record))
 
     def _work(self) -> None:
         self.timers.run_due()
@@ -444,7 +520,18 @@ class Supervisor:
             case PartsReady():
                 self.restarts.start(self.group)
             case Assigned():
-                self.world.records.append(event.record(self.world.layout))
+                self._journal(event.record(self.world.layout))
+            case QuarantineChanged(own=own, by=by, slow_groups=slow_groups):
+                self.is_quarantined = own is not None
+                (self.restarts.release if own is None else self.restarts.hold)()
+                if by is not None:
+                    self._journal(by.record(self.world.layout))
+                for group in slow_groups:
+                    self.world.let_slow_group_leave(group)
+            case ExaminationWanted():
+                self.examine(event)
+            case Examined(record=record):
+                self._journal(record)
             case NodeReplaced():
                 self._end_as_replaced()
             case PlaceChanged() if self.has_given_up:
@@ -469,6 +556,8 @@ class Supervisor:
         self.want_fence(self.group, self.member)
 
     def start(self, group: GroupId, takes_spares: bool) -> None:
+        self.world.assignments.starts(self.machine, self.place)
+        self._journal(StartRecord(group=group, incarnation=self.incarnation + 1, num_ranks=1, num_spares=0))
         self.incarnation, self.runs, self.is_lost, self.is_up = self.incarnation + 1, True, False, False
         self.world.joined[self.member].add((self.place, self.machine))
         self.link.publish_incarnation(self.member)
@@ -490,8 +579,8 @@ def settle(world: World) -> None:
 
 
 def found_in(world: World) -> list[str]:
-    """What `spare check` finds in the assignments."""
-    view: Any = SimpleNamespace(rare=[SimpleNamespace(record=record) for record in world.records])
+    """What `spare check` finds in the assignments, and in what supervisors do by them."""
+    view: Any = SimpleNamespace(rare=[SimpleNamespace(source=source, record=record) for source, record in world.lines])
     spare = world.config.spare
     run: Any = SimpleNamespace(
         most_groups=world.layout.num_groups,
@@ -500,4 +589,4 @@ def found_in(world: World) -> list[str]:
         placement=spare.placement,
         groups_per_domain=1,
     )
-    return [finding.reason for finding in check_places(view, run)]
+    return [finding.reason for finding in (*check_places(view, run), *check_quarantines(view))]

@@ -1,5 +1,6 @@
 """Mutations of dealing by pace: bugs planted where the evidence is counted, and where paces come into force."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from spare_megatron.core.actions import Action
@@ -7,7 +8,8 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Fence
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.pace_evidence import exceptions
-from spare_megatron.stacking.plans import make_plan
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.plans import StepPlan, make_plan
 from tests.protocol.mutations import Protocol
 
 
@@ -35,7 +37,27 @@ class RedealsTheStepUnderWay(Controller):
         return super()._lose(fence)
 
 
+class DealsToTheDrainedBySlowness(Controller):
+    """Deals the step after a slow group was drained by paces that still have it."""
+
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        slow = {member.group for member in drained}.intersection(self._paces.dealt)
+        self._before = self.members if slow else ()
+        return super()._admit(asked, drained)
+
+    def _plan(self, *, after: str = "") -> StepPlan:
+        if self._is_evaluating:
+            return super()._plan(after=after)
+        present, before = self.members, getattr(self, "_before", ())
+        self.members, self._before = before or present, ()
+        try:
+            return super()._plan(after=after)
+        finally:
+            self.members = present
+
+
 MUTATIONS_OF_PACES = {
     "counts the paces that it has read itself": Protocol(controller_type=CountsWhatItHasRead),
     "deals the step under way by new paces": Protocol(controller_type=RedealsTheStepUnderWay),
+    "deals work to a group drained as slow": Protocol(controller_type=DealsToTheDrainedBySlowness),
 }

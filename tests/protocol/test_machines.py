@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.places import Assignment, Places, encode_assignment
+from spare_megatron.core.places import Assignment, Places, Quarantine, encode_assignment
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
-from spare_megatron.supervisor import group_reforming, store_link
+from spare_megatron.supervisor import group_reforming, quarantine, store_link
 from spare_megatron.supervisor.group_reforming import Assigned, AssignmentList, GroupReforming
+from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_link import StoreLink
+from tests.protocol import machines
 from tests.protocol.machines import World, clocked, config_of, found_in, settle
 from tests.protocol.violation import Violation
 
@@ -51,10 +53,11 @@ def run_history(seed: int, **changes: Any) -> World:
             world.fault_rate = (0.12, 0.2)[seed % 2] / (8 * num_groups * size)
             world.faults = [
                 World.lose_rank, World.lose_machine, World.lose_machine, World.replace_machine, World.suspend_machine,
-                World.resume_machine, World.resume_machine,
+                World.resume_machine, World.resume_machine, World.outvote_machine, World.call_slow, World.cure_machines,
             ]  # fmt: skip
             world.tick(150)
             world.faults = []
+            world.cure_machines()
             while world.suspended:
                 world.resume_machine()
             settle(world)
@@ -81,7 +84,7 @@ def test_no_history_of_machines_violates_an_invariant(reforming_type: type[Group
     with planted({group_reforming: {"GroupReforming": reforming_type}}):
         counts = run_histories(range(NUM_HISTORIES))
     least = {"assignment": 30, "re-forming": 15, "moved machine": 15, "admission": 30, "place left": 20}
-    least["shard without a host"] = 5
+    least |= {"shard without a host": 5, "quarantine, outvoted": 5, "quarantine, slow": 5, "release": 10}
     assert {what: counts[what] for what in least if counts[what] < least[what]} == {}
 
 
@@ -161,6 +164,21 @@ class OverwritesAssignments(AssignmentList):
         return super().append(assignment)
 
 
+class StartsInQuarantine(GroupRestarts):
+    """Starts its group again whatever has been found of the machine."""
+
+    def hold(self) -> None:
+        pass
+
+
+class ForgetsWithTheMachine(Places):
+    """Takes a supervisor that replaces another one for a machine that nothing is known of."""
+
+    def quarantine_of(self, machine: MachineId) -> Quarantine | None:
+        found = super().quarantine_of(machine)
+        return found if found is not None and found.machine == machine else None
+
+
 def has_all_but_one(world: World, member: Member) -> bool:
     return len(world.joined[member]) >= len(world.layout.nodes_of(member.group)) - 1
 
@@ -183,6 +201,17 @@ BUGS: dict[str, Planted] = {
         {group_reforming: {"GroupReforming": GivesEarlierGroupsAway}},
         {},
         "are re-formed, and train",
+    ),
+    "readmits a machine in quarantine": ({machines: {"GroupRestarts": StartsInQuarantine}}, {}, "in quarantine"),
+    "forgets a quarantine with the supervisor": (
+        {group_reforming: {"Places": ForgetsWithTheMachine}},
+        {},
+        "is in quarantine, and gets place",
+    ),
+    "ends a quarantine though the examination has failed": (
+        {quarantine: {"judge_examination": lambda own, likes: ""}},
+        {},
+        "and it computes wrongly",
     ),
     "gives a place to two machines": ({store_link: {"AssignmentList": OverwritesAssignments}}, {}, "written once"),
 }

@@ -40,7 +40,7 @@ def test_machines_of_two_broken_groups_make_one_whole(make_world: MakeWorld) -> 
     lost_at_s = world.clock.now_s
     settle(world)
     assert world.whole() == {0, 2, 3}
-    assert world.clock.now_s - lost_at_s <= 4 * INTERVAL_S
+    assert world.clock.now_s - lost_at_s <= 4.5 * INTERVAL_S
     (record,) = {record.index: record for record in world.records}.values()
     assert record.holdings == [[2, 0, 1]]
     assert record.places == [[0, None], [1, 1], [2, 2], [3, None]]

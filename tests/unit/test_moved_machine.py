@@ -1,6 +1,8 @@
 """What a machine keeps when it takes another place, and what a supervisor leaves out when it re-forms groups."""
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +10,23 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.core.places import Assignment, Holding
+from spare_megatron.core.entries import Halt, encode_entry
+from spare_megatron.core.examination import Figures
+from spare_megatron.core.places import Assignment, Holding, Quarantine
 from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import ExaminationRecord
+from spare_megatron.process.reports import NodeEnded
 from spare_megatron.process.requests import request
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process, supervisor
-from spare_megatron.supervisor.group_reforming import Assigned, PlaceTaken
+from spare_megatron.supervisor.examination import ExaminationWanted
+from spare_megatron.supervisor.group_reforming import Assigned, AssignmentList, PlaceTaken
 from spare_megatron.supervisor.store_link import PlaceChanged
+from tests.unit.memory_store import MemoryStore
 
 NUM_NODES = 6
 TAKEN = PlaceTaken(
@@ -84,6 +94,65 @@ def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
     assert asked == [2, 1]
 
 
+class Waiting:
+    """A machine that has lost its place to another one in quarantine, and the examinations that it starts."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spec = replace(spec_of(tmp_path, node=1), run_dir=tmp_path)
+        control = replace(self.spec.config.control, heartbeat_interval_s=0.02)
+        self.spec = replace(self.spec, config=replace(self.spec.config, control=control))
+        self.store = MemoryStore({keys.beat(place): "1" for place in range(NUM_NODES)})
+        self.list = AssignmentList(self.store, self.spec.config.parallel)  # type: ignore[arg-type]
+        self.list.quarantine(Quarantine(MachineId(1), PlaceId(1), "outvoted", "audit"))
+        self.list.append(Assignment(holdings=(Holding(MachineId(2), PlaceId(1), 1),)))
+        self.products = ["wrong", "right"]
+        self.closed: list[object] = []
+        self.reports: list[object] = []
+        monkeypatch.setattr(node_process, "open_store", lambda _: self.store)
+
+    def start(self, wanted: ExaminationWanted) -> None:
+        """Answers for all machines; this one computes wrongly the first time."""
+        for machine in range(NUM_NODES):
+            product = self.products[min(wanted.number, 1)] if machine == 1 else "right"
+            figures = Figures(digests=(product,), product_s=1.0, copy_s=1.0, answer_s=0.01, exchange_s=0.1)
+            self.store.put(keys.examined(wanted.examined, wanted.number, machine), json.dumps(asdict(figures)))
+
+    def take_place(self) -> PlaceTaken | None:
+        link = SimpleNamespace(pipes=[], report=self.reports.append, close=self.closed.append)
+        examiner = SimpleNamespace(start=self.start, end_all=lambda: None)
+        return node_process._take_place(self.spec, MachineId(1), link, examiner)  # type: ignore[arg-type]
+
+
+def test_a_machine_in_quarantine_takes_a_place_once_it_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Waiting(tmp_path, monkeypatch)
+    taken = machine.take_place()
+    assert taken is not None
+    assert (taken.holding.machine, taken.holding.place) == (1, 2), "that which the other one has left"
+    assert taken.by.assignment.released == (1,), "by the same entry"
+    found = read_journal(tmp_path).of(ExaminationRecord)
+    assert [record.reason == "" for record in found] == [False, True]
+    assert len(machine.reports) == 2
+    assert machine.closed == []
+
+
+def test_a_machine_in_quarantine_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Waiting(tmp_path, monkeypatch)
+    machine.products = ["wrong", "wrong"]
+    halt = encode_entry(Halt(step=0, reason="diverged"))
+    put = machine.store.put
+
+    def put_and_halt(key: str, value: str) -> None:
+        put(key, value)
+        if key == keys.examination(1):
+            put(keys.entry(0), halt)
+
+    machine.store.put = put_and_halt  # type: ignore[method-assign]
+    assert machine.take_place() is None
+    assert machine.closed == [NodeEnded(node=1, exits={})]
+
+
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a supervisor gives to its threads."""
@@ -95,7 +164,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def supervise(spec: NodeSpec, taken: PlaceTaken | None = None) -> None:
     driver = SimpleNamespace(report=lambda report: None, listener=None)
-    supervisor.Supervisor(spec, driver, None, taken)  # type: ignore[arg-type]
+    supervisor.Supervisor(spec, driver, None, SimpleNamespace(), taken)  # type: ignore[arg-type]
 
 
 def test_the_notice_of_a_machine_is_its_own_in_each_place(tmp_path: Path, parts: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ def test_a_group_without_work_is_probed_and_comes_back() -> None:
 
 def test_what_is_known_of_groups_that_leave_is_forgotten() -> None:
     evidence = PaceEvidence()
-    groups = tuple(map(GroupId, range(4)))
+    groups = tuple(map(GroupId, range(5)))
     for _ in range(30):
         evidence.fold([PaceException(GroupId(2), 3000), PaceException(GroupId(3), 2000)], groups, ())
     assert evidence.dealt == {2: 3000, 3: 2000}
@@ -201,3 +201,16 @@ def test_where_machines_change_their_mood_more_evidence_is_needed() -> None:
     assert sum(moods[:2]) >= 2
     assert sum(moods[-10:]) <= sum(moods[:10]) // 2
     assert run.until_change({5: 3.0}, 40) is not None, "what lasts is found all the same"
+
+
+@pytest.mark.parametrize("num_groups", [3, 4, 8])
+def test_paces_stay_those_over_their_like(num_groups: int) -> None:
+    """Groups that were slow by turns ended with paces of 1.4, all of them."""
+    run, rng = Run(num_groups, heavy(0.02, 3), seed=5), np.random.default_rng(6)
+    num_changes = 0
+    for _ in range(150):
+        factors = {group: rng.uniform(1.2, 2.2) for group in run.groups if rng.random() < 0.4}
+        num_changes += sum(run.step(factors) for _ in range(int(rng.integers(4, 40))))
+        paces = sorted(run.evidence.dealt.get(group, 1000) for group in run.groups)
+        assert stats.gmean(paces[(num_groups - 1) // 2 : num_groups // 2 + 1]) == pytest.approx(1000, rel=0.06)
+    assert num_changes > 50

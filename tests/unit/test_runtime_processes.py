@@ -123,7 +123,7 @@ def test_a_supervisor_in_the_place_of_one_whose_groups_have_left_fences_none() -
     )
     log = link._begin(store)  # type: ignore[arg-type]
     wanted = FenceWanted(group=GroupId(1), member=None, rank=-1, cause="gone", error="", from_index=0)
-    store.put("assignment/0000000000", "[[[3,1,1]],[],[],[]]")
+    store.put("assignment/0000000000", "[[[3,1,1]],[],[],[],[],[]]")
     link._holding = Holding(MachineId(3), PlaceId(1), 1)
     for left, expected in (("yes", HasLeft), (None, FenceWritten)):
         if left is None:

@@ -7,10 +7,11 @@ import pytest
 
 from spare_megatron.journal.lines import Line
 from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.slow_groups import SlowRate, dealt_stacks, slow_cost
+from spare_megatron.planner.slow_groups import SlowRate, slow_cost
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.slow_groups import SlowGroups, SlowSpec
+from spare_megatron.stacking.paces import dealt_stacks
 
 SCENARIO = Scenario(
     name="slow",

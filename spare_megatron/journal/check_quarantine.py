@@ -1,0 +1,119 @@
+"""The rules of `spare check` about machines in quarantine: none gets a place or starts a group, an examination that its
+record shows to have passed ends each, and a slow machine is drained only where its record says why.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from math import isclose
+from typing import Any
+
+from spare_megatron.journal.fold import Finding
+from spare_megatron.journal.journal_view import JournalView
+from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
+
+
+def check_quarantines(view: JournalView) -> Iterator[Finding]:
+    """Follows the list of assignments, and what each supervisor has written from one entry to the next."""
+    by_index: dict[int, PlacesRecord] = {}
+    passed: set[int] = set()  # machines, of which some examination has
+    ladder: list[LadderRecord] = []
+    by_source: defaultdict[str, list[Any]] = defaultdict(list)
+    for line in view.rare:
+        record = line.record
+        if isinstance(record, PlacesRecord):
+            by_index.setdefault(record.index, record)
+        if isinstance(record, LadderRecord):
+            ladder.append(record)
+        if isinstance(record, ExaminationRecord):
+            yield from _why_misjudged(record)
+            passed |= set() if record.reason else {record.machine}
+        if isinstance(record, PlacesRecord | StartRecord) and line.source.startswith("supervisor"):
+            by_source[line.source].append(record)
+    drained = {record.machine for record in ladder if record.rule == "drain"}
+    for record in ladder:
+        yield from _why_not_decided(record)
+    for places in by_index.values():
+        for machine, cause, _ in places.quarantined:
+            if cause == "slow" and machine not in drained:
+                yield _invalid(places, f"puts machine {machine} into quarantine as slow, which no decision asks for")
+    yield from _of_list([by_index[index] for index in sorted(by_index)], passed)
+    for source in sorted(by_source):
+        yield from _of_supervisor(source, by_source[source])
+
+
+def _why_not_decided(record: LadderRecord) -> Iterator[Finding]:
+    """Reasons why the machine is drained that the inputs of the decision do not bear out, and figures that they do not
+    lead to.
+    """
+    gain_s = record.step_s - record.step_s / record.mended_ratio if record.mended_ratio else record.excess_s
+    num_staying = record.num_members - record.num_leaving
+    if record.replacement == "none" and num_staying:
+        gain_s -= record.step_s * record.num_leaving / num_staying
+    wrong = []
+    if not isclose(gain_s, record.gain_s, rel_tol=1e-6, abs_tol=1e-9):
+        wrong.append(f"a step gains {record.gain_s:g} s, by its inputs {gain_s:g} s")
+    if record.rule == "drain":
+        too_few = num_staying < 2 or (record.least_hosts is not None and record.least_hosts < 2)
+        is_early = record.since_drain_s is not None and record.since_drain_s < 3600.0
+        wrong += [
+            reason
+            for is_so, reason in (
+                (record.under_way, "another machine is in quarantine"),
+                (record.num_leaving == 0, "no group of it takes part"),
+                (is_early, "it was drained less than an hour before"),
+                (too_few, "fewer than two groups or hosts of a shard stay"),
+                (gain_s * record.steps_left < 2 * record.cost_s, "the steps left gain less than twice the cost"),
+                (gain_s * record.lost_steps < record.cost_s, "it has not cost as much as the change"),
+            )
+            if is_so
+        ]
+    for reason in wrong:
+        yield Finding(
+            severity="invalid", reason=f"the decision about machine {record.machine} ({record.rule}): {reason}"
+        )
+
+
+def _of_list(records: list[PlacesRecord], passed: set[int]) -> Iterator[Finding]:
+    quarantined: dict[int, int] = {}  # machine by its first place
+    for record in records:
+        for machine, _, _ in record.quarantined:
+            quarantined.setdefault(int(machine) % record.num_places, int(machine))
+        for machine in record.released:
+            if quarantined.pop(machine % record.num_places, None) is None:
+                yield _invalid(record, f"ends the quarantine of machine {machine}, which is in none")
+            elif machine not in passed:
+                yield _invalid(record, f"ends the quarantine of machine {machine}, of which no examination has passed")
+        for machine, place, _ in record.holdings:
+            if machine % record.num_places in quarantined:
+                yield _invalid(record, f"gives place {place} to machine {machine}, which is in quarantine")
+
+
+def _of_supervisor(source: str, records: list[PlacesRecord | StartRecord]) -> Iterator[Finding]:
+    """A supervisor journals the quarantines of its own machine alone, in the order in which it learns of things."""
+    quarantined: set[int] = set()
+    for record in records:
+        if isinstance(record, PlacesRecord):
+            quarantined |= {int(machine) for machine, _, _ in record.quarantined}
+            quarantined -= set(record.released)
+        elif quarantined:
+            text = f"machine {min(quarantined)} starts group {record.group} (life {record.incarnation}) in quarantine"
+            yield Finding(severity="invalid", reason=f"{source}: {text}")
+
+
+def _why_misjudged(record: ExaminationRecord) -> Iterator[Finding]:
+    """Reasons why an examination has not passed that is said to have: what it has computed differs."""
+    if record.reason:
+        return
+    own = set(_digests(record.own))
+    others = [set(_digests(like)) for like in record.likes.values()]
+    if len(own) != 1 or own not in others:
+        what = f"examination {record.number} of machine {record.machine}"
+        yield Finding(severity="invalid", reason=f"{what} has passed, and no other machine has computed the same")
+
+
+def _digests(figures: Mapping[str, Any] | None) -> list[str]:
+    return [] if figures is None else list(figures["digests"])
+
+
+def _invalid(record: PlacesRecord, reason: str) -> Finding:
+    return Finding(severity="invalid", reason=f"assignment {record.index} of places {reason}")

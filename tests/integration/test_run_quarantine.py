@@ -1,0 +1,132 @@
+"""Whole runs in which a machine is put into quarantine, and comes back once an examination of it has passed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
+from spare_megatron.config.validate import problems
+from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.driver.run import look_at_machine
+from spare_megatron.journal.follow import read_run_state
+from spare_megatron.journal.records import (
+    ContributionRecord,
+    ExaminationRecord,
+    FaultRecord,
+    LadderRecord,
+    PlacesRecord,
+)
+from spare_megatron.process.reports import MachineExamined, MachineQuarantined
+from spare_megatron.stacking.layout import GroupId, Member
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import (
+    complete_run,
+    entries_of,
+    fenced_groups,
+    losses_of,
+    params_of,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS, AUDITED, BACK_FROM = 7, 2, 5
+HEARTBEAT_S = 1.5
+"""Sets how long the machine waits for its next examination, and what a change is taken to cost."""
+
+
+def test_an_outvoted_machine_stays_out_until_its_examination_passes_and_no_bit_changes(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Its layer drifts for some seconds, in which its matrix products do, too."""
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=AUDITED, group=2, kind="drift", seconds=6.0)
+    config = tiny_config(
+        text_corpus,
+        LayoutConfig(num_groups=4),
+        steps=STEPS,
+        faults=[fault],
+        mode="reproducible",
+        rejoins=1,
+        cluster=ClusterConfig(device="cpu", num_nodes=4),
+        heartbeat_s=HEARTBEAT_S,
+    )
+    config = replace(config, audit=AuditConfig(every_steps=AUDITED + 1))
+    watch = Watch(awaited=frozenset({(BACK_FROM - 1, Member(GroupId(2), 1))}))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert [record.kind for record in run.journal.of(FaultRecord)] == ["drift"]
+    assert fenced_groups(run.journal) == {2}
+    begun, ended = {record.index: record for record in run.journal.of(PlacesRecord)}.values()
+    assert [(machine, cause) for machine, cause, _ in begun.quarantined] == [(2, "outvoted")]
+    assert "agree on other values" in str(begun.quarantined[0][2])
+    assert ended.released == [2]
+    *failed, passed = run.journal.of(ExaminationRecord)
+    assert failed, "the first examination comes while the machine computes wrongly"
+    assert all("its matrix products differ from those of machine" in one.reason for one in failed)
+    assert (passed.machine, passed.reason) == (2, "")
+    assert set(passed.likes) == {"0", "1", "3"}
+    assert [event.machine for event in run.events if isinstance(event, MachineQuarantined)] == [2]
+    assert len([event for event in run.events if isinstance(event, MachineExamined)]) == len(failed) + 1
+    run_state = read_run_state(run.run_dir)
+    assert run_state.quarantined == {}
+    texts = " ".join(event.text for event in run_state.events(100))
+    assert "machine 2 stays in quarantine: its matrix products differ" in texts
+    assert "machine 2 has passed its examination" in texts
+
+    calm = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "calm")
+    assert losses_of(run.journal) == losses_of(calm.journal)
+    assert params_of(run)[STEPS] == params_of(calm)[STEPS]
+
+
+SLOW_STEPS, SLOW_FROM = 120, 4
+
+
+def test_a_slow_machine_is_drained_examined_and_replaced_by_a_spare_one_and_no_bit_changes(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Its passes are slow for as long as the run lasts, so it stays out."""
+    fault = FaultConfig(
+        phase=FaultPoint.FORWARD, step=SLOW_FROM, group=1, rank=0, kind="slow", factor=30.0, seconds=600.0
+    )
+    config = tiny_config(
+        text_corpus,
+        LayoutConfig(num_groups=4),
+        steps=SLOW_STEPS,
+        faults=[fault],
+        mode="reproducible",
+        rejoins=1,
+        cluster=ClusterConfig(device="cpu", num_nodes=4),
+        heartbeat_s=HEARTBEAT_S,
+    )
+    config = replace(
+        config,
+        layout=LayoutConfig(num_groups=3, max_groups=4),
+        spare=replace(config.spare, redundancy=3),
+        data=replace(config.data, access="shared"),
+    )
+    assert problems(config, look_at_machine(config)) == []
+    run = complete_run(config, tmp_path / "run")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert [record.kind for record in run.journal.of(FaultRecord)] == ["slow"]
+    (drain,) = [record for record in run.journal.of(LadderRecord) if record.rule == "drain"]
+    assert (drain.machine, drain.cause, drain.replacement) == (1, "compute", "group")
+    (begun,) = {record.index: record for record in run.journal.of(PlacesRecord)}.values()
+    assert [(machine, cause) for machine, cause, _ in begun.quarantined] == [(1, "slow")]
+    entries = entries_of(run.journal)
+    (left,) = [entry for entry in entries if entry.get("drain")]
+    assert left["drain"] == [[1, 0]]
+    (came,) = [entry for entry in entries if entry.get("admit")]
+    assert came["admit"] == [[3, 1]]
+    assert fenced_groups(run.journal) == set()
+    examined = run.journal.of(ExaminationRecord)
+    assert examined
+    assert all("a matrix product takes" in record.reason for record in examined), examined
+    computed = {(record.step, record.group) for record in run.journal.of(ContributionRecord) if record.microbatches}
+    assert all((step, 1) not in computed for step in range(left["step"] + 1, SLOW_STEPS))
+    assert (SLOW_STEPS - 1, 3) in computed
+    assert "slow" in {one.cause for one in read_run_state(run.run_dir).quarantined.values()}
+
+    calm = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "calm")
+    assert losses_of(run.journal) == losses_of(calm.journal)
+    assert params_of(run)[SLOW_STEPS] == params_of(calm)[SLOW_STEPS]

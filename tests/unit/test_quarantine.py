@@ -1,0 +1,332 @@
+"""Machines in quarantine: what an examination shows, how it goes on, and what `spare check` says of both."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
+from spare_megatron.core.entries import Fence, decode_entry, encode_entry
+from spare_megatron.core.examination import (
+    LEAST_ANSWER_S,
+    LIMIT_INTERVALS,
+    MOST_LINK_RATIO,
+    MOST_RATIO,
+    Figures,
+    judge_examination,
+    wait_s,
+)
+from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.places import Quarantine
+from spare_megatron.core.reforming import MachineId, PlaceId
+from spare_megatron.core.rejoin import RestartBudget
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.check_quarantine import check_quarantines
+from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.process.timers import Timers
+from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.store import keys
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import examination, quarantine
+from spare_megatron.supervisor.examination import ExaminationWanted, Examiner
+from spare_megatron.supervisor.group_reforming import AssignmentList
+from spare_megatron.supervisor.quarantine import Examinations, Examined
+from spare_megatron.supervisor.restarts import GroupRestarts
+from tests.unit.memory_store import MemoryStore
+
+GOOD = Figures(digests=("a", "a"), product_s=0.1, copy_s=0.01, answer_s=0.001, exchange_s=0.01)
+INTERVAL_S = 1.0
+QUARANTINE = Quarantine(MachineId(1), PlaceId(1), "slow", "its link")
+
+# ------------------------------------------------------------------------------------------------------ the judgement
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"digests": ("a", "b")}, "to different values"),
+        ({"digests": ("b", "b")}, "differ from those of machines 0, 2"),
+        ({"product_s": 0.16}, "matrix product takes 1.6 times"),
+        ({"copy_s": 0.02}, "copy in memory takes 2.0 times"),
+        ({"answer_s": 0.03}, "answer of the store takes 30.0 times"),
+        ({"exchange_s": 0.3}, "exchange with the store takes 30.0 times"),
+        ({"product_s": 0.1 * MOST_RATIO, "answer_s": 0.001 * MOST_LINK_RATIO}, ""),
+        ({"answer_s": LEAST_ANSWER_S}, ""),
+    ],
+)
+def test_an_examination_fails_for_what_differs(changes: dict[str, Any], reason: str) -> None:
+    found = judge_examination(replace(GOOD, **changes), {MachineId(0): GOOD, MachineId(2): GOOD})
+    assert reason in found if reason else not found
+
+
+def test_without_an_answer_nothing_passes() -> None:
+    assert "did not end in time" in judge_examination(None, {MachineId(0): GOOD})
+    assert "no other machine" in judge_examination(GOOD, {})
+
+
+def test_of_two_words_against_each_other_none_passes_and_a_third_decides() -> None:
+    """A helper may be the one that is wrong."""
+    wrong = replace(GOOD, digests=("z", "z"))
+    assert judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong})
+    assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong, MachineId(3): GOOD})
+    fickle = replace(GOOD, digests=("a", "b"))
+    assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): fickle})
+    assert judge_examination(GOOD, {MachineId(2): fickle})
+
+
+def test_random_figures_pass_only_if_each_is_within_its_limit() -> None:
+    random = Random(7)
+    for _ in range(500):
+        likes = {
+            MachineId(number): replace(
+                GOOD, product_s=0.1 * random.uniform(1, 1.3), copy_s=0.01 * random.uniform(1, 1.3)
+            )
+            for number in (0, 2, 3)
+        }
+        own = replace(GOOD, product_s=0.1 * random.uniform(1, 3), copy_s=0.01 * random.uniform(1, 3))
+        slowest = [max(getattr(like, name) for like in likes.values()) for name in ("product_s", "copy_s")]
+        passes = own.product_s <= 1.5 * slowest[0] and own.copy_s <= 1.5 * slowest[1]
+        assert (judge_examination(own, likes) == "") == passes
+
+
+# ----------------------------------------------------------------------------------------------------- how it goes on
+
+
+class Machines:
+    """Three machines over one store, each with its part in examinations; `figures` are those that each finds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(quarantine, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.store: Any = MemoryStore({keys.beat(place): "1" for place in range(3)})
+        self.list = AssignmentList(self.store, Layout(num_groups=3, num_nodes=3))
+        self.figures = {MachineId(machine): GOOD for machine in range(3)}
+        self.silent: set[int] = set()
+        self.started: list[tuple[int, ExaminationWanted]] = []
+        self.parts = {machine: self.new_part(machine) for machine in self.figures}
+
+    def new_part(self, machine: MachineId) -> Examinations:
+        def start(wanted: ExaminationWanted) -> None:
+            self.started.append((machine, wanted))
+            if machine not in self.silent:
+                key = keys.examined(wanted.examined, wanted.number, machine)
+                self.store.put(key, json.dumps(asdict(self.figures[machine])))
+
+        return Examinations(machine, INTERVAL_S, start)
+
+    def poll(self, seconds: float = 0.0) -> list[Examined]:
+        """All of them, until examinations that are there have been seen."""
+        self.now_s += seconds
+        found = [self.parts[machine].poll(self.store, self.list.read()) for _ in range(2) for machine in self.parts]
+        return [one for one in found if one is not None]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    return Machines(monkeypatch)
+
+
+def test_nobody_is_examined_out_of_quarantine(three: Machines) -> None:
+    assert three.poll() == []
+    assert three.started == []
+
+
+def test_a_machine_is_examined_again_after_a_longer_wait_each_time_until_it_passes(three: Machines) -> None:
+    assert three.list.quarantine(QUARANTINE) is not None
+    three.figures[MachineId(1)] = replace(GOOD, digests=("b", "b"))
+    (first,) = three.poll()
+    assert "differ" in first.record.reason
+    assert set(first.record.likes) == {"0", "2"}
+    assert three.poll(first.record.wait_s - 0.1) == []
+    (second,) = three.poll(0.1)
+    assert second.record.number == 1
+    assert (first.record.wait_s, second.record.wait_s) == (wait_s(1, INTERVAL_S), wait_s(2, INTERVAL_S))
+    three.figures[MachineId(1)] = GOOD
+    (third,) = three.poll(second.record.wait_s)
+    assert third.has_passed
+    assert not [key for key in three.store.values if key.startswith("examined/")]
+    assert three.list.release(MachineId(1)) is not None
+    assert three.poll(1000.0) == []
+
+
+def test_an_examination_without_all_answers_is_judged_when_its_time_is_over(three: Machines) -> None:
+    three.silent = {0}
+    three.list.quarantine(QUARANTINE)
+    assert three.poll() == []
+    (found,) = three.poll(LIMIT_INTERVALS * INTERVAL_S)
+    assert found.has_passed
+    assert set(found.record.likes) == {"2"}
+
+
+def test_what_replaces_a_machine_in_quarantine_is_examined_and_the_count_goes_on(three: Machines) -> None:
+    three.list.quarantine(QUARANTINE)
+    three.figures[MachineId(1)] = replace(GOOD, product_s=1.0)
+    (first,) = three.poll()
+    assert not first.has_passed
+    del three.parts[MachineId(1)]
+    new = MachineId(4)
+    three.figures[new] = GOOD
+    three.parts[new] = three.new_part(new)
+    assert three.list.read().quarantine_of(new) == QUARANTINE
+    (found,) = three.poll()
+    assert (found.record.machine, found.record.number, found.has_passed) == (4, 1, True)
+
+
+def test_one_fence_puts_one_machine_of_a_place_into_quarantine(three: Machines) -> None:
+    """A machine that takes the place finds the same fence."""
+    outvoted = Quarantine(MachineId(1), PlaceId(1), "outvoted", "audit", (GroupId(1), 0))  # type: ignore[arg-type]
+    assert three.list.quarantine(outvoted) is not None
+    assert three.list.quarantine(outvoted) is None
+    three.list.release(MachineId(1))
+    assert three.list.quarantine(replace_machine(outvoted, 4)) is None
+    assert three.list.quarantine(outvoted._replace(member=(GroupId(1), 1))) is not None  # type: ignore[arg-type]
+
+
+def replace_machine(one: Quarantine, machine: int) -> Quarantine:
+    return one._replace(machine=MachineId(machine))
+
+
+def test_groups_of_a_machine_in_quarantine_start_when_it_ends() -> None:
+    started: list[int] = []
+    timers = Timers()
+    restarts = GroupRestarts(
+        budget=RestartBudget(1, INTERVAL_S),
+        restarts_all=False,
+        whole_groups=frozenset({GroupId(0)}),
+        timers=timers,
+        wait_for_parts=started.append,
+        start=lambda group, _: started.append(group),
+    )
+    restarts.hold()
+    assert restarts.on_fenced(GroupId(0))
+    timers.run_due()
+    assert started == []
+    assert restarts.coming_back == {0}
+    assert restarts.awaits_other_nodes, "the link follows the log, or would not learn of the end of the run"
+    restarts.release()
+    assert started == [0]
+    assert not restarts.on_fenced(GroupId(0)), "it counts against the budget like any other"
+
+
+def test_a_fence_keeps_the_wrong_ranks_in_the_log() -> None:
+    fence = Fence(group=GroupId(1), is_outvoted=True, wrong_ranks=(2, 3))
+    assert decode_entry(encode_entry(fence)) == fence
+
+
+# ------------------------------------------------------------------------------------------------- the process itself
+
+
+def task_of(*, drifts: bool = False, factor: float = 1.0) -> examination._Task:
+    return examination._Task(
+        wanted=ExaminationWanted(examined=MachineId(0), number=3, is_own=True),
+        machine=MachineId(0),
+        device="cpu",
+        store=TcpStoreSpec(host="127.0.0.1", port=1),
+        shares_processors=True,
+        drifts=drifts,
+        factor=factor,
+    )
+
+
+def test_products_are_the_same_each_time_and_differ_where_the_machine_drifts() -> None:
+    digests, seconds = examination._multiply(task_of())
+    again, _ = examination._multiply(task_of())
+    assert len(set(digests)) == 1
+    assert again == digests
+    assert seconds > 0.0
+    wrong, _ = examination._multiply(task_of(drifts=True))
+    assert len(set(wrong)) == 1
+    assert wrong[0] != digests[0]
+
+
+def test_a_slow_machine_takes_longer_by_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(examination, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
+    monkeypatch.setattr(examination, "starved_s", lambda _: 0.0)
+    slept.clear()
+    with examination._timed(task_of(factor=3.0)) as spent_s:
+        pass
+    assert spent_s() == 6.0
+    assert slept == [4.0]
+
+
+slept: list[float] = []
+
+
+def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[examination._Task] = []
+    now_s = [0.0]
+    child = SimpleNamespace(pid=1)
+    monkeypatch.setattr(examination, "start_child", lambda *given: tasks.append(given[-1]) or child)
+    monkeypatch.setattr(examination, "end_child", lambda _: None)
+    monkeypatch.setattr(examination, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    config = RunConfig(layout=LayoutConfig(num_groups=2), cluster=ClusterConfig(device="cpu", num_nodes=2))
+    spec = NodeSpec(
+        config=config,
+        run_dir=tmp_path,
+        node=0,
+        store=TcpStoreSpec(host="127.0.0.1", port=1),
+        faults=(),
+        rank_main=lambda spec, reports: None,
+    )
+    examiner = Examiner(spec, MachineId(0))
+    limited: list[list[int]] = []
+    examiner.limit = lambda pids: limited.append(list(pids))
+    fault = Fault(step=0, group=GroupId(0), rank=0, phase=FaultPoint.FORWARD, kind="drift", seconds=5.0)
+    for one in (fault, replace(fault, kind="slow", factor=2.0, seconds=9.0), replace(fault, kind="kill", seconds=None)):
+        examiner.note_fault(one)
+    for at_s in (4.0, 8.0, 10.0):
+        now_s[0] = at_s
+        examiner.start(ExaminationWanted(examined=MachineId(0), number=0, is_own=True))
+    assert [(task.drifts, task.factor) for task in tasks] == [(True, 2.0), (False, 2.0), (False, 1.0)]
+    assert limited == [[1], [1], [1]], "a host that is slow for its ranks is for this process, too"
+
+
+def test_the_store_is_asked_and_left_as_it_was() -> None:
+    store: Any = MemoryStore()
+    began_s = time.perf_counter()
+    answer_s, exchange_s = examination._exchange(store, "here")
+    assert 0 < answer_s + exchange_s < time.perf_counter() - began_s
+    assert store.values == {}
+
+
+# --------------------------------------------------------------------------------------------------- what check finds
+
+BEGUN = PlacesRecord(index=0, num_places=4, holdings=[], quarantined=[[1, "outvoted", "audit"]])
+FIGURES: Any = json.loads(json.dumps(asdict(GOOD)))
+PASSED = ExaminationRecord(machine=1, number=0, reason="", wait_s=0.0, own=FIGURES, likes={"0": FIGURES})
+ENDED = PlacesRecord(index=1, num_places=4, holdings=[], released=[1])
+STARTED = StartRecord(group=1, incarnation=1, num_ranks=1, num_spares=0)
+
+
+def findings(*records: Any) -> list[str]:
+    view: Any = SimpleNamespace(rare=[SimpleNamespace(source="supervisor-1", record=record) for record in records])
+    return [finding.reason for finding in check_quarantines(view)]
+
+
+def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
+    assert findings(BEGUN, PASSED, ENDED, STARTED) == []
+    assert findings(BEGUN, PASSED, replace(ENDED, holdings=[[5, 1, 1]], released=[5]), STARTED) != []
+    of_next = replace(PASSED, machine=5)
+    assert findings(BEGUN, of_next, replace(ENDED, holdings=[[5, 1, 1]], released=[5])) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "found"),
+    [
+        ([BEGUN, STARTED], "machine 1 starts group 1 (life 1) in quarantine"),
+        ([BEGUN, ENDED], "of which no examination has passed"),
+        ([BEGUN, replace(PASSED, reason="it is slow"), ENDED], "of which no examination has passed"),
+        ([ENDED], "which is in none"),
+        ([BEGUN, replace(ENDED, released=[], holdings=[[5, 2, 1]])], "gives place 2 to machine 5, which is in"),
+        ([BEGUN, replace(PASSED, likes={"0": {**FIGURES, "digests": ["b"]}}), ENDED], "no other machine has computed"),
+    ],
+)
+def test_a_machine_that_comes_back_from_quarantine_too_early_is_found(records: list[Any], found: str) -> None:
+    assert any(found in reason for reason in findings(*records))

@@ -39,11 +39,11 @@ def audit(
     if as_json:
         typer.echo(json.dumps(asdict(history)))
     else:
-        _print(history)
+        _print(history, run_dir)
     raise typer.Exit(1 if history.mismatches else 0)
 
 
-def _print(history: "AuditHistory") -> None:
+def _print(history: "AuditHistory", run_dir: Path) -> None:
     if not history.steps:
         every = history.every_steps
         typer.echo(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
@@ -58,6 +58,11 @@ def _print(history: "AuditHistory") -> None:
             f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}"
         )
         typer.echo(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
+    for step, reason in history.saved.items():
+        if reason:
+            typer.echo(f"step {step}: its parameters are not saved: {reason}")
+        else:
+            typer.echo(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
     for culprit in history.culprits:
         typer.echo(
             f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}"

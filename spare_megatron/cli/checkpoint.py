@@ -36,23 +36,34 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or ar
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints by their manifests, newest first."""
     with explained_errors("checkpoint list"):
-        entries = [_entry(checkpoint) for checkpoint in _checkpoints(path)]
+        from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
+
+        checkpoints = _checkpoints(path)
+        audited_steps = audited_steps_in(checkpoints)
+        entries = [_entry(checkpoint, audited_steps) for checkpoint in checkpoints]
     if as_json:
         typer.echo(json.dumps(entries))
         return
     for entry in entries:
         what = entry["damage"] or f"{entry['step']} steps  {format_bytes(entry['num_bytes'])}"
+        if entry["audited_steps"] is not None:
+            what += (
+                f"  {'audited' if entry['is_audited'] else 'not audited'} ({entry['audited_steps']} steps at its save)"
+            )
         typer.echo(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
 
 
-def _entry(checkpoint: Path) -> dict[str, Any]:
+def _entry(checkpoint: Path, audited_steps: int | None) -> dict[str, Any]:
+    """A row of the list; `audited_steps` are those known from all checkpoints."""
     from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, read_manifest, refusal_of
 
     entry: dict[str, Any] = {"path": str(checkpoint), "step": None, "num_bytes": None, "damage": ""}
-    entry["refused"] = refusal_of(checkpoint)
+    entry |= {"refused": refusal_of(checkpoint), "audited_steps": None, "is_audited": None}
     try:
         manifest = read_manifest(checkpoint)
-        entry |= {"step": manifest.step, "num_bytes": manifest.num_bytes}
+        entry |= {"step": manifest.step, "num_bytes": manifest.num_bytes, "audited_steps": manifest.audited_steps}
+        if audited_steps is not None:
+            entry["is_audited"] = manifest.step <= audited_steps
     except DamagedCheckpoint as error:
         entry["damage"] = str(error)
     return entry
@@ -189,6 +200,7 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
         )
     return [
         ("committed steps", str(manifest.step)),
+        ("audited steps", "none" if manifest.audited_steps is None else str(manifest.audited_steps)),
         ("sequences read", str(manifest.num_samples)),
         ("written by", writer),
         ("optimizer state", optimizer),

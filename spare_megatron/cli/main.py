@@ -23,6 +23,7 @@ from spare_megatron.cli import (
     membership,
     plan,
     preprocess,
+    replay,
     report,
     serve,
     simulate,
@@ -80,6 +81,7 @@ app.command("serve", rich_help_panel=_RUN)(serve.serve)
 app.command("cancel", rich_help_panel=_RUN)(job.cancel)
 app.command("check", rich_help_panel=_AFTER)(check.check)
 app.command("audit", rich_help_panel=_AFTER)(audit.audit)
+app.command("replay", rich_help_panel=_AFTER)(replay.replay)
 app.command("report", rich_help_panel=_AFTER)(report.report)
 app.command("timeline", rich_help_panel=_AFTER)(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -42,6 +42,12 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Start from the newest checkpoint in checkpoint.folder, if there is one.")
     ] = False,
+    restart_from: Annotated[
+        Literal["newest", "audited"],
+        typer.Option(
+            help="With --resume: from the newest checkpoint, or the newest that audits have shown to be clean."
+        ),
+    ] = "newest",
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, progress on stderr.")] = False,
 ) -> None:
     """Train a GPT and mask lost groups.
@@ -71,6 +77,8 @@ def train(
         loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
+        if restart_from == "audited":
+            _go_back(loaded, resume=resume)
         if resume:
             loaded, finished = _resumed(loaded)
             if finished is not None:
@@ -116,6 +124,26 @@ def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
     if not found.checkpoint.load:
         typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training starts from the beginning", err=True)
     return found, None
+
+
+def _go_back(config: "RunConfig", *, resume: bool) -> None:
+    """Refuses the checkpoints after the newest audited one in the run's folder, and says so."""
+    from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
+
+    if not (resume and config.checkpoint.folder):
+        raise ValueError(
+            "--restart-from=audited goes back in checkpoint.folder, so it needs --resume, and that setting; a run that "
+            "loads another one's checkpoint names an audited one in checkpoint.load (spare checkpoint list)"
+        )
+    found = go_back_to_audited(Path(config.checkpoint.folder).absolute())
+    if found is None:
+        return
+    later = ", ".join(path.name for path in found.refused) or "none"
+    typer.echo(
+        f"spare train: --restart-from=audited: {found.audited_steps} steps are audited, {found.path} is the newest "
+        f"checkpoint of so many; later ones, refused from now on: {later}",
+        err=True,
+    )
 
 
 def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> None:

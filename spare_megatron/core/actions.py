@@ -39,6 +39,20 @@ class SaveCheckpoint:
     owners: tuple[Member, ...] = ()
     is_last: bool = False
     doubtful: tuple[int, ...] = ()
+    audited_steps: int | None = None
+    """As `AuditedSteps.num_steps`; None without audits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveDispute:
+    """Groups have computed a microbatch of this step to different values: compare the state that they have computed it
+    with in the next vote, and have `member` save the parameters, with which it can be computed again (`spare replay`).
+    """
+
+    step: int
+    attempt: int
+    member: Member
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,6 +418,7 @@ Action = (
     | StartRepairs
     | SaveCheckpoint
     | RefuseCheckpoint
+    | SaveDispute
     | TakeSnapshot
     | LoadCheckpoint
     | ReadFiles

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work
 
 LARGEST_PRICE = 0.01
@@ -303,6 +303,17 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
     return Dispute(microbatch=dispute.microbatch, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+
+
+def saver_of(voters: Sequence[Member], disputes: Iterable[Dispute]) -> Member:
+    """The voter that saves the parameters of a step with disputes: the first that has no part in them, if there is one.
+
+    >>> found = Dispute(microbatch=Microbatch(0, 0), statements=(Statement(0, 5), Statement(1, 6)), asked=(2,))
+    >>> saver_of([Member(0), Member(1), Member(2)], [found]).group
+    2
+    """
+    named = {statement.group for dispute in disputes for statement in dispute.statements}
+    return min(voters, key=lambda voter: (voter.group in named, voter))
 
 
 def unasked(dispute: Dispute) -> Dispute:

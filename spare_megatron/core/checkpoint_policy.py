@@ -179,21 +179,30 @@ class Experience:
 
 
 def superseded(
-    steps: Iterable[int], doubtful: Collection[int], keep_last: int, keep_every_steps: int | None
+    steps: Iterable[int],
+    doubtful: Collection[int],
+    keep_last: int,
+    keep_every_steps: int | None,
+    audited_steps: int | None = None,
 ) -> frozenset[int]:
     """Steps of the checkpoints that are no longer needed.
 
     Only checkpoints known to be right supersede others; a doubtful one stays until a later one is right. The newest
-    `keep_last` right ones stay, and for good the first right one in every `keep_every_steps` steps, if any.
+    `keep_last` right ones stay, the newest right one of `audited_steps` at most, and for good the first right one in
+    every `keep_every_steps` steps, if any.
 
     >>> sorted(superseded([10, 20, 30, 40, 50], [50], 2, None))
     [10, 20]
     >>> sorted(superseded([10, 20, 30, 40, 50], [20, 50], 1, 25))
     [20]
+    >>> sorted(superseded([10, 20, 30, 40, 50], [], 2, None, 25))
+    [10, 30]
     """
     all_steps = frozenset(steps)
     right = sorted(all_steps.difference(doubtful))
     kept = {step for step in all_steps if not right or step > right[-1]} | set(right[-keep_last:])
+    if audited_steps is not None:
+        kept |= set([step for step in right if step <= audited_steps][-1:])
     if keep_every_steps is not None:
         first_of: dict[int, int] = {}
         for step in right:

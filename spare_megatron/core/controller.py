@@ -27,12 +27,13 @@ from spare_megatron.core.actions import (
     ReadVotes,
     ReportEvaluation,
     SaveCheckpoint,
+    SaveDispute,
     StartRepairs,
     StopHalted,
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.audits import AuditPolicy, Dispute, draw_audits
+from spare_megatron.core.audits import AuditPolicy, Dispute, draw_audits, saver_of
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
@@ -45,6 +46,7 @@ from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
+from spare_megatron.stacking.audited_steps import AuditedSteps, Computed
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
@@ -123,6 +125,8 @@ class Controller:
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._disputes: tuple[Dispute, ...] = ()  # of this attempt
         self._to_audit: frozenset[GroupId] = frozenset()  # in this step, because they are new
+        self._audited = AuditedSteps(setup.first_step)
+        self._is_dispute_saved = False  # of this step
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(
@@ -162,6 +166,11 @@ class Controller:
             case EndRequested():
                 self._is_end_requested = True
                 return ()
+
+    @property
+    def audited_steps(self) -> int | None:
+        """As `AuditedSteps.num_steps`; None without audits."""
+        return None if self._setup.audits is None else self._audited.num_steps
 
     @property
     def deals_by_pace(self) -> bool:
@@ -226,6 +235,8 @@ class Controller:
         left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
         self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
+        if fence.discard:
+            self._audited.on_wrong(group)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_decision()
@@ -245,12 +256,15 @@ class Controller:
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
             return self._stop_wiped_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
-        return (self._build_communicator(), *own, *self._await_decision())
+        saved = self._save_dispute() if fence.is_outvoted else ()
+        return (self._build_communicator(), *own, *saved, *self._await_decision())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
+        self._audited.on_commit(self.step, self._computed_twice(), self.members)
+        self._is_dispute_saved = False
         has_changed = self._paces.fold(commit.paces, self.members, self._idle())
         self.step += 1
         self.attempt += 1
@@ -332,6 +346,8 @@ class Controller:
         self.attempt += 1
         self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
         self._to_audit = frozenset(self.members)
+        self._audited.on_restart(step)
+        self._is_dispute_saved = False
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
@@ -364,6 +380,7 @@ class Controller:
                 reason += f"; in the last one sums contradicted their checksums on groups {groups}"
             return (StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
+        state = (*state, *(self._save_dispute(retry.disputes) if retry.disputes else ()))
         if self._is_over and self._saves.lacks_last(self.step):
             # The checkpoint of the last step has been refused.
             state = (*state, self._save(self._clock.at_s, is_last=True))
@@ -534,6 +551,10 @@ class Controller:
         hosts = None if self._setup.last_resort else self._setup.placement.hosts
         return draw_audits(policy, self.step, work, hosts, auditors) if auditors else ()
 
+    def _computed_twice(self) -> list[Computed]:
+        audits = self._plans[0].audits
+        return [(group, audit.microbatch) for audit in audits for group in (audit.auditor, audit.owner)]
+
     def _plan_patch(self) -> StepPlan:
         patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest
         self._orphans = []
@@ -559,7 +580,16 @@ class Controller:
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
         action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
         self._validity.on_save(action)
-        return replace(action, doubtful=tuple(sorted(self._saves.void | self._validity.unsettled)))
+        doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))
+        return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
+
+    def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[SaveDispute, ...]:
+        """Once per step: its parameters are the same in all attempts."""
+        if self._is_dispute_saved:
+            return ()
+        self._is_dispute_saved = True
+        member = saver_of(self.voters, disputes)
+        return (SaveDispute(step=self.step, attempt=self.attempt, member=member, epoch=self.epoch),)
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """Sets the ownership; asks for its copies if it has changed."""

@@ -1,12 +1,17 @@
 """What the audits of a run have compared and found, from its journal."""
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spare_megatron.journal.disputes import saved_disputes
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.journal_view import JournalView, attempts_of
 from spare_megatron.journal.records import AuditRecord, RunRecord
+from spare_megatron.stacking.audited_steps import AuditedSteps
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.plans import Microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,8 @@ class AuditHistory:
         every_steps: Steps between audits; 0 if the run has none.
         steps: Committed steps with audits, those that a restart undid included.
         compared: Microbatches in them that two or more groups have computed to equal digests.
-        audited_steps: Committed steps up to the last one in which every group was audited; 0 if there is none.
+        audited_steps: As `AuditedSteps.num_steps` at the end of the journal.
+        saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.disputes`).
         halted: Why the run halted over an audit; empty if it did not.
     """
 
@@ -55,38 +61,61 @@ class AuditHistory:
     audited_steps: int
     mismatches: list[Mismatch]
     culprits: list[Culprit]
+    saved: dict[int, str]
     halted: str
 
 
 def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
-    num_compared, steps, audited = 0, 0, 0
+    num_compared, steps, audited = 0, 0, AuditedSteps(run.first_step)
+    turns = _Turns(fold)
     for part in attempts_of(view, fold):
         by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
         for _, record in part.audits:
             by_attempt[record.attempt].append(record)
         for _, commit in part.commits:
+            turns.before(commit.index, audited)
             records = by_attempt.get(commit.attempt, [])
-            times = Counter((shard, index) for record in records for shard, index, _ in record.digests)
-            compared = {microbatch for microbatch, count in times.items() if count > 1}
-            of_groups = {
-                record.group
+            computed = [
+                (GroupId(record.group), Microbatch(ShardId(shard), index))
                 for record in records
-                if any((shard, index) in compared for shard, index, _ in record.digests)
-            }
-            num_compared += len(compared)
+                for shard, index, _ in record.digests
+            ]
+            num_compared += sum(count > 1 for count in Counter(microbatch for _, microbatch in computed).values())
             steps += bool(records)
-            if records and not commit.is_undone and of_groups >= commit.members:
-                audited = max(audited, commit.step + 1)
+            audited.on_commit(commit.step, computed, frozenset(map(GroupId, commit.members)))
+    turns.before(math.inf, audited)
     mismatches, culprits, halted = _found(fold)
     return AuditHistory(
         every_steps=run.audit_every_steps,
         steps=steps,
         compared=num_compared,
-        audited_steps=audited,
+        audited_steps=audited.num_steps,
         mismatches=mismatches,
         culprits=culprits,
+        saved={step: record.reason for step, record in sorted(saved_disputes(view).items())},
         halted=halted,
     )
+
+
+class _Turns:
+    """Entries beside commits that change how far the steps are audited: groups found wrong, and restarts."""
+
+    def __init__(self, fold: Fold) -> None:
+        self._left = deque(
+            (index, fold.entries[index])
+            for index in sorted(fold.entries)
+            if fold.entries[index]["entry"] == "restart" or fold.entries[index].get("discard", False)
+        )
+
+    def before(self, index: float, audited: AuditedSteps) -> None:
+        """Folds those before this entry."""
+        while self._left and self._left[0][0] < index:
+            _, entry = self._left.popleft()
+            match entry["entry"]:
+                case "fence":
+                    audited.on_wrong(GroupId(entry["group"]))
+                case "restart":
+                    audited.on_restart(entry["step"])
 
 
 def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:

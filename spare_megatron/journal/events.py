@@ -9,6 +9,7 @@ from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,
+    DisputeRecord,
     EndRecord,
     ExaminationRecord,
     FaultRecord,
@@ -83,6 +84,11 @@ def texts_of_record(record: Record) -> Iterator[str]:
         case CheckpointRecord():
             what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
             yield f"{what}; the earlier ones are untouched, and training goes on"
+        case DisputeRecord(outcome="saved"):
+            yield f"parameters of step {record.step}, in which groups differ, saved: {format_bytes(record.num_bytes)}"
+        case DisputeRecord():
+            what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
+            yield f"{what}; the step cannot be replayed, and training goes on"
 
 
 def describe_storage(record: StorageRecord) -> str:

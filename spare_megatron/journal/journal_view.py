@@ -16,6 +16,7 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     AuditRecord,
     ContributionRecord,
+    DisputeRecord,
     EndRecord,
     EntryRecord,
     EvaluationRecord,
@@ -51,6 +52,7 @@ RARE = (
     RankRecord,
     TermsRecord,
     LossRecord,
+    DisputeRecord,
     PlacesRecord,
     ExaminationRecord,
     StartRecord,

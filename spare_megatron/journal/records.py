@@ -203,6 +203,23 @@ class AuditRecord:
     num_added: int
     """Microbatches whose gradients the leader has added to its sums in this step; those of others are none of them."""
     incarnation: int = 0
+    boundaries: list[list[Any]] = field(default_factory=list)
+    """Of disputed microbatches, what their digests are made of: shard, index, kind, stage, rank, and digest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisputeRecord:
+    """End of a save of the parameters of a step in which groups differ about a microbatch; by the group that saves."""
+
+    group: int
+    step: int
+    attempt: int
+    outcome: SaveOutcome
+    reason: str = ""
+    num_bytes: int = 0
+    write_s: float = 0.0
+    """Seconds from its start, copying included."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -580,6 +597,7 @@ Record = (
     | ContributionRecord
     | VoteRecord
     | AuditRecord
+    | DisputeRecord
     | EvaluationRecord
     | EntryRecord
     | PacesRecord

@@ -167,7 +167,7 @@ class GroupState:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        optimizer: AnyOptimizer,
+        optimizer: AnyOptimizer | None,
         groups: GroupCollection,
         copies: HostCopies,
         partitions: Collection[PartitionId] = (),
@@ -176,7 +176,8 @@ class GroupState:
     ) -> None:
         """Refers to the live tensors, so it is valid until the next update unless `copy` is called before.
 
-        Contributes these `partitions`, each of which must be whole here, and with `has_rest` everything else.
+        Contributes these `partitions`, each of which must be whole here, and with `has_rest` everything else; without
+        an optimizer the parameters alone.
         """
         model = model_state(chunks, groups.lanes_and_cp)
         self._partitions: dict[PartitionId, _Parts] = {}
@@ -189,7 +190,9 @@ class GroupState:
         self._rest: _Parts = {}
         self._common: dict[str, Any] = {}
         if has_rest:
-            state = {"model": model, "optimizer": _optimizer_state(model, optimizer, is_loading=False)}
+            state = {"model": model}
+            if optimizer is not None:
+                state["optimizer"] = _optimizer_state(model, optimizer, is_loading=False)
             rest, common = save_preprocess(state, validate_access_integrity=False)
             self._common = copy.deepcopy(common)
             self._rest = _by_key(flatten_state_dict(rest)[0].values())

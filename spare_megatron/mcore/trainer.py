@@ -182,9 +182,10 @@ class GroupTrainer:
         ones. Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
         group, with the same arguments in order.
         """
+        share = self._share(work)
+        self._probe.begin_passes(len(share))
         if not work:
             return []
-        share = self._share(work)
         items = self._audits(audits) + [Item(one, is_digested=one.unit in audited) for one in share]
         self._seen.clear()
         is_counted = False
@@ -342,6 +343,10 @@ class GroupTrainer:
         return GroupState(
             self.chunks, self._optimizer, self.process_groups, self._copies, partitions, has_rest=has_rest
         )
+
+    def weights_state(self) -> GroupState:
+        """This rank's parameters alone, for a checkpoint without optimizer state; valid until the next update."""
+        return GroupState(self.chunks, None, self.process_groups, self._copies)
 
     def load_checkpoint(self, folder: Path, partitions: Collection[PartitionId] = ()) -> None:
         """Loads a checkpoint of any layout, to host stacked `partitions`. Collective over: all ranks of the group."""

@@ -49,6 +49,11 @@ class RankSpec:
     def member(self) -> Member:
         return Member(self.group, self.incarnation)
 
+    @property
+    def number(self) -> int:
+        """Of the rank among those of all groups."""
+        return self.group * self.config.parallel.ranks_per_group + self.rank
+
 
 def devices_on(config: RunConfig, node: int) -> list[str]:
     """The device of each rank of a node, in order. With the local launcher all nodes share the GPUs of one machine."""

@@ -39,6 +39,7 @@ from spare_megatron.rank.suspicions import Suspicions
 from spare_megatron.rank.train import Executors
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.loading import check_weights
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
@@ -82,7 +83,7 @@ class Assembly:
         self._probe = probe
         self._progress = progress
         self.groups = [GroupId(group) for group in range(self._config.layout.most_groups)]
-        device = choose_device(spec)
+        device = choose_device(spec.config, spec.device, spec.number)
         self.ranks = join_group(spec, store, device)
         self.trainer = self._build_trainer(device)
         self.agreement = self._build_agreement(log)
@@ -222,6 +223,7 @@ class Assembly:
     def _build_saves(self) -> GroupSaves:
         return GroupSaves(
             saver=self._build_saver() if self._config.checkpoint.is_wanted else None,
+            dispute_saver=None if audit_policy(self._config) is None else self._build_dispute_saver(),
             snapshotter=None if self._snapshots is None else self._build_snapshotter(self._snapshots),
             agreement=self.agreement,
             digests=self.digests,
@@ -306,10 +308,23 @@ class Assembly:
             folder=folder_of(config.checkpoint, self._spec.run_dir),
             trainer=self.trainer,
             agreement=self.agreement,
-            ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
+            ranks=self._writing_ranks(),
             connect=lambda: open_store(self._spec.store),
             probe=self._probe,
         )
+
+    def _build_dispute_saver(self) -> DisputeSaver:
+        return DisputeSaver(
+            config=self._config,
+            run_dir=self._spec.run_dir,
+            trainer=self.trainer,
+            ranks=self._writing_ranks(),
+            probe=self._probe,
+        )
+
+    def _writing_ranks(self) -> dist.ProcessGroup:
+        """The group's ranks, for one thread that writes."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._config.checkpoint.timeout_s))
 
     def _build_snapshotter(self, snapshot_server: SnapshotClient) -> Snapshotter:
         return Snapshotter(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.model import choose_deterministic_kernels
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
@@ -23,14 +23,17 @@ _MARGIN_S = 30.0
 """Ranks wait this much longer for their leader than the leader waits for the store."""
 
 
-def choose_device(spec: RankSpec) -> torch.device:
-    """Makes the rank's GPU, if it has one, current. Raises `ImportError` if its NCCL version is not supported."""
-    device = torch.device(spec.device)
+def choose_device(config: RunConfig, name: str, number: int) -> torch.device:
+    """Makes the GPU of this name, if it is one, current; `number` counts all ranks that may share it.
+
+    Raises `ImportError` if its NCCL version is not supported.
+    """
+    device = torch.device(name)
     if device.type == "cuda":
         nccl.check_nccl()
-        if (sharing := spec.config.cluster.ranks_per_gpu) > 1:
-            nccl.share_gpu((spec.group * spec.config.parallel.ranks_per_group + spec.rank) % sharing)
-        choose_deterministic_kernels(spec.config)
+        if (sharing := config.cluster.ranks_per_gpu) > 1:
+            nccl.share_gpu(number % sharing)
+        choose_deterministic_kernels(config)
         torch.cuda.set_device(device)
     return device
 

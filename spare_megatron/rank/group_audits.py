@@ -61,6 +61,11 @@ class GroupAudits:
             digests=[[int(word.shard), word.index, f"{word.digest:016x}"] for word in words],
             num_added=self._trainer.passes.num_added,
             incarnation=self._member.incarnation,
+            boundaries=[
+                [int(word.shard), word.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
+                for word in words
+                for one in word.boundaries
+            ],
         )
         self._reports.write_if_leader(record)
         return tuple(words)

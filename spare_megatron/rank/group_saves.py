@@ -1,8 +1,8 @@
-"""Checkpoints and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
+"""Saves and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
 from dataclasses import asdict
 
-from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, TakeSnapshot
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -11,6 +11,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
+from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, emergency_checkpoint_path, file_of
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
@@ -19,12 +20,15 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class GroupSaves:
-    """Carries out SaveCheckpoint, RefuseCheckpoint and TakeSnapshot on one rank, if configured. It decides nothing."""
+    """Carries out SaveCheckpoint, RefuseCheckpoint, SaveDispute and TakeSnapshot on one rank, if configured. It decides
+    nothing.
+    """
 
     def __init__(
         self,
         *,
         saver: Saver | None,
+        dispute_saver: DisputeSaver | None,
         snapshotter: Snapshotter | None,
         agreement: GroupAgreement,
         digests: StateDigests,
@@ -32,6 +36,7 @@ class GroupSaves:
         progress: RankProgress,
     ) -> None:
         self._saver = saver
+        self._dispute_saver = dispute_saver
         self._snapshotter = snapshotter
         self._agreement = agreement
         self._digests = digests
@@ -54,6 +59,19 @@ class GroupSaves:
     def refuse(self, action: RefuseCheckpoint) -> None:
         assert self._saver is not None, "only a run that takes checkpoints refuses one"
         self._saver.refuse(action)
+
+    def save_dispute(self, action: SaveDispute) -> None:
+        """Has the state before the step compared, and its parameters saved if it is this group's turn.
+
+        Collective over: all ranks of the group.
+        """
+        assert self._dispute_saver is not None, "only a run with audits has disputes"
+        if self._progress.lacks_params:
+            self._digests.is_wanted = True
+            return
+        self._digests.check(action.step, self._progress.num_restarts)  # earlier digests may be from before the fault
+        if action.member == self._agreement.member:
+            self._dispute_saver.save(action, self._progress.head)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
@@ -80,11 +98,15 @@ class GroupSaves:
             self._snapshotter.finish()
         if self._saver is not None:
             self._saver.finish()
+        if self._dispute_saver is not None:
+            self._dispute_saver.finish()
 
     def report_finished(self) -> None:
         """Journals and reports the saves and snapshots that have ended since the last call."""
         for snapshot in self._snapshotter.take_finished() if self._snapshotter is not None else ():
             self._reports.journal.write(snapshot)  # every holder: no other group may keep this rank position
+        for dispute in self._dispute_saver.take_finished() if self._dispute_saver is not None else ():
+            self._reports.write_if_leader(dispute)
         for record in self._saver.take_finished() if self._saver is not None else ():
             self._reports.write_if_leader(record)
             if self._agreement.is_leader:

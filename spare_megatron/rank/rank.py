@@ -237,6 +237,7 @@ class _Rank:
                 has_params=not self._progress.lacks_params,
             )
             if save is not None:
+                save = replace(save, audited_steps=run.audited_steps)
                 save_alone(self._spec, parts.trainer, save, parts.agreement.head)
 
     def _request_fault(self, fault: Fault) -> None:

@@ -26,6 +26,7 @@ from spare_megatron.core.actions import (
     RefuseCheckpoint,
     ReportEvaluation,
     SaveCheckpoint,
+    SaveDispute,
     StartRepairs,
     StopWipeOut,
     TakeSnapshot,
@@ -123,6 +124,8 @@ def _execute(action: Action, controller: Controller, executors: Executors) -> li
             executors.saves.save(action)
         case RefuseCheckpoint():
             executors.saves.refuse(action)
+        case SaveDispute():
+            executors.saves.save_dispute(action)
         case TakeSnapshot():
             executors.saves.take_snapshot(action)
         case GatherParams() if executors.stacked is not None:

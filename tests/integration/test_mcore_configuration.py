@@ -320,8 +320,8 @@ def test_a_rank_on_a_gpu_chooses_its_kernels_first_of_all(monkeypatch: pytest.Mo
         "set_device",
         lambda _: seen.append((torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)),
     )
-    spec = SimpleNamespace(device="cuda:0", config=RunConfig(reduce=ReduceConfig(mode=mode)))
-    assert choose_device(spec) == torch.device("cuda:0")
+    config = RunConfig(reduce=ReduceConfig(mode=mode))
+    assert choose_device(config, "cuda:0", 0) == torch.device("cuda:0")
     assert seen == [(mode == "reproducible", mode == "reproducible")]
 
 

@@ -10,10 +10,13 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.records import AuditRecord, FaultRecord
+from spare_megatron.journal.records import AuditRecord, DisputeRecord, FaultRecord
+from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
+from spare_megatron.state.checkpoint.loading import resumed
+from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, tiny_config
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 AUDITED = 2
 """The first step with audits."""
@@ -55,8 +58,66 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     found = json.loads(asked_for.output)
     assert asked_for.exit_code == 1
     assert [(one["group"], one["step"]) for one in found["culprits"]] == [(2, AUDITED)]
-    assert (found["compared"], found["audited_steps"], found["halted"]) == (3, AUDITED + 1, "")
+    assert (found["compared"], found["audited_steps"], found["halted"]) == (3, 0, "")
     assert {(one["shard"], one["index"]) for one in found["mismatches"]} == {
         tuple(one["microbatch"]) for one in asked["disputes"]
     }
     assert run.summary.params_sha256 == calm.summary.params_sha256
+    replay_names_the_culprit(run, tmp_path / "run", {tuple(one["microbatch"]) for one in asked["disputes"]})
+
+
+def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_nothing_had_been_wrong(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
+    """Group 2 spoils a step before the next audit finds it, and all later checkpoints hold that."""
+    begins, found_in = AUDITED + 2, 2 * AUDITED + 1
+    config = audited(tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=7, mode="reproducible"))
+    config = replace(
+        config, checkpoint=replace(config.checkpoint, folder=str(tmp_path / "kept"), interval_steps=1, keep_last=1)
+    )
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=begins, group=2, kind="drift")
+    spoiled = complete_run(replace(config, faults=replace(config.faults, trace=(fault,))), tmp_path / "spoiled")
+    assert (spoiled.summary.outcome, spoiled.summary.verdict) == ("finished", "valid"), spoiled.summary
+    assert [record.kind for record in spoiled.journal.of(FaultRecord)] == ["drift"]
+    [fence] = [entry for entry in entries_of(spoiled.journal) if entry["entry"] == "fence"]
+    assert (fence["group"], fence["is_outvoted"]) == (2, True)
+    calm = fault_free(config)
+    assert spoiled.summary.params_sha256 != calm.summary.params_sha256
+    listed = json.loads(CliRunner().invoke(app, ["checkpoint", "list", config.checkpoint.folder, "--json"]).output)
+    assert [(one["step"], one["audited_steps"]) for one in listed if one["is_audited"]] == [(AUDITED + 1, AUDITED + 1)]
+    assert max(one["step"] for one in listed) == config.train.steps
+    assert {one["audited_steps"] for one in listed if one["step"] > found_in} == {AUDITED + 1}, "though all have agreed"
+    history = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path / "spoiled"), "--json"]).output)
+    assert history["audited_steps"] == AUDITED + 1
+    went_back = go_back_to_audited(Path(config.checkpoint.folder))
+    assert went_back is not None
+    run = complete_run(resumed(config, Path(config.checkpoint.folder)), tmp_path / "again")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert run.summary.steps_committed == config.train.steps - AUDITED - 1
+    assert run.summary.params_sha256 == calm.summary.params_sha256
+
+
+def replay_names_the_culprit(run: Run, run_dir: Path, disputed: set[tuple[int, int]]) -> None:
+    [saved] = run.journal.of(DisputeRecord)
+    assert (saved.step, saved.outcome, saved.reason) == (AUDITED, "saved", "")
+    assert saved.group != 2, "another group can save what is right"
+    asked_for = CliRunner().invoke(app, ["replay", str(run_dir), "--step", str(AUDITED), "--json"])
+    assert asked_for.exit_code == 0, asked_for.output
+    found = json.loads(asked_for.output)
+    assert found["is_confirmed"]
+    assert len(found["params"]) == 4
+    assert len(set(found["params"].values())) == 1
+    assert {(one["shard"], one["index"]) for one in found["microbatches"]} == disputed
+    for one in found["microbatches"]:
+        assert {(kind, stage) for kind, stage, _, _ in one["boundaries"]} == {
+            (kind, stage) for kind in ("forward", "backward", "gradients") for stage in (0, 1)
+        }
+        differing = [(group["group"], group["differs_at"]) for group in one["groups"] if not group["agrees"]]
+        assert differing == [(2, "stage 1, forward pass, rank 1")]
+        assert len(one["groups"]) == 3
+    for arguments, message in (
+        (["--step", "0"], f"choose one whose parameters were saved: {AUDITED}"),
+        (["--step", str(AUDITED), "--microbatch", "0.7"], "--microbatch=0.7 is not in dispute in step 2; choose of "),
+    ):
+        refused = CliRunner().invoke(app, ["replay", str(run_dir), *arguments])
+        assert (refused.exit_code, message in refused.output) == (2, True), refused.output

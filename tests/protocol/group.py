@@ -32,6 +32,7 @@ from spare_megatron.core.actions import (
     RefuseCheckpoint,
     ReportEvaluation,
     SaveCheckpoint,
+    SaveDispute,
     StartRepairs,
     StopHalted,
     StopWipeOut,
@@ -209,6 +210,8 @@ class Group:
             case SaveCheckpoint():
                 yield None
                 yield from self._save(action)
+            case SaveDispute(step=step):
+                self._save_dispute(step)
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
@@ -255,6 +258,14 @@ class Group:
             if action.member == self.member:
                 yield None  # what is copied may change after it was digested
                 self._saving.begin(action, self._links.head, self._content)
+
+    def _save_dispute(self, step: int) -> None:
+        self._world.invariants.counts["saved dispute"] += 1
+        if self._lacks_params:
+            self._state_reports.is_wanted = True
+        else:
+            self._has_params(step)
+            self._state_reports.is_due = True
 
     def _give_state(self) -> Steps:
         for _ in range(MOVES_OF_STATE):

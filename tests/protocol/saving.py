@@ -48,7 +48,9 @@ class Saving:
                 yield None
                 if self._world.is_there(self._member):
                     earlier = [step for step in saves.visible if step <= action.step]
-                    superseded = self._world.superseded(earlier, action.doubtful, self._world.keep_last, None)
+                    superseded = self._world.superseded(
+                        earlier, action.doubtful, self._world.keep_last, None, action.audited_steps
+                    )
                     saves.dropped(superseded)
                     self._world.invariants.counts["superseded checkpoint"] += len(superseded)
         self._num_under_way -= 1

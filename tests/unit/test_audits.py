@@ -6,7 +6,14 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
+from spare_megatron.core.actions import (
+    AppendEntry,
+    AttemptReduce,
+    ComputeAudits,
+    ComputeStep,
+    SaveCheckpoint,
+    SaveDispute,
+)
 from spare_megatron.core.audits import (
     AuditPolicy,
     AuditWord,
@@ -23,6 +30,7 @@ from spare_megatron.core.audits import (
     mismatches,
     word_of,
 )
+from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
@@ -182,12 +190,15 @@ def test_the_first_difference_follows_the_stages() -> None:
 # ------------------------------------------------------------------------------------------------------- the controller
 
 
-def started(num_groups: int = 4, redundancy: int = 4, every_steps: int = 1) -> tuple[Controller, AttemptReduce]:
+def started(
+    num_groups: int = 4, redundancy: int = 4, every_steps: int | None = 1, save_every_steps: int | None = None
+) -> tuple[Controller, AttemptReduce]:
     setup = ControllerSetup(
         placement=make_placement("golomb", num_groups, redundancy),
         microbatches_per_shard=2,
         num_steps=9,
-        audits=AuditPolicy(every_steps=every_steps, seed=1),
+        audits=None if every_steps is None else AuditPolicy(every_steps=every_steps, seed=1),
+        saves=SavePolicy(interval_steps=save_every_steps),
     )
     controller = Controller(setup)
     actions = controller.handle(RunStarted(), now_s=0.0)
@@ -232,6 +243,9 @@ def test_a_mismatch_is_settled_before_the_commit() -> None:
     assert third not in (one.auditor, one.owner)
     assert (open_one.microbatch, asked.kept, asked.recompute) == (one.microbatch, (1,), False)
     actions = fold(controller, asked)
+    [save] = [action for action in actions if isinstance(action, SaveDispute)]
+    assert (save.step, save.attempt) == (0, 1)
+    assert save.member.group not in (one.auditor, one.owner), "their parameters may be what is wrong"
     [compute] = [action for action in actions if isinstance(action, ComputeAudits)]
     assert compute.asked_of(third) == (one.microbatch,)
     [attempt] = [action for action in actions if isinstance(action, AttemptReduce)]
@@ -244,13 +258,48 @@ def test_a_mismatch_is_settled_before_the_commit() -> None:
     fence = decided(controller, votes_of(controller, further, wrong))
     assert isinstance(fence, Fence)
     assert (fence.group, fence.discard, fence.is_outvoted) == (one.owner, True, True)
-    fold(controller, fence)
+    assert not [action for action in fold(controller, fence) if isinstance(action, SaveDispute)], "once in a step"
     again = decided(controller, {g: v for g, v in votes_of(controller, further, wrong).items() if g != one.owner})
     assert isinstance(again, Retry)
     assert (again.recompute, again.kept, again.disputes) == (True, (), ())
     steps = [action for action in fold(controller, again) if isinstance(action, ComputeStep)]
     assert one.owner not in {audit.owner for audit in steps[0].plan.audits}
     assert len(steps[0].plan.audits) == 3, "those that are left are audited again"
+
+
+def test_a_group_that_is_outvoted_at_once_has_the_parameters_saved_too() -> None:
+    """Two auditors may draw the same microbatch, so that a third host has spoken before any is asked."""
+    controller, _ = started()
+    audits = controller._plans[0].audits
+    one = audits[0]
+    third = next(group for group in controller.members if group not in (one.auditor, one.owner))
+    further = (*audits, Audit(third, one.owner, one.microbatch))
+    fence = decided(controller, votes_of(controller, further, {(int(one.owner), one.microbatch): 8}))
+    assert isinstance(fence, Fence)
+    [save] = [action for action in fold(controller, fence) if isinstance(action, SaveDispute)]
+    assert (save.step, save.attempt, save.member.group in controller.members) == (0, 0, True)
+
+
+def test_a_checkpoint_says_up_to_which_step_all_groups_have_been_audited() -> None:
+    """What a group has computed between its last audit and the one that found it wrong is in all later states."""
+    controller, _ = started(every_steps=2, save_every_steps=1)
+
+    def committed() -> int | None:
+        commit = Commit(step=controller.step, attempt=controller.attempt, save=True)
+        [save] = [action for action in fold(controller, commit) if isinstance(action, SaveCheckpoint)]
+        return save.audited_steps
+
+    assert [committed() for _ in range(4)] == [0, 2, 2, 4]
+    assert committed() == 4
+    fold(controller, Fence(group=GroupId(2), reason="SIGKILL"))
+    fold(controller, Retry(step=5, attempt=5))
+    assert committed() == 6
+    fold(controller, Fence(group=GroupId(1), discard=True, is_outvoted=True))
+    fold(controller, Retry(step=6, attempt=7, recompute=True))
+    assert [committed() for _ in range(2)] == [6, 6]
+    calm, _ = started(every_steps=None, save_every_steps=1)
+    [save] = [one for one in fold(calm, Commit(step=0, attempt=0, save=True)) if isinstance(one, SaveCheckpoint)]
+    assert save.audited_steps is None
 
 
 @pytest.mark.parametrize("who", ["owner", "auditor", "both"])

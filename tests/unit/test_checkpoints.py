@@ -67,9 +67,10 @@ def save(
     dies_at: FaultPoint | None = None,
     config: RunConfig = CONFIG,
     writers: Sequence[Member] = (),
+    audited_steps: int | None = None,
 ) -> Path:
     """A checkpoint of two files, published; with state partitions where there are writers of them."""
-    action = SaveCheckpoint(step=step, member=MEMBERS[0], voters=MEMBERS, epoch=1)
+    action = SaveCheckpoint(step=step, member=MEMBERS[0], voters=MEMBERS, epoch=1, audited_steps=audited_steps)
     if writers:
         action = replace(action, hosts=tuple((member,) for member in MEMBERS), owners=MEMBERS)
     aside = aside_path(folder, step, MEMBERS[0])

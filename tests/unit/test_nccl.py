@@ -538,8 +538,7 @@ def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pyte
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"  # before any rank imports what uses a GPU
     placed = []
     for group in config.parallel.groups_on(0):
-        device = choose_device(
-            RankSpec(group=group, incarnation=0, rank=0, device=node._device_of((group, 0)), **common)
-        )
+        spec = RankSpec(group=group, incarnation=0, rank=0, device=node._device_of((group, 0)), **common)
+        device = choose_device(config, spec.device, spec.number)
         placed.append((device.index, os.environ["NCCL_HOSTID"].rpartition("-")[2]))
     assert placed == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]

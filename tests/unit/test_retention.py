@@ -47,3 +47,30 @@ def test_what_was_kept_permanently_stays_so_as_checkpoints_come_and_go() -> None
         present.add(step)
         present -= superseded(present, [step], 2, 25)
     assert sorted(present) == [3, 27, 51, 75, 93, 96, 99]
+
+
+@pytest.mark.parametrize(
+    ("audited_steps", "unverified", "kept"),
+    [
+        (None, [], [50]),
+        (9, [], [50]),
+        (10, [], [10, 50]),
+        (39, [], [30, 50]),
+        (39, [30], [20, 50]),
+        (60, [], [50]),
+        (60, [50], [40, 50]),
+    ],
+)
+def test_the_newest_that_is_audited_is_kept(
+    audited_steps: int | None, unverified: Sequence[int], kept: Sequence[int]
+) -> None:
+    assert set(STEPS) - superseded(STEPS, unverified, 1, None, audited_steps) == set(kept)
+
+
+def test_there_is_always_a_checkpoint_that_is_audited_once_one_was() -> None:
+    present: set[int] = set()
+    for step in range(3, 100, 3):
+        audited_steps = step - step % 20
+        present.add(step)
+        present -= superseded(present, [step], 2, None, audited_steps)
+        assert (step < 20) or any(audited_steps - 3 < one <= audited_steps for one in present)

@@ -27,6 +27,12 @@ from spare_megatron.stacking.layout import GroupId, Member
 FOLDER = "checkpoints"
 """Inside a run's directory, unless `checkpoint.folder` is set."""
 
+DISPUTES = "disputes"
+"""Inside a run's directory: the parameters of steps in which groups have computed a microbatch differently."""
+
+NUM_DISPUTES_KEPT = 3
+"""Such steps whose parameters are kept, the newest ones."""
+
 MANIFEST = "manifest.json"
 
 FORMAT = 1
@@ -60,6 +66,7 @@ class Manifest:
         log_head: Log entries folded at the save.
         run_id: The training's id where its metrics go.
         optimizer: How the optimizer state was spread over the groups, and which of them wrote parts of it.
+        audited_steps: Steps up to which all groups were audited when it was begun; None without audits.
     """
 
     step: int
@@ -75,6 +82,7 @@ class Manifest:
     run_id: str
     files: Mapping[str, StoredFile]
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"sharding": "replicated"})
+    audited_steps: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -123,6 +131,7 @@ def manifest_of(
         run_id=config.metrics.run_id,
         files=dict(sorted(files.items())),
         optimizer=optimizer,
+        audited_steps=action.audited_steps,
     )
 
 
@@ -143,6 +152,10 @@ def strips_of(config: RunConfig) -> dict[str, Any]:
 
 def folder_of(checkpoint: CheckpointConfig, run_dir: Path) -> Path:
     return Path(checkpoint.folder).absolute() if checkpoint.folder else run_dir.absolute() / FOLDER
+
+
+def disputes_of(run_dir: Path) -> Path:
+    return run_dir.absolute() / DISPUTES
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -215,7 +215,7 @@ class Saver:
                 save.outcome = "saved"
         except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is, training goes on)
             if save.outcome != "saved":
-                save.outcome, save.reason = "failed", with_folder(_in_a_line(error), self._folder)
+                save.outcome, save.reason = "failed", with_folder(in_a_line(error), self._folder)
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
                     folders.clear_leftovers(self._folder, save.others)
@@ -240,7 +240,7 @@ class Saver:
         self, folder: Path, state: GroupState, partitions: Sequence[PartitionId] | None = None
     ) -> dict[str, folders.StoredFile]:
         written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), partitions)
-        files = _stored(written)
+        files = stored(written)
         for name, file in files.items():
             verify_file(folder, name, file)
         return files
@@ -265,7 +265,7 @@ class Saver:
         for share in shares:
             everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
         if shares:
-            everything |= _stored(join_partitions(aside, [share.folder for share in shares]))
+            everything |= stored(join_partitions(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
         manifest = folders.manifest_of(self._config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
@@ -279,10 +279,11 @@ class Saver:
         earlier = [step for step in folders.visible_steps(self._folder) if step <= manifest.step]
         # A refused checkpoint supersedes nothing, and is kept for diagnosis.
         steps = [step for step in earlier if not refusal_of(folders.checkpoint_path(self._folder, step))]
+        left_out = superseded(
+            steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps, save.action.audited_steps
+        )
         try:
-            folders.drop(
-                self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps)
-            )
+            folders.drop(self._folder, left_out)
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 
@@ -318,26 +319,30 @@ class Saver:
         return bool(self._ranks.rank() == 0)
 
     def _agree(self, work: Callable[[], T]) -> Sequence[T]:
-        """Runs `work` on every rank of the group; returns all results in the order of the ranks.
-
-        Collective over: all ranks of the group. If it fails on one of them, all raise the same `SaveFailed`.
-        """
-        result: tuple[T | None, str, str] = (None, "", "")
-        try:
-            result = (work(), "", "")
-        except CheckpointException as error:  # raised on the other ranks as well
-            result = (None, "", _in_a_line(error))
-        except Exception as error:  # noqa: BLE001  (the other ranks must learn of any error)
-            result = (None, f"rank {self._ranks.rank()}: {_in_a_line(error)}", "")
-        gathered: list[Any] = [None] * self._ranks.size()
-        dist.all_gather_object(gathered, result, group=self._ranks)
-        own, common = ([texts[kind] for texts in gathered if texts[kind]] for kind in (1, 2))
-        if own or common:
-            raise SaveFailed("; ".join(own) or common[0])
-        return [value for value, *_ in gathered]
+        return agreed(work, self._ranks)
 
 
-def _stored(written: Written) -> dict[str, folders.StoredFile]:
+def agreed(work: Callable[[], T], ranks: dist.ProcessGroup) -> Sequence[T]:
+    """Runs `work` on every rank of the group; returns all results in the order of the ranks.
+
+    Collective over: all ranks of the group. If it fails on one of them, all raise the same `SaveFailed`.
+    """
+    result: tuple[T | None, str, str] = (None, "", "")
+    try:
+        result = (work(), "", "")
+    except CheckpointException as error:  # raised on the other ranks as well
+        result = (None, "", in_a_line(error))
+    except Exception as error:  # noqa: BLE001  (the other ranks must learn of any error)
+        result = (None, f"rank {ranks.rank()}: {in_a_line(error)}", "")
+    gathered: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(gathered, result, group=ranks)
+    own, common = ([texts[kind] for texts in gathered if texts[kind]] for kind in (1, 2))
+    if own or common:
+        raise SaveFailed("; ".join(own) or common[0])
+    return [value for value, *_ in gathered]
+
+
+def stored(written: Written) -> dict[str, folders.StoredFile]:
     return {name: folders.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
 
 
@@ -351,9 +356,9 @@ def with_folder(reason: str, folder: Path) -> str:
     return f"{reason}: checkpoint.folder {folder}" if is_bare else reason
 
 
-def _in_a_line(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
     if isinstance(error, SaveFailed | DamagedCheckpoint):
         return str(error)
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_in_a_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+        return "; ".join(f"rank {rank}: {in_a_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -62,9 +62,14 @@ def _mark(path: Path, action: RefuseCheckpoint) -> None:
     saved_by = manifest.get("group"), manifest.get("incarnation"), manifest.get("epoch")
     if saved_by != (*action.member, action.epoch) or refusal_of(path):
         return
+    mark_refused(path, action.reason)
+
+
+def mark_refused(path: Path, reason: str, audited_steps: int | None = None) -> None:
+    """Keeps every run from loading a checkpoint; `audited_steps`: because it is later than these."""
     fd, aside = tempfile.mkstemp(prefix=REFUSAL, dir=path)
     with os.fdopen(fd, "w") as file:
-        json.dump({"reason": action.reason}, file)
+        json.dump({"reason": reason} | ({} if audited_steps is None else {"audited_steps": audited_steps}), file)
         file.flush()
         os.fsync(file.fileno())
     Path(aside).rename(path / REFUSAL)
@@ -79,6 +84,15 @@ def refusal_of(path: Path) -> str:
         return ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{REFUSAL} cannot be read: {error}"
+
+
+def audited_by_refusal(path: Path) -> int | None:
+    """Steps of the audited checkpoint to which a run went back when it refused this one; None if that is not why."""
+    try:
+        steps = json.loads((path / REFUSAL).read_bytes()).get("audited_steps")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if steps is None else int(steps)
 
 
 class DamagedCheckpoint(Exception):

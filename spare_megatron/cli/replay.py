@@ -1,0 +1,98 @@
+"""`spare replay`: computes a microbatch about which groups differed again, and says which of them was wrong."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+if TYPE_CHECKING:
+    from spare_megatron.driver.replay import GroupCompared, MicrobatchReplay, Replay
+
+_ORDER = ("forward", "backward", "gradients")
+"""Of the digests along the way of a microbatch: forward up the stages, the others down."""
+
+
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    step: Annotated[int, typer.Option(help="A step with a mismatch, as spare audit lists them.")],
+    microbatch: Annotated[
+        str | None,
+        typer.Option(metavar="SHARD.INDEX", help="One of the microbatches in dispute. [default: all of them]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the replay as JSON.")] = False,
+) -> None:
+    """Compute the disputed microbatches of a step again.
+
+    Starts the ranks of one group on this machine, with the parameters that the run saved at the mismatch, and compares
+    the digests along the stages with what each group has stated.
+
+    Exit codes: 0 each came out as some group has stated it, 1 one did not, 2 it cannot be computed.
+    """
+    with explained_errors("replay"):
+        from spare_megatron.driver import replay as replays
+
+        found = replays.replay(run_dir, step, None if microbatch is None else _address(microbatch))
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "is_confirmed": found.is_confirmed}))
+    else:
+        for line in lines_of(found):
+            typer.echo(line)
+    raise typer.Exit(0 if found.is_confirmed else 1)
+
+
+def _address(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise ValueError(f"--microbatch={text} is no SHARD.INDEX, such as 3.1; spare audit lists those in dispute")
+    return int(match[1]), int(match[2])
+
+
+def lines_of(found: "Replay") -> Iterator[str]:
+    """The replay as text: of each microbatch which groups differ and where, then all digests side by side."""
+    yield f"step {found.step}, with the parameters of {found.path}, computed on {found.device}"
+    if found.params:
+        by_digest: dict[str, list[int]] = {}
+        for group, digest in sorted(found.params.items()):
+            by_digest.setdefault(digest, []).append(group)
+        equal = "; ".join(f"{digest[:16]} in groups {', '.join(map(str, of))}" for digest, of in by_digest.items())
+        yield f"parameters before the step: {equal}{'' if len(by_digest) == 1 else ' (they differ)'}"
+    for one in found.microbatches:
+        yield from _lines_of_microbatch(one)
+
+
+def _lines_of_microbatch(one: "MicrobatchReplay") -> Iterator[str]:
+    yield ""
+    yield f"microbatch {one.index} of shard {one.shard}, number {one.number} of the step: {one.digest}"
+    yield from (f"  {sample}" for sample in one.samples)
+    for group in one.groups:
+        yield f"  group {group.group} {_verdict(group)}"
+    rows = [["", "replay", *(f"group {group.group}" for group in one.groups)]]
+    for kind, stage, rank, digest in sorted(one.boundaries, key=_along_the_way):
+        stated = [_value_at(group, (kind, stage, rank)) for group in one.groups]
+        shown = ["=" if value == digest else value for value in stated]
+        rows.append([f"{kind}, stage {stage}, rank {rank}", digest, *shown])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _verdict(group: "GroupCompared") -> str:
+    if group.agrees:
+        return "agrees"
+    what = "contradicts itself" if len(group.digests) > 1 else "differs"
+    return f"{what}: {', '.join(group.digests)}{f'; first at {group.differs_at}' if group.differs_at else ''}"
+
+
+def _along_the_way(boundary: tuple[str, int, int, str]) -> tuple[int, int, int]:
+    kind, stage, rank, _ = boundary
+    return _ORDER.index(kind), stage if kind == _ORDER[0] else -stage, rank
+
+
+def _value_at(group: "GroupCompared", place: tuple[str, int, int]) -> str:
+    return next((digest for *at, digest in group.boundaries if tuple(at) == place), "unknown")

@@ -1,0 +1,259 @@
+"""Computes the disputed microbatches of a step again, on this machine, and compares with what the groups have stated.
+
+The parameters are those that the run has saved (`state.checkpoint.dispute_saver`); the ranks of one group compute.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.loader import ConfigError, load_run_config
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.run_terms import terms_in
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.audits import Boundary, first_difference, word_of
+from spare_megatron.journal.check import fold_view
+from spare_megatron.journal.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
+from spare_megatron.journal.journal_index import JournalIndex
+from spare_megatron.journal.records import RunRecord
+from spare_megatron.process.gpus import visible_gpus
+from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, checkpoint_path, disputes_of
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify
+
+_TIMEOUT_S = 1800.0
+_POLL_S = 0.05
+_SHOWN = 2000
+"""Characters of what a rank has printed before it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCompared:
+    """A group's digests of a microbatch beside those of the replay.
+
+    Attributes:
+        digests: All that it has voted with.
+        agrees: Each of them is that of the replay.
+        differs_at: Where it departs from the replay first, as a verdict says it; empty if it agrees or has not said.
+        boundaries: Those of its first statement that differs, else of any: kind, stage, rank, digest.
+    """
+
+    group: int
+    digests: list[str]
+    agrees: bool
+    differs_at: str
+    boundaries: list[tuple[str, int, int, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchReplay:
+    """A microbatch of the step: its linear number in the batch, where its sequences lie, and its digests."""
+
+    shard: int
+    index: int
+    number: int
+    samples: list[str]
+    digest: str
+    boundaries: list[tuple[str, int, int, str]]
+    groups: list[GroupCompared]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The replay of a step.
+
+    Attributes:
+        path: Folder of the parameters.
+        params: Group -> digest of its parameters before the step, where the journal has it.
+    """
+
+    step: int
+    path: str
+    device: str
+    params: dict[int, str]
+    microbatches: list[MicrobatchReplay]
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether each microbatch has come out as some group has stated it."""
+        return all(any(group.agrees for group in one.groups) for one in self.microbatches)
+
+
+def replay(run_dir: Path, step: int, microbatch: Address | None = None) -> Replay:
+    """Computes the disputed microbatches of a step again, or one of them.
+
+    Raises ValueError if there is no such dispute, its parameters are not there or damaged, or this machine cannot
+    compute as the run did.
+    """
+    view = JournalIndex(run_dir, settings=terms_in(run_dir))
+    run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)
+    if run is None:
+        raise ValueError(f"the journal of {run_dir} does not say how the run began")
+    disputed = disputed_step(view, fold_view(view, run), step)
+    if disputed is None or not disputed.stated:
+        raise ValueError(f"--step={step}: groups do not differ in this step; {_replayable(view, run_dir)}")
+    if microbatch is not None and microbatch not in disputed.stated:
+        named = ", ".join(f"{shard}.{index}" for shard, index in disputed.stated)
+        raise ValueError(
+            f"--microbatch={microbatch[0]}.{microbatch[1]} is not in dispute in step {step}; choose of {named}"
+        )
+    path = checkpoint_path(disputes_of(run_dir), step)
+    _require_parameters(path, disputed, step)
+    config = _config_of(run_dir, path)
+    wanted = list(disputed.stated) if microbatch is None else [microbatch]
+    of_ranks = _compute(config, step, wanted)
+    return Replay(
+        step=step,
+        path=str(path),
+        device=config.cluster.device,
+        params=dict(disputed.params),
+        microbatches=[
+            _compared(address, [of_rank[number] for of_rank in of_ranks], disputed.stated[address])
+            for number, address in enumerate(wanted)
+        ],
+    )
+
+
+def _replayable(view: JournalIndex, run_dir: Path) -> str:
+    saved = sorted(step for step, record in saved_disputes(view).items() if record.outcome == "saved")
+    if not saved:
+        return f"the run has saved the parameters of no step; spare audit {run_dir} lists mismatches"
+    return f"choose one whose parameters were saved: {', '.join(map(str, saved))}"
+
+
+def _require_parameters(path: Path, disputed: DisputedStep, step: int) -> None:
+    if not path.is_dir():
+        saved = disputed.saved
+        if saved is None:
+            why = "the run ended, or the group that was to save them, before they were saved"
+        elif saved.outcome == "saved":
+            why = f"the run keeps those of the newest {NUM_DISPUTES_KEPT} steps with disputes"
+        else:
+            why = f"their save {saved.outcome}: {saved.reason}"
+        raise ValueError(f"--step={step}: its parameters are not in {path}: {why}; choose another step")
+    try:
+        verify(path)
+    except DamagedCheckpoint as error:
+        raise ValueError(f"--step={step}: its parameters in {path.parent} cannot be used: {error}") from error
+
+
+def _config_of(run_dir: Path, parameters: Path) -> RunConfig:
+    """The run's configuration, with these parameters. ValueError: this machine lacks the run's devices."""
+    try:
+        config = load_run_config(run_dir / "config.toml").config
+    except ConfigError as error:
+        raise ValueError(f"{run_dir} is no run's directory: {error}") from error
+    cluster, num_ranks = config.cluster, config.parallel.ranks_per_group
+    if cluster.device == "gpu":
+        num_needed, num_here = -(-num_ranks // cluster.ranks_per_gpu), len(visible_gpus())
+        if num_here < num_needed:
+            raise ValueError(
+                f"the run has computed on GPUs, and CPUs give other bits: a group needs {num_needed}, and this machine "
+                f"shows {num_here}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
+            )
+    return replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(parameters)))
+
+
+# ------------------------------------------------------------------------------------------------------------ compute
+
+
+def _compute(config: RunConfig, step: int, microbatches: Sequence[Address]) -> list[list[dict[str, Any]]]:
+    """What each rank of a group finds of each microbatch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.toml").write_text(dump_run_config(config))
+        tasks = [
+            {
+                "config": str(folder / "config.toml"),
+                "meeting": str(folder / "meeting"),
+                "rank": rank,
+                "device": f"cuda:{rank // config.cluster.ranks_per_gpu}" if config.cluster.device == "gpu" else "cpu",
+                "step": step,
+                "microbatches": list(microbatches),
+            }
+            for rank in range(config.parallel.ranks_per_group)
+        ]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for task in tasks:
+                processes.append(_start(task, folder / f"rank-{task['rank']}"))
+            _await(processes, folder)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [_found(folder / f"rank-{rank}") for rank in range(len(tasks))]
+
+
+def _start(task: Mapping[str, Any], output: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-P", "-m", "spare_megatron.rank.replay_rank", json.dumps(task)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as ranks of a run
+    with output.open("wb") as out:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def _await(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None:
+    ends_at_s = time.monotonic() + _TIMEOUT_S
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes) or time.monotonic() > ends_at_s:
+            break
+        time.sleep(_POLL_S)
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            text = (folder / f"rank-{rank}").read_text(errors="replace")[-_SHOWN:]
+            raise ValueError(f"rank {rank} of the replay has ended with {process.returncode}:\n{text}")
+    if any(process.returncode is None for process in processes):
+        raise ValueError(f"the replay has not ended within {_TIMEOUT_S:g} s; name one --microbatch")
+
+
+def _found(output: Path) -> list[dict[str, Any]]:
+    lines = output.read_text(errors="replace").splitlines()
+    found: list[dict[str, Any]] = json.loads(
+        next(line.partition(" ")[2] for line in reversed(lines) if line.startswith("replayed "))
+    )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ compare
+
+
+def _compared(
+    address: Address, of_ranks: Sequence[Mapping[str, Any]], stated: Mapping[int, Sequence[Stated]]
+) -> MicrobatchReplay:
+    boundaries = sorted(Boundary(*one) for of_rank in of_ranks for one in of_rank["boundaries"])
+    digest = f"{word_of(boundaries):016x}"
+    return MicrobatchReplay(
+        shard=address[0],
+        index=address[1],
+        number=of_ranks[0]["number"],
+        samples=of_ranks[0]["samples"],
+        digest=digest,
+        boundaries=_shown(boundaries),
+        groups=[compared_group(group, said, digest, boundaries) for group, said in sorted(stated.items())],
+    )
+
+
+def compared_group(group: int, said: Sequence[Stated], digest: str, boundaries: Sequence[Boundary]) -> GroupCompared:
+    """What a group has said about a microbatch, beside what a replay has found."""
+    different = [one for one in said if one.digest != digest]
+    shown = next((one for one in (*different, *said) if one.boundaries), said[0])
+    theirs = sorted(Boundary(*place, int(value, 16)) for place, value in shown.boundaries.items())  # type: ignore[arg-type]
+    return GroupCompared(
+        group=group,
+        digests=[one.digest for one in said],
+        agrees=not different,
+        differs_at=str(first_difference(theirs, boundaries) or "") if different else "",
+        boundaries=_shown(theirs),
+    )
+
+
+def _shown(boundaries: Sequence[Boundary]) -> list[tuple[str, int, int, str]]:
+    return [(one.kind, one.stage, one.rank, f"{one.digest:016x}") for one in boundaries]

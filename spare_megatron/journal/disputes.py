@@ -1,0 +1,114 @@
+"""What groups have stated about the disputed microbatches of a step, from the journal of the run."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.journal_view import JournalView, Stretch
+from spare_megatron.journal.records import AuditRecord, DisputeRecord, ParamsRecord
+
+Address = tuple[int, int]
+"""Shard of a microbatch, and its index in the shard."""
+
+
+class Place(NamedTuple):
+    """Kind, stage and rank of a digest along the way of a microbatch through a group."""
+
+    kind: str
+    stage: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated:
+    """A digest of a microbatch that a group has voted with, and what it is made of, if the group has said so."""
+
+    digest: str
+    boundaries: Mapping[Place, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisputedStep:
+    """A step in which groups have computed microbatches to different values.
+
+    Attributes:
+        saved: How the save of its parameters has ended; None if the journal does not say.
+        stated: Microbatch -> group -> its different statements, in the order of its votes.
+        params: Group -> digest of the state of its parameters before the step, where that was compared.
+    """
+
+    saved: DisputeRecord | None
+    stated: Mapping[Address, Mapping[int, Sequence[Stated]]]
+    params: Mapping[int, str]
+
+
+def saved_disputes(view: JournalView) -> dict[int, DisputeRecord]:
+    """Step -> the last save of its parameters; one that succeeded if there is any."""
+    found: dict[int, DisputeRecord] = {}
+    for line in view.rare:
+        record = line.record
+        if isinstance(record, DisputeRecord):
+            before = found.get(record.step)
+            if before is None or before.outcome != "saved" or record.outcome == "saved":
+                found[record.step] = record
+    return found
+
+
+def disputed_step(view: JournalView, fold: Fold, step: int) -> DisputedStep | None:
+    """The disputes of a step, when its saved parameters were computed with, else the last ones; None without any."""
+    saved = saved_disputes(view).get(step)
+    attempts = [
+        entry["attempt"]
+        for entry in fold.entries.values()
+        if entry["entry"] == "retry" and entry["step"] == step and entry.get("disputes")
+    ]
+    if saved is not None and saved.outcome == "saved":
+        attempts = [saved.attempt]
+    if not attempts:
+        return None
+    attempt = max(attempts)
+    commits = [commit.attempt for commit in fold.commits]
+    first = max((one for one in commits if one < attempt), default=-1) + 1
+    end = min((one for one in commits if one >= attempt), default=math.inf) + 1
+    num_restarts = _num_restarts(fold, attempt)
+    audits = view.select((AuditRecord,), Stretch(key="attempt", first=first, end=end))[AuditRecord]
+    params = view.select((ParamsRecord,), Stretch(key="step", first=step, end=step + 1))[ParamsRecord]
+    return DisputedStep(
+        saved=saved,
+        stated=_disputed([record for _, record in audits if record.step == step]),
+        params={
+            record.group: record.digest for _, record in params if record.digest and record.num_restarts == num_restarts
+        },
+    )
+
+
+def _num_restarts(fold: Fold, attempt: int) -> int:
+    """Restarts before the attempt."""
+    last = max(
+        (index for index, entry in fold.entries.items() if entry.get("attempt", attempt + 1) <= attempt), default=-1
+    )
+    return sum(entry["entry"] == "restart" and index < last for index, entry in fold.entries.items())
+
+
+def _disputed(records: Sequence[AuditRecord]) -> dict[Address, dict[int, list[Stated]]]:
+    found: dict[Address, dict[int, list[Stated]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        boundaries: dict[Address, dict[Place, str]] = defaultdict(dict)
+        for shard, index, kind, stage, rank, digest in record.boundaries:
+            boundaries[shard, index][Place(kind, stage, rank)] = digest
+        for shard, index, digest in record.digests:
+            address, said = (shard, index), found[shard, index][record.group]
+            stated = Stated(digest=digest, boundaries=boundaries[address])
+            known = next((number for number, one in enumerate(said) if one.digest == digest), None)
+            if known is None:
+                said.append(stated)
+            elif not said[known].boundaries:
+                said[known] = stated
+    return {
+        address: dict(by_group)
+        for address, by_group in sorted(found.items())
+        if len({one.digest for said in by_group.values() for one in said}) > 1
+    }

@@ -1,0 +1,95 @@
+"""Which checkpoints of a folder are audited: clean of lasting faults of the groups. Loads without torch.
+
+A manifest says up to which step all groups were audited when the checkpoint was saved (`stacking.audited_steps`), which
+is before its own step. So the newest one says it of the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spare_megatron.config.terms import step_of
+from spare_megatron.process.lock import locked
+from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
+from spare_megatron.state.checkpoint.verification import (
+    DamagedCheckpoint,
+    audited_by_refusal,
+    glance,
+    mark_refused,
+    read_manifest,
+    refusal_of,
+    verify,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WentBack:
+    """The newest audited checkpoint of a folder, and the later ones, which no run loads any more.
+
+    Attributes:
+        audited_steps: Steps up to which all groups are audited.
+    """
+
+    path: Path
+    audited_steps: int
+    refused: Sequence[Path]
+
+
+def audited_steps_in(checkpoints: Sequence[Path]) -> int | None:
+    """Steps up to which all groups are audited, by these checkpoints, newest first; None if none of them says."""
+    found: list[int] = []
+    for path in checkpoints:
+        steps = _audited_steps_of(path)
+        if steps is not None:
+            found.append(steps)
+            if not refusal_of(path):
+                break
+    return max(found, default=None)
+
+
+def _audited_steps_of(path: Path) -> int | None:
+    """What a checkpoint says of the others; of a refused one what a run that went back has left."""
+    if refusal_of(path):
+        return audited_by_refusal(path)
+    try:
+        return read_manifest(path).audited_steps
+    except DamagedCheckpoint:
+        return None
+
+
+def go_back_to_audited(folder: Path) -> WentBack | None:
+    """Refuses all checkpoints of a folder that are later than its newest audited one; None if there are none at all.
+
+    Raises ValueError if none is audited, nothing says which, or a run uses the folder.
+    """
+    checkpoints = all_checkpoints(folder)
+    if not checkpoints:
+        return None
+    steps = audited_steps_in(checkpoints)
+    if steps is None:
+        raise ValueError(
+            f"--restart-from=audited: no checkpoint in {folder} says up to which step it is audited: they were saved "
+            f"without audits (audit.every_steps); leave it out to start from the newest"
+        )
+    with locked(folder):
+        return _go_back(folder, checkpoints, steps)
+
+
+def _go_back(folder: Path, checkpoints: Sequence[Path], steps: int) -> WentBack:
+    later: list[Path] = []
+    for path in checkpoints:
+        try:
+            found = verify(path) if step_of(path) <= steps else glance(path)
+        except DamagedCheckpoint:
+            continue
+        if found.manifest.step > steps:
+            later.append(path)
+            continue
+        reason = f"it is later than the {steps} steps that are audited, and a run went back to {path.name}"
+        for one in later:
+            mark_refused(one, reason, audited_steps=found.manifest.step)
+        return WentBack(path=path, audited_steps=steps, refused=later)
+    raise ValueError(
+        f"--restart-from=audited: {steps} steps are audited, and no valid checkpoint in {folder} is of so few; leave "
+        f"it out to start from the newest, or set checkpoint.folder to an empty one to start from the beginning"
+    )

@@ -20,7 +20,7 @@ def audit(
     """List what the audits of a run have compared and found.
 
     In an audit a second group computes a microbatch, too. A mismatch is settled by a third one before the step is
-    committed.
+    committed. So is a microbatch whose loss is suspect.
 
     Exit codes: 0 no mismatch, 1 mismatches, 2 no journal.
     """
@@ -52,6 +52,15 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
             f"{history.compared} microbatches compared in {history.steps} steps, equal; every group is audited up to "
             f"step {history.audited_steps}"
         )
+    for suspect in history.suspects:
+        groups = ", ".join(map(str, suspect.asked))
+        typer.echo(
+            f"step {suspect.step}, attempt {suspect.attempt}: the loss of microbatch {suspect.index} of shard "
+            f"{suspect.shard} is suspect; groups {groups} were asked to compute it"
+            f"{', and agree: it is the data' if suspect.is_data else ''}"
+        )
+        if suspect.samples:
+            typer.echo(f"  samples: {', '.join(suspect.samples)}")
     for found in history.mismatches:
         said = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
         typer.echo(

@@ -11,8 +11,11 @@ def audit_policy(config: RunConfig) -> AuditPolicy | None:
     every_steps = config.audit.every_steps
     if every_steps is None:
         is_safe = next(obstacles(config), None) is None and not _may_add_differently(config)
-        every_steps = default_every_steps(config.spare.microbatches_per_shard) if is_safe else 0
-    return AuditPolicy(every_steps=every_steps, seed=config.train.seed) if every_steps else None
+        num_rounds = config.spare.microbatches_per_shard // config.layout.data_parallel
+        every_steps = default_every_steps(max(num_rounds, 1)) if is_safe else 0
+    if not every_steps:
+        return None
+    return AuditPolicy(every_steps=every_steps, seed=config.train.seed, rounds=config.rounds)
 
 
 def _may_add_differently(config: RunConfig) -> bool:
@@ -35,10 +38,6 @@ def obstacles(config: RunConfig) -> Iterator[str]:
         yield "layout.num_groups=1 leaves no other group"
     elif config.spare.redundancy == 1 and config.data.access != "shared":
         yield "spare.redundancy=1 gives every shard one host, and an audit needs another one"
-    if config.layout.data_parallel > 1:
-        yield f"layout.data_parallel={config.layout.data_parallel} divides work over lanes, and audits need one lane"
-    if config.model.num_experts is not None:
-        yield f"model.num_experts={config.model.num_experts}: audits of mixtures are not supported"
     if config.cluster.device == "gpu" and config.reduce.mode != "reproducible":
         yield (
             f"reduce.mode={config.reduce.mode} lets GPUs choose kernels whose results differ from time to time, and "

@@ -323,8 +323,8 @@ class AuditConfig:
     """Microbatches that a second group computes, too, which shows wrong gradients before they are committed."""
 
     every_steps: NonNegativeInt | None = None
-    """Steps between audits, in each of which every group computes one microbatch of another group; 0 disables them. If
-    absent as few as cost at most 1% of a step, and none where equal gradients may differ in bits."""
+    """Steps between audits, in each of which every group computes one microbatch of another group on each lane; 0
+    disables them. If absent as few as cost at most 1% of a step, and none where equal gradients may differ in bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -275,7 +275,8 @@ class ComputeAudits:
     disputes: tuple[Dispute, ...]
 
     def asked_of(self, group: GroupId) -> tuple[Microbatch, ...]:
-        return tuple(dispute.microbatch for dispute in self.disputes if group in dispute.asked)
+        """What this group is to compute, each once: two disputes may be about one microbatch."""
+        return tuple(dict.fromkeys(dispute.microbatch for dispute in self.disputes if group in dispute.asked))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,22 @@ from random import Random
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
-from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work
+from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
+from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Owners, Work
 
 LARGEST_PRICE = 0.01
 """Of a step, that audits may cost on average if `audit.every_steps` is left open."""
+
+AUDITOR_SLACK = 2
+"""Microbatches by which a group has to be below the makespan to audit at no cost: a digest takes at most the time of
+one (docs/audits.md)."""
+OWNER_SLACK = 1
+"""The same for a group that takes a digest of its own microbatch."""
 
 MAX_ROUNDS = 16
 """Times that hosts are asked about one microbatch; after that the run halts."""
@@ -38,10 +46,15 @@ def default_every_steps(microbatches_per_shard: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPolicy:
-    """Every group audits one microbatch of another group in every `every_steps`-th step; `seed` draws the pairs."""
+    """Every group audits one microbatch of another group in every `every_steps`-th step, or one on each of its lanes;
+    `seed` draws the pairs.
+
+    `rounds`: what the pipeline schedule makes of a group's microbatches, from which its slack follows.
+    """
 
     every_steps: int
     seed: int
+    rounds: Rounds = ONE_BY_ONE
 
     def is_due(self, step: int) -> bool:
         """Whether all groups audit in this step.
@@ -56,13 +69,15 @@ class Boundary(NamedTuple):
     """Digest of what one rank has of an audited microbatch at one place.
 
     `forward`: what the stage puts out. `backward`: the gradient of that, as it receives it. `gradients`: those of its
-    parameters.
+    parameters. `rank` is that of the same position in the first of the lanes that could have computed it, and the
+    rank that has is `offset` further.
     """
 
     kind: Literal["forward", "backward", "gradients"]
     stage: int
     rank: int
     digest: int
+    offset: int = 0
 
 
 class AuditWord(NamedTuple):
@@ -88,71 +103,164 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispute:
-    """A microbatch that groups have computed to different digests.
+    """A microbatch that groups have computed to different digests, or whose loss is suspect.
 
     Attributes:
         statements: All so far, in the order of votes; a group may have made several.
         asked: The groups that compute it in the attempt that this opens.
+        is_suspicion: Opened by a loss (`core.suspects`): statements are digests of the loss, and may all agree.
     """
 
     microbatch: Microbatch
     statements: tuple[Statement, ...]
     asked: tuple[GroupId, ...]
     num_rounds: int = 1
+    is_suspicion: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether a gradient in the sum may be wrong: statements differ."""
+        return len({statement.digest for statement in self.statements}) > 1
 
 
 # ------------------------------------------------------------------------------------------------------ who audits whom
 
 
 def draw_audits(
-    policy: AuditPolicy, step: int, work: Work, hosts: Sequence[Sequence[GroupId]] | None, auditors: Collection[GroupId]
+    policy: AuditPolicy,
+    step: int,
+    work: Work,
+    hosts: Sequence[Sequence[GroupId]] | None,
+    asked: Collection[GroupId],
+    slack: Mapping[GroupId, int],
 ) -> tuple[Audit, ...]:
-    """One audit for each of the `auditors` that compute anything, as far as they host work of another group.
+    """Audits in which each of the groups that are `asked` and compute anything takes part, as far as possible.
 
-    `hosts` of each shard; None if every group can read all data. As many groups as possible are audited once. Drawn
-    from seed and step, equal in every process. Cost: O(N r m) beside one matching.
+    `hosts` of each shard; None if every group can read all data. Groups with slack audit first, which costs no time. If
+    they do not reach all, each of the groups that are asked audits another one, and as many as possible are audited
+    once; else those that have slack left audit each other. Drawn from seed and step, equal in every process. Cost:
+    O(N r m) beside two matchings.
     """
     busy = [GroupId(group) for group in np.unique(work.owners).tolist() if group != NO_OWNER]
-    asked = sorted(set(auditors) & set(busy))
+    wanted = sorted(set(asked) & set(busy))
+    able = sorted(group for group in busy if slack.get(group, 0) >= AUDITOR_SLACK)
     random = Random(f"{policy.seed}|{step}")
     random.shuffle(busy)
-    random.shuffle(asked)
-    shards = {} if hosts is None else _shards_of(hosts, asked)
-    audits = []
-    for group, owner in _pairs(work, None if hosts is None else shards, asked, busy, random):
-        readable = shards.get(group, range(work.num_shards))
-        places, indices = np.nonzero((work.owners if hosts is None else work.owners[readable]) == owner)
-        number = random.randrange(len(indices))
-        audits.append(Audit(group, owner, Microbatch(ShardId(readable[places[number]]), int(indices[number]))))
-    return tuple(sorted(audits))
+    random.shuffle(wanted)
+    draw = _Draw(work, hosts, policy.rounds.lanes, random)
+    no_auditors = {group for group in busy if group not in able or slack[group] >= AUDITOR_SLACK + OWNER_SLACK}
+    audits = draw.audits(able, [group for group in wanted if group in no_auditors], is_once=True)
+    if set(wanted) - {group for audit in audits for group in (audit.auditor, audit.owner)}:
+        return tuple(sorted(draw.audits(wanted, busy)))
+    left = sorted(set(able) - {audit.auditor for audit in audits})
+    owners = {group for group in no_auditors if slack.get(group, 0) >= OWNER_SLACK} - {audit.owner for audit in audits}
+    return tuple(sorted([*audits, *draw.audits(left, sorted(owners), is_once=True)]))
 
 
-def _pairs(
-    work: Work,
-    shards: Mapping[GroupId, Sequence[int]] | None,
-    asked: Sequence[GroupId],
-    busy: Sequence[GroupId],
-    random: Random,
-) -> Iterator[tuple[GroupId, GroupId]]:
-    """An owner for each of the groups that are asked, in their order, as far as there is one."""
-    if shards is None:
-        after = dict(zip(busy, [*busy[1:], busy[0]], strict=True)) if len(busy) > 1 else {}
-        yield from ((group, after[group]) for group in asked if group in after)
-        return
-    at_column = {owner: column for column, owner in enumerate(busy)}
-    able = [
-        sorted(at_column[GroupId(o)] for o in set(work.owners[shards[group]].ravel().tolist()) - {group, NO_OWNER})
-        for group in asked
-    ]
-    if not any(able):
-        return
-    starts = np.cumsum([0, *map(len, able)])
-    edges = np.concatenate([np.array(of_row, dtype=np.int32) for of_row in able])
-    graph = csr_array((np.ones(len(edges), dtype=np.int8), edges, starts), shape=(len(asked), len(busy)))
-    chosen = maximum_bipartite_matching(graph, perm_type="column").tolist()
-    for group, of_row, column in zip(asked, able, chosen, strict=True):
-        if of_row:
-            yield group, busy[random.choice(of_row) if column < 0 else column]
+class _Draw:
+    """Draws microbatches of owners for auditors that can compute them; lanes of a group compute units side by side."""
+
+    def __init__(self, work: Work, hosts: Sequence[Sequence[GroupId]] | None, num_lanes: int, random: Random) -> None:
+        self._work, self._hosts, self._random = work, hosts, random
+        self._num_lanes = num_lanes
+        self._lanes = _lanes_of(work, num_lanes)
+
+    def audits(self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool = False) -> list[Audit]:
+        """Those of one owner for each auditor, as far as it can compute anything of another group among the owners.
+
+        As many owners as possible are audited; `is_once`: each at most once.
+        """
+        if not auditors or not owners:
+            return []
+        if self._hosts is None:
+            of_all = range(self._work.num_shards)
+            pairs = self._any_pairs(auditors, owners, is_once=is_once)
+            return [audit for pair in pairs for audit in self._audits(*pair, of_all, is_once=is_once)]
+        shards = _shards_of(self._hosts, auditors)
+        pairs = self._hosted_pairs(shards, auditors, owners, is_once=is_once)
+        return [audit for pair in pairs for audit in self._audits(*pair, shards[pair[0]], is_once=is_once)]
+
+    def _audits(self, auditor: GroupId, owner: GroupId, readable: Sequence[int], *, is_once: bool) -> list[Audit]:
+        """Of each of the owner's lanes one, which as many lanes of the auditor compute.
+
+        Where it can compute none of some lane, units of other owners fill up; if `is_once`, there is no audit.
+        """
+        rows = slice(None) if self._hosts is None else list(readable)
+        owners, lanes = self._work.owners[rows], self._lanes[rows]
+        found = [
+            audit
+            for lane in range(self._num_lanes)
+            for audit in self._drawn(auditor, (owners == owner) & (lanes == lane), owners, readable)
+        ]
+        if missing := self._num_lanes - len(found):
+            if is_once:
+                return []
+            others = (owners != owner) & (owners != auditor) & (owners != NO_OWNER)
+            found += self._drawn(auditor, others, owners, readable, missing)
+        return found
+
+    def _drawn(
+        self, auditor: GroupId, are_able: npt.NDArray[np.bool_], owners: Owners, readable: Sequence[int], most: int = 1
+    ) -> Iterator[Audit]:
+        places, indices = np.nonzero(are_able)
+        for number in self._random.sample(range(len(indices)), min(most, len(indices))):
+            place, index = int(places[number]), int(indices[number])
+            yield Audit(auditor, GroupId(int(owners[place, index])), Microbatch(ShardId(readable[place]), index))
+
+    def _any_pairs(
+        self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool
+    ) -> Iterator[tuple[GroupId, GroupId]]:
+        """Pairs where every group can compute everything: an owner takes its successor, others what is left."""
+        after = dict(zip(owners, [*owners[1:], owners[0]], strict=True)) if len(owners) > 1 else {}
+        taken = {after[auditor] for auditor in auditors if auditor in after}
+        left = [owner for owner in owners if owner not in taken]
+        for auditor in auditors:
+            if auditor in after:
+                yield auditor, after[auditor]
+            elif left and left[0] != auditor:
+                yield auditor, left.pop(0)
+            elif not is_once and (others := [owner for owner in owners if owner != auditor]):
+                yield auditor, self._random.choice(others)
+
+    def _hosted_pairs(
+        self,
+        shards: Mapping[GroupId, Sequence[int]],
+        auditors: Sequence[GroupId],
+        owners: Sequence[GroupId],
+        *,
+        is_once: bool,
+    ) -> Iterator[tuple[GroupId, GroupId]]:
+        """Pairs by a maximum matching over the owners of shards that the auditors host; others take any owner."""
+        at_column = {owner: column for column, owner in enumerate(owners)}
+        able = [
+            sorted(
+                at_column[GroupId(o)]
+                for o in set(self._work.owners[shards[group]].ravel().tolist()) - {group}
+                if o in at_column
+            )
+            for group in auditors
+        ]
+        if not any(able):
+            return
+        starts = np.cumsum([0, *map(len, able)])
+        edges = np.concatenate([np.array(of_row, dtype=np.int32) for of_row in able])
+        graph = csr_array((np.ones(len(edges), dtype=np.int8), edges, starts), shape=(len(auditors), len(owners)))
+        chosen = maximum_bipartite_matching(graph, perm_type="column").tolist()
+        for group, of_row, column in zip(auditors, able, chosen, strict=True):
+            if column >= 0:
+                yield group, owners[column]
+            elif of_row and not is_once:
+                yield group, owners[self._random.choice(of_row)]
+
+
+def _lanes_of(work: Work, num_lanes: int) -> Owners:
+    """The lane that computes each unit of work: those of a group take turns, in the order of computation."""
+    flat = work.owners.ravel()
+    order = np.argsort(flat, kind="stable")
+    grouped = flat[order]
+    lanes = np.empty(flat.size, dtype=np.int32)
+    lanes[order] = (np.arange(flat.size) - np.searchsorted(grouped, grouped)) % num_lanes
+    return lanes.reshape(work.owners.shape)
 
 
 def _shards_of(hosts: Sequence[Sequence[GroupId]], groups: Sequence[GroupId]) -> Mapping[GroupId, Sequence[int]]:
@@ -169,8 +277,9 @@ def _shards_of(hosts: Sequence[Sequence[GroupId]], groups: Sequence[GroupId]) ->
 
 
 def word_of(boundaries: Iterable[Boundary]) -> int:
-    """The 64-bit digest of a microbatch from those of all ranks of a group, in any order."""
-    return int.from_bytes(blake2b(repr(sorted(boundaries)).encode(), digest_size=8).digest(), "little")
+    """The 64-bit digest of a microbatch from those of all ranks of a group, in any order, whichever lanes they are."""
+    places = sorted(tuple(boundary._replace(offset=0)) for boundary in boundaries)
+    return int.from_bytes(blake2b(repr(places).encode(), digest_size=8).digest(), "little")
 
 
 class Difference(NamedTuple):
@@ -200,15 +309,15 @@ def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> Diff
     if not different:
         return None
     first = min(different, key=_along_the_way)
-    beside = [b.rank for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
+    beside = [b.rank + b.offset for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
     match first.kind:
         case "forward":
             return Difference(first.stage, "forward pass", _ascending(beside))
         case "backward":
             # Its own ranks have received it, those of the next stage have computed it.
             stage = first.stage + 1
-            ranks = [b.rank for b in different if b.stage == stage] or beside
-            return Difference(stage, "backward pass", _ascending(ranks))
+            after = [b.rank + b.offset for b in different if b.stage == stage]
+            return Difference(stage, "backward pass", _ascending(after or beside))
         case "gradients":
             return Difference(first.stage, "gradients", _ascending(beside))
 
@@ -260,20 +369,22 @@ def mismatches(words: Mapping[GroupId, Iterable[AuditWord]]) -> tuple[Dispute, .
 
 
 def heard(dispute: Dispute, words: Mapping[GroupId, Iterable[AuditWord]]) -> Dispute:
-    """The dispute with what the groups that it asked have voted, and with the boundaries of earlier statements."""
+    """The dispute with what the groups that it asked have voted, and with the boundaries of earlier statements.
+
+    About a suspect all are heard: a group may have counted it since.
+    """
     statements = list(dispute.statements)
     for group in sorted(words):
         for word in words[group]:
             if word.microbatch != dispute.microbatch:
                 continue
             said = Statement(group, word.digest, word.boundaries)
-            if group in dispute.asked:
+            is_new = (group, word.digest) not in {(s.group, s.digest) for s in statements}
+            if group in dispute.asked or (dispute.is_suspicion and is_new):
                 statements.append(said)
             else:
                 statements = [said if (s.group, s.digest) == (group, word.digest) else s for s in statements]
-    return Dispute(
-        microbatch=dispute.microbatch, statements=tuple(statements), asked=dispute.asked, num_rounds=dispute.num_rounds
-    )
+    return replace(dispute, statements=tuple(statements))
 
 
 def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId]) -> Verdict:
@@ -302,7 +413,7 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
     if not asked or dispute.num_rounds >= MAX_ROUNDS:
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
-    return Dispute(microbatch=dispute.microbatch, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+    return replace(dispute, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
 
 
 def saver_of(voters: Sequence[Member], disputes: Iterable[Dispute]) -> Member:
@@ -339,15 +450,17 @@ def _outvoted(dispute: Dispute, said: Sequence[Statement], why: str, right: Stat
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:
     one, other, *_ = left.values()
+    what = "losses" if dispute.is_suspicion else "gradients"
     place = first_difference(one.boundaries, other.boundaries)
     return (
-        f"{_named(dispute)}: groups {' and '.join(map(str, left))} compute different gradients, each the same "
+        f"{_named(dispute)}: groups {' and '.join(map(str, left))} compute different {what}, each the same "
         f"again, and no other group can compute it{f'; they differ first at {place}' if place else ''}"
     )
 
 
 def _named(dispute: Dispute) -> str:
-    return f"audit of microbatch {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
+    what = "the loss of microbatch" if dispute.is_suspicion else "microbatch"
+    return f"audit of {what} {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
 
 
 def able_to_compute(

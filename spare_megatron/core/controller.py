@@ -3,7 +3,7 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import (
@@ -45,12 +45,13 @@ from spare_megatron.core.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
+from spare_megatron.core.suspects import QuestionBudget
 from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.audited_steps import AuditedSteps, Computed
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
-from spare_megatron.stacking.paces import EVEN, Paces, Rounds
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, Work, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
@@ -124,7 +125,9 @@ class Controller:
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._disputes: tuple[Dispute, ...] = ()  # of this attempt
-        self._to_audit: frozenset[GroupId] = frozenset()  # in this step, because they are new
+        self._questioned: frozenset[Microbatch] = frozenset()  # suspects of this step
+        self._questions = QuestionBudget()
+        self._to_audit: frozenset[GroupId] = frozenset()  # soon: they are new, or of another pace than before
         self._audited = AuditedSteps(setup.first_step)
         self._is_dispute_saved = False  # of this step
         self._is_communicator_unused = False
@@ -265,13 +268,16 @@ class Controller:
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
         self._audited.on_commit(self.step, self._computed_twice(), self.members)
         self._is_dispute_saved = False
+        dealt = dict(self._paces.dealt)
         has_changed = self._paces.fold(commit.paces, self.members, self._idle())
+        self._note_audits(dealt)
         self.step += 1
         self.attempt += 1
-        self._wrong_sums = ()
+        self._wrong_sums, self._disputes = (), ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
-        self._to_audit = frozenset()
+        self._questioned = frozenset()
+        self._questions.on_commit()
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
@@ -345,7 +351,7 @@ class Controller:
         self.step = step
         self.attempt += 1
         self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
-        self._to_audit = frozenset(self.members)
+        self._to_audit, self._questioned = frozenset(self.members), frozenset()
         self._audited.on_restart(step)
         self._is_dispute_saved = False
         self._retries_without_loss = self._num_resumes = 0
@@ -362,6 +368,7 @@ class Controller:
         self.attempt += 1
         self.pause = None
         self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
+        self._questioned = frozenset()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
@@ -369,7 +376,8 @@ class Controller:
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
         self._wrong_sums, self._disputes = retry.wrong_sums, retry.disputes
-        self._is_discarded = bool(retry.disputes)  # its sums hold a gradient that is wrong
+        self._is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
+        self._question(retry)
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build) and not retry.disputes
@@ -380,7 +388,7 @@ class Controller:
                 reason += f"; in the last one sums contradicted their checksums on groups {groups}"
             return (StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
-        state = (*state, *(self._save_dispute(retry.disputes) if retry.disputes else ()))
+        state = (*state, *(self._save_dispute(retry.disputes) if self._is_discarded else ()))
         if self._is_over and self._saves.lacks_last(self.step):
             # The checkpoint of the last step has been refused.
             state = (*state, self._save(self._clock.at_s, is_last=True))
@@ -398,6 +406,13 @@ class Controller:
         if retry.disputes:
             compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
+
+    def _question(self, retry: Retry) -> None:
+        """Counts suspects that are computed again; if everything is, they may be found anew."""
+        suspects = {dispute.microbatch for dispute in retry.disputes if dispute.is_suspicion}
+        if suspects - self._questioned:
+            self._questions.on_question()
+        self._questioned = frozenset() if retry.recompute else self._questioned | suspects
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
@@ -422,6 +437,8 @@ class Controller:
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
             disputes=self._disputes,
+            questioned=self._questioned,
+            may_question=self._setup.audits is not None and self._questions.is_left,
             hosts=None if self._setup.last_resort else self._setup.placement.hosts,
         )
         is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
@@ -543,13 +560,21 @@ class Controller:
         return plan
 
     def _draw_audits(self, work: Work) -> tuple[Audit, ...]:
-        """Of all groups in a step in which audits are due, else of those that take part for the first time."""
+        """Of all groups in a step in which audits are due, else of those that have to be audited; others use slack."""
         policy = self._setup.audits
         if policy is None or self._is_evaluating:
             return ()
-        auditors = self.members if policy.is_due(self.step) else self._to_audit
+        asked = self.members if policy.is_due(self.step) else self._to_audit
         hosts = None if self._setup.last_resort else self._setup.placement.hosts
-        return draw_audits(policy, self.step, work, hosts, auditors) if auditors else ()
+        slack = slack_of(work, Paces(permille=dict(self._paces.dealt), rounds=policy.rounds))
+        return draw_audits(policy, self.step, work, hosts, asked, slack)
+
+    def _note_audits(self, dealt: Mapping[GroupId, int]) -> None:
+        """At a commit: those that were to be audited and were not still are, and those whose pace has changed."""
+        now = self._paces.dealt
+        changed = {group for group in {*dealt, *now} if dealt.get(group) != now.get(group)}
+        done = {group for plan in self._plans for audit in plan.audits for group in (audit.auditor, audit.owner)}
+        self._to_audit = frozenset((self._to_audit - done) | changed) & frozenset(self.members)
 
     def _computed_twice(self) -> list[Computed]:
         audits = self._plans[0].audits

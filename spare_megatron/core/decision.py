@@ -1,18 +1,20 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
-First come objections: different plans or state (`core.comparison`), then audits (`core.audits`). Without one, Commit
-follows if every survivor holds the complete sum; otherwise Retry, which keeps the buckets whose sums all survivors
-hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each loss takes work away and
-needs a Retry. Groups whose votes are missing too long are fenced.
+First come objections: different plans or state (`core.comparison`), then audits (`core.audits`) and suspects. Without
+one, Commit follows if every survivor holds the complete sum; otherwise Retry, which keeps the buckets whose sums all
+survivors hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each loss takes work
+away and needs a Retry. Groups whose votes are missing too long are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from spare_megatron.core.audits import Dispute, Outvoted, Undecided, able_to_compute, heard, judge, mismatches, unasked
 from spare_megatron.core.comparison import by_value, objection
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, Retry
 from spare_megatron.core.evaluation import added
 from spare_megatron.core.events import VotesRead
+from spare_megatron.core.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.votes import Attempted, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
@@ -35,8 +37,8 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     if _is_at_fault(wrong, attempted, votes):
         reason = "it alone found sums over groups wrong, in two attempts in succession"
         return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
-    if attempted.disputes or any(vote.audits for vote in votes.values()):
-        entry = _judge_audits(attempted, votes, different)
+    if attempted.disputes or any(vote.audits or vote.losses for vote in votes.values()):
+        entry = _judge_audits(attempted, votes, different, may_question=not wrong)
         if entry is not None:
             return entry
     is_anew = attempted.is_discarded or bool(wrong)
@@ -117,19 +119,22 @@ def _differ(field: str, votes: Iterable[Vote]) -> bool:
     return len({getattr(vote, field) for vote in votes} - {""}) > 1
 
 
-def _judge_audits(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
-    """What follows from the audits: a fence, a question to further hosts, or the end of the run; None if all agree.
+def _judge_audits(
+    attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote], *, may_question: bool
+) -> Entry | None:
+    """What follows from audits and suspects: a fence, a question to further hosts, or the end of the run; None if all
+    agree.
 
     Words of groups lost since they voted count: their gradients are in the sum.
     """
-    if attempted.is_discarded and not attempted.disputes:
+    if attempted.is_discarded and not any(dispute.differs for dispute in attempted.disputes):
         return None  # everything is computed again, audits included
-    words = {group: vote.audits for group, vote in votes.items()}
-    known = {dispute.microbatch for dispute in attempted.disputes}
-    disputes = [heard(dispute, words) for dispute in attempted.disputes]
-    disputes += [new for new in mismatches(words) if new.microbatch not in known]
+    disputes = _disputes(attempted, votes, may_question=may_question and not attempted.is_discarded)
     asked = [able_to_compute(one.microbatch.shard, attempted.members, attempted.hosts, disputes) for one in disputes]
-    found = [judge(one, attempted.members, able) for one, able in zip(disputes, asked, strict=True)]
+    found = first_questions(
+        judge(one, attempted.members, able) if one.differs else confirmation(one, able)
+        for one, able in zip(disputes, asked, strict=True)
+    )
     incarnations = dict(attempted.voters)
     for verdict in found:
         if isinstance(verdict, Outvoted):
@@ -141,28 +146,53 @@ def _judge_audits(attempted: Attempted, votes: Mapping[GroupId, Vote], of_member
                 is_outvoted=True,
                 wrong_ranks=verdict.ranks,
             )
-    questions = [verdict for verdict in found if isinstance(verdict, Dispute)]
     undecided = [verdict for verdict in found if isinstance(verdict, Undecided)]
-    if questions:
-        return Retry(
-            step=attempted.step,
-            attempt=attempted.attempt,
-            kept=_kept(of_members),
-            gather=any(vote.lacks_params for vote in of_members),
-            disputes=(*questions, *(unasked(verdict.dispute) for verdict in undecided)),
-        )
-    if undecided:
+    has_questions = any(isinstance(verdict, Dispute) for verdict in found)
+    if undecided and not has_questions:
         return Halt(step=attempted.step, reason=undecided[0].reason, discard=True)
-    if disputes and not attempted.is_discarded:
-        # One of those that differ is lost since it voted, and the sum holds what may be wrong.
-        return Retry(
-            step=attempted.step,
-            attempt=attempted.attempt,
-            kept=_kept(of_members),
-            gather=any(vote.lacks_params for vote in of_members),
-            disputes=tuple(map(unasked, disputes)),
-        )
+    carried = tuple(
+        verdict if isinstance(verdict, Dispute) else unasked(one)
+        for one, verdict in zip(disputes, found, strict=True)
+        if isinstance(verdict, Dispute) or one.differs
+    )
+    # Without a question, one of those that differ is lost since it voted, and the sum holds what may be wrong.
+    if has_questions or (carried and not attempted.is_discarded):
+        return _question(attempted, of_members, carried)
     return None
+
+
+def _disputes(attempted: Attempted, votes: Mapping[GroupId, Vote], *, may_question: bool) -> list[Dispute]:
+    """Those under way with what the groups have said, and new ones; suspects only if `may_question`."""
+    words = {group: vote.audits for group, vote in votes.items()}
+    losses = {group: vote.losses for group, vote in votes.items()}
+    under_way = [heard(one, losses if one.is_suspicion else words) for one in attempted.disputes]
+    disputes = [one for one in under_way if one.differs or may_question]
+    known = {one.microbatch for one in disputes if not one.is_suspicion}
+    disputes += [new for new in mismatches(words) if new.microbatch not in known]
+    if may_question:
+        known = {one.microbatch for one in disputes if one.is_suspicion}
+        disputes += [replace(new, is_suspicion=True) for new in mismatches(losses) if new.microbatch not in known]
+    if may_question and attempted.may_question:
+        known = {one.microbatch for one in disputes if one.is_suspicion}
+        disputes += suspicions(losses, attempted.questioned | known)
+    return disputes
+
+
+def _question(attempted: Attempted, of_members: Sequence[Vote], disputes: tuple[Dispute, ...]) -> Retry:
+    """Has the disputed microbatches computed; all sums stay if they will not be committed.
+
+    Else those of the last bucket do not, so that its sum still completes only if every member takes part.
+    """
+    kept = _kept(of_members)
+    if not any(dispute.differs for dispute in disputes) and all(vote.is_complete for vote in of_members):
+        kept = tuple(max(number - 1, 0) for number in kept)
+    return Retry(
+        step=attempted.step,
+        attempt=attempted.attempt,
+        kept=kept,
+        gather=any(vote.lacks_params for vote in of_members),
+        disputes=disputes,
+    )
 
 
 def _asking(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Member, ...]:

@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 3
+VERSION = 4
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -108,8 +108,8 @@ class Retry:
         recompute: No sum of this step is valid: all groups compute it again from zero sums.
         gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
         wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
-        disputes: Audited microbatches that groups have computed to different values. The groups that these name compute
-            them in the next attempt, whose sums are not committed.
+        disputes: Microbatches that groups have computed to different values, and suspect ones. The groups that these
+            name compute them in the next attempt, whose sums are not committed if values differ.
     """
 
     step: int
@@ -191,7 +191,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 3}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 4}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
@@ -230,10 +230,11 @@ def decode_entry(text: str) -> Entry:
     return _ENTRY_KINDS[kind](**values)
 
 
-def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int) -> Dispute:
+def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int, *, is_suspicion: bool) -> Dispute:
     return Dispute(
         microbatch=Microbatch(*microbatch),
         statements=tuple(Statement(group, digest) for group, digest, _ in statements),
         asked=tuple(asked),
         num_rounds=num_rounds,
+        is_suspicion=is_suspicion,
     )

@@ -9,6 +9,7 @@ from spare_megatron.core.audits import AuditWord, Boundary, Dispute
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import Ownership
 
 
@@ -69,6 +70,8 @@ class Vote:
     """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
     audits: tuple[AuditWord, ...] = ()
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
+    losses: tuple[AuditWord, ...] = ()
+    """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}
@@ -97,10 +100,10 @@ def decode_vote(text: str) -> Vote:
     for name in ("num_complete", "restored"):
         if name in values:
             values[name] = tuple(values[name])
-    if "audits" in values:
-        values["audits"] = tuple(
+    for name in values.keys() & {"audits", "losses"}:
+        values[name] = tuple(
             AuditWord(shard, index, digest, tuple(Boundary(*one) for one in boundaries))
-            for shard, index, digest, boundaries in values["audits"]
+            for shard, index, digest, boundaries in values[name]
         )
     return Vote(**values)
 
@@ -124,6 +127,10 @@ class Attempted:
     wrong_sums: tuple[GroupId, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     """About microbatches that this attempt has had computed again."""
+    questioned: frozenset[Microbatch] = frozenset()
+    """Suspects of the step that a question has been about."""
+    may_question: bool = False
+    """Whether suspects may be computed again before the commit."""
     hosts: Sequence[Sequence[GroupId]] | None = None
     """Of each shard; None if every group can read all data."""
 

@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from spare_megatron.journal.disputes import saved_disputes
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Fold, differs
 from spare_megatron.journal.journal_view import JournalView, attempts_of
-from spare_megatron.journal.records import AuditRecord, RunRecord
+from spare_megatron.journal.records import AuditRecord, RunRecord, SuspicionRecord
 from spare_megatron.stacking.audited_steps import AuditedSteps
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -30,6 +30,27 @@ class Mismatch:
     index: int
     digests: Mapping[int, list[str]]
     asked: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspectAudit:
+    """A microbatch with a suspect loss that other hosts were asked about before the commit.
+
+    Attributes:
+        counted_by: The groups that have counted it and said so.
+        asked: The groups that were asked to compute it, those included.
+        is_data: They have, to equal values, and the step was committed with it.
+        samples: Where its sequences lie, as the journal's `suspicion` has them.
+    """
+
+    step: int
+    attempt: int
+    shard: int
+    index: int
+    counted_by: list[int]
+    asked: list[int]
+    is_data: bool
+    samples: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +80,7 @@ class AuditHistory:
     steps: int
     compared: int
     audited_steps: int
+    suspects: list[SuspectAudit]
     mismatches: list[Mismatch]
     culprits: list[Culprit]
     saved: dict[int, str]
@@ -67,6 +89,8 @@ class AuditHistory:
 
 def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
     num_compared, steps, audited = 0, 0, AuditedSteps(run.first_step)
+    agreed: set[tuple[int, int, int]] = set()  # step and microbatch
+    samples: dict[tuple[int, int, int], list[str]] = {}
     turns = _Turns(fold)
     for part in attempts_of(view, fold):
         by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
@@ -78,23 +102,56 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
             computed = [
                 (GroupId(record.group), Microbatch(ShardId(shard), index))
                 for record in records
-                for shard, index, _ in record.digests
+                for shard, index, _ in record.digests[: record.num_planned]
             ]
-            num_compared += sum(count > 1 for count in Counter(microbatch for _, microbatch in computed).values())
+            times = Counter((shard, index) for record in records for shard, index, _ in record.digests)
+            equal = {microbatch for microbatch, count in times.items() if count > 1}
+            num_compared += len(equal)
+            agreed |= {(commit.step, *microbatch) for microbatch in equal}
             steps += bool(records)
             audited.on_commit(commit.step, computed, frozenset(map(GroupId, commit.members)))
     turns.before(math.inf, audited)
     mismatches, culprits, halted = _found(fold)
+    for line in view.rare:
+        if isinstance(record := line.record, SuspicionRecord):
+            samples.setdefault((record.step, record.shard, record.index), record.samples)
     return AuditHistory(
         every_steps=run.audit_every_steps,
         steps=steps,
         compared=num_compared,
         audited_steps=audited.num_steps,
+        suspects=_suspects(fold, agreed, samples),
         mismatches=mismatches,
         culprits=culprits,
         saved={step: record.reason for step, record in sorted(saved_disputes(view).items())},
         halted=halted,
     )
+
+
+def _suspects(
+    fold: Fold, agreed: Collection[tuple[int, int, int]], samples: Mapping[tuple[int, int, int], list[str]]
+) -> list[SuspectAudit]:
+    """The questions about suspects, each microbatch of a step once."""
+    found: dict[tuple[int, int, int], SuspectAudit] = {}
+    wrong: set[tuple[int, int, int]] = set()
+    for index in sorted(fold.entries):
+        entry = fold.entries[index]
+        for dispute in entry.get("disputes", ()):
+            place = (entry["step"], *dispute["microbatch"])
+            if differs(dispute):
+                wrong.add(place)
+            if dispute.get("is_suspicion") and place not in found:
+                found[place] = SuspectAudit(
+                    step=entry["step"],
+                    attempt=entry["attempt"],
+                    shard=place[1],
+                    index=place[2],
+                    counted_by=[group for group, *_ in dispute["statements"]],
+                    asked=list(dispute["asked"]),
+                    is_data=False,
+                    samples=samples.get(place, []),
+                )
+    return [replace(one, is_data=place in agreed and place not in wrong) for place, one in found.items()]
 
 
 class _Turns:
@@ -128,7 +185,7 @@ def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:
             case "restart":
                 step = entry["step"]
             case "retry":
-                for dispute in entry.get("disputes", ()):
+                for dispute in filter(differs, entry.get("disputes", ())):
                     digests: dict[int, list[str]] = defaultdict(list)
                     for group, digest, _ in dispute["statements"]:
                         digests[group].append(f"{digest:016x}")

@@ -23,7 +23,7 @@ def check_audits(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
             continue
         for severity, reason in (
             *_mismatches(found),
-            *_counted_audits(found, contributions.get(commit.attempt, [])),
+            *_counted_audits(found, contributions.get(commit.attempt, []), run.row_size),
             *_missing(found, contributions.get(commit.attempt, []), commit.members),
         ):
             yield Finding(severity=severity, reason=f"step {commit.step}: {reason}", place=(number,))
@@ -41,9 +41,9 @@ def _mismatches(found: Sequence[AuditRecord]) -> Iterator[tuple[Severity, str]]:
 
 
 def _counted_audits(
-    found: Sequence[AuditRecord], contributions: Sequence[ContributionRecord]
+    found: Sequence[AuditRecord], contributions: Sequence[ContributionRecord], row_size: int
 ) -> Iterator[tuple[Severity, str]]:
-    counted = {record.group: len(list(microbatches_of([record]))) for record in contributions}
+    counted = {record.group: row_size * len(list(microbatches_of([record]))) for record in contributions}
     for record in found:
         expected = counted.get(record.group)
         if expected is not None and record.num_added != expected:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Fold, differs
 from spare_megatron.journal.journal_view import JournalView, Stretch
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, ParamsRecord
 
@@ -63,7 +63,7 @@ def disputed_step(view: JournalView, fold: Fold, step: int) -> DisputedStep | No
     attempts = [
         entry["attempt"]
         for entry in fold.entries.values()
-        if entry["entry"] == "retry" and entry["step"] == step and entry.get("disputes")
+        if entry["entry"] == "retry" and entry["step"] == step and any(map(differs, entry.get("disputes", ())))
     ]
     if saved is not None and saved.outcome == "saved":
         attempts = [saved.attempt]

@@ -198,7 +198,7 @@ class Folding:
                 self._decided(entry)
                 self._retry(entry)
                 self._open(entry["attempt"] + 1)
-                self.is_discarded = bool(entry.get("disputes"))
+                self.is_discarded = any(map(differs, entry.get("disputes", ())))
             case "evaluated":
                 self._evaluate(index, entry)
                 self._open(entry["attempt"] + 1)
@@ -381,6 +381,11 @@ class Folding:
         self.restarted_at.append(entry["step"])
         self.votes_on_end = True
         self._next()
+
+
+def differs(dispute: Mapping[str, Any]) -> bool:
+    """Whether groups have said different things of the microbatch; of a suspect one they may all agree."""
+    return len({digest for _, digest, _ in dispute["statements"]}) > 1
 
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:

@@ -201,7 +201,9 @@ class AuditRecord:
     """Shard, index, and digest (16 hex digits) of each audited microbatch that the group has computed, its own and
     those of others."""
     num_added: int
-    """Microbatches whose gradients the leader has added to its sums in this step; those of others are none of them."""
+    """Microbatches whose gradients all lanes have added to their sums in this step; none are of other groups."""
+    num_planned: int | None = None
+    """The first so many digests are of audits that the plan of the step has; None: all are."""
     incarnation: int = 0
     boundaries: list[list[Any]] = field(default_factory=list)
     """Of disputed microbatches, what their digests are made of: shard, index, kind, stage, rank, and digest."""

@@ -20,6 +20,7 @@ from spare_megatron.mcore.flat_gradients import flat_parameters
 from spare_megatron.mcore.gradients import GradientSums
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item
+from spare_megatron.mcore.process_groups import GroupCollection
 from spare_megatron.stacking.plans import Microbatch
 
 _BLOCK_WORDS = 1 << 14
@@ -119,10 +120,13 @@ class AuditedPasses:
     Those of other groups (`Item.is_audit`) are added to no sum: their gradients are zeros once the digest is taken.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], sums: GradientSums, rank: int) -> None:
+    def __init__(self, chunks: Sequence[Chunk], sums: GradientSums, groups: GroupCollection) -> None:
         self._chunks = chunks
         self._sums = sums
-        self._rank = rank
+        lanes_of_unit, ranks_of_lane = groups.ep.size(), groups.tp.size() * groups.cp.size()
+        self._offset = groups.lanes.rank() // lanes_of_unit * lanes_of_unit * ranks_of_lane
+        self._rank = torch.distributed.get_rank() - self._offset
+        self._is_first = not (groups.pp.rank() or groups.cp.rank() or groups.tp.rank())  # of its lane
         self._parameters = list(flat_parameters(chunks))
         self._stages = {
             parameter: chunk.stage
@@ -132,12 +136,16 @@ class AuditedPasses:
         }
         self._found: dict[Microbatch, dict[_Place, Tensor]] = {}
         self._now: dict[_Place, Tensor] | None = None  # of the microbatch whose backward pass runs
-        self.num_added = 0
-        """Microbatches whose gradients the sums have got since `forget`."""
+        self._num_added = 0
 
     def forget(self) -> None:
         self._found.clear()
-        self.num_added = 0
+        self._num_added = 0
+
+    @property
+    def num_added(self) -> int:
+        """Microbatches whose gradients the sums of this lane have got since `forget`; 0 but on its first rank."""
+        return self._num_added if self._is_first else 0
 
     @contextmanager
     def watching(self, items: Collection[Item]) -> Iterator[None]:
@@ -167,16 +175,18 @@ class AuditedPasses:
         """The backward pass of this item begins, of which this is the gradient of the chunk's output."""
         self._now = self._found[item.microbatch.unit] if item.is_digested else None
         self._sums.is_counting = not item.is_audit
-        self.num_added += self._sums.is_counting and not item.is_padding and chunk is self._chunks[0]
+        self._num_added += self._sums.is_counting and not item.is_padding and chunk is self._chunks[0]
         if self._now is not None:
             self._now["backward", chunk.stage] = digest64(gradient)
 
     def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
-        """What this rank has of a microbatch. Waits for the device, once."""
-        found = self._found[microbatch]
+        """What this rank has of a microbatch, nothing if other lanes have computed it. Waits for the device, once."""
+        found = self._found.get(microbatch)
+        if not found:
+            return []
         digests = torch.stack(list(found.values())).tolist()
         return [
-            Boundary(kind, stage, self._rank, digest % 2**64)  # type: ignore[arg-type]
+            Boundary(kind, stage, self._rank, digest % 2**64, self._offset)  # type: ignore[arg-type]
             for (kind, stage), digest in zip(found, digests, strict=True)
         ]
 

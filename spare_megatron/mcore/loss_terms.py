@@ -55,13 +55,17 @@ class LossTerms:
 
         Returns the sum of the loss, and its count unless all tokens always count.
         """
-        total, number = self.whole_sum(terms), self.whole_count(terms) if self._counts else None
+        total, number = self.of_microbatch(terms)
         gradients.add_loss(total, number)
         for index, name in enumerate(self._declared):
             part, count = terms[name]
             whole = self._over_context(self._tensor(name, self._number(count)))
             gradients.add_term(index, self._over_context(part.detach()), whole)
         return total, number
+
+    def of_microbatch(self, terms: Terms) -> tuple[Tensor, Tensor | None]:
+        """The sum of a microbatch's loss, and its count unless all tokens always count."""
+        return self.whole_sum(terms), self.whole_count(terms) if self._counts else None
 
     def whole_sum(self, terms: Terms) -> Tensor:
         """The loss of a microbatch, over the whole sequence."""

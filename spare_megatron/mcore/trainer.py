@@ -113,7 +113,7 @@ class GroupTrainer:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
-        self.passes = AuditedPasses(self.chunks, self.gradients, torch.distributed.get_rank())
+        self.passes = AuditedPasses(self.chunks, self.gradients, groups)
         self._has_lanes = groups.lanes.size() > 1
         self._ready = ReadyBuckets(self.chunks, self.gradients.space.ranges)
         self.stacked: StackedOptimizer | None = None
@@ -134,6 +134,7 @@ class GroupTrainer:
         """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
         self._seen: list[Numbered] = []
         self._losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
+        self._audited_losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
@@ -163,6 +164,7 @@ class GroupTrainer:
         """Starts a step with all sums at zero."""
         self._step = step
         self._losses.clear()
+        self._audited_losses.clear()
         self.gradients.reset()
         self.passes.forget()
         self._optimizer.zero_grad()
@@ -186,7 +188,7 @@ class GroupTrainer:
         self._probe.begin_passes(len(share))
         if not work:
             return []
-        items = self._audits(audits) + [Item(one, is_digested=one.unit in audited) for one in share]
+        items = self._audits(audits, beside=work) + [Item(one, is_digested=one.unit in audited) for one in share]
         self._seen.clear()
         is_counted = False
 
@@ -220,8 +222,10 @@ class GroupTrainer:
         with self.passes.watching(items):
             self._pipeline.run(items, self._forward, self.passes.on_backward)
 
-    def _audits(self, microbatches: Sequence[Microbatch]) -> list[Item]:
-        return [Item(one, is_digested=True, is_audit=True) for one in self._share(microbatches)]
+    def _audits(self, microbatches: Sequence[Microbatch], beside: Sequence[Microbatch] = ()) -> list[Item]:
+        """Those that this lane computes: the first lanes that have less to do of what stands beside take them."""
+        share = self._share([*beside, *microbatches])[len(self._share(beside)) :]
+        return [Item(one, is_digested=True, is_audit=True) for one in share]
 
     def _share(self, work: Sequence[Microbatch]) -> list[Numbered]:
         return share_in_lane(work, self.process_groups, self._config, self._config.unit_ramp.at(self._step))
@@ -262,6 +266,13 @@ class GroupTrainer:
         Only on one rank of those that have computed the same ones; the others have none.
         """
         losses, self._losses = self._losses, {}
+        return self._means(losses)
+
+    def audited_losses(self) -> dict[Numbered, float]:
+        """The same of those that were computed in this step for their digests alone."""
+        return self._means(self._audited_losses)
+
+    def _means(self, losses: Mapping[Numbered, tuple[Tensor, Tensor | None]]) -> dict[Numbered, float]:
         groups = self.process_groups
         if not losses or groups.tp.rank() or groups.cp.rank():
             return {}
@@ -420,7 +431,9 @@ class GroupTrainer:
         total = self._terms.weighted(terms)
         if item.is_padding:
             return total * 0.0
-        if not item.is_audit:
+        if item.is_audit:
+            self._audited_losses[item.microbatch] = self._terms.of_microbatch(terms)
+        else:
             self._losses[item.microbatch] = self._terms.add_to(self.gradients, terms)
         return total
 

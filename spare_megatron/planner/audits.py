@@ -15,9 +15,9 @@ class AuditPrice:
     """Audits every `every_steps` steps.
 
     Attributes:
-        price: Share of a step's compute that they add.
+        price: Share of a step's compute that they add; less where groups have slack.
         horizon_steps: Steps within which a lasting fault is found.
-        found_share: Share of faults in a single microbatch that are found.
+        found_share: Share of faults in a single microbatch that are found; more where groups have slack.
     """
 
     every_steps: int

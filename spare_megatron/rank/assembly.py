@@ -146,7 +146,7 @@ class Assembly:
             digests=digests,
             reports=reports,
             num_chunks=self._config.layout.virtual_pipeline,
-            suspicions=Suspicions(self.trainer, reports),
+            suspicions=Suspicions(self.trainer, reports, progress, has_audits=audit_policy(self._config) is not None),
             overlaps=self._config.reduce.overlap,
             probe=probe,
             progress=progress,

@@ -1,15 +1,17 @@
 """A rank's part in audits: computes disputed microbatches, and agrees on the digests that its group votes with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 from spare_megatron.core.actions import ComputeAudits
 from spare_megatron.core.audits import AuditWord, word_of
+from spare_megatron.core.suspects import MOST_NAMED
 from spare_megatron.journal.records import AuditRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.stacking.layout import Member
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
 from spare_megatron.voting.agreement import GroupAgreement
 
 
@@ -31,12 +33,14 @@ class GroupAudits:
 
     def compute(self, action: ComputeAudits) -> None:
         """Collective over: all ranks of the group."""
+        now = self._progress.now
+        now.has_audits = True
         asked = action.asked_of(self._member.group)
         if self._progress.lacks_params or not asked or self._computed_for == action.attempt:
             return
         self._computed_for = action.attempt
         self._trainer.audit(asked)
-        now = self._progress.now
+        now.questioned |= {one.microbatch for one in action.disputes if one.is_suspicion} & set(asked)
         now.audited = [*now.audited, *(one for one in asked if one not in now.audited)]
 
     def words(self, attempt: int, disputed: Sequence[Microbatch]) -> tuple[AuditWord, ...]:
@@ -45,13 +49,13 @@ class GroupAudits:
         Waits for the device. Collective over: all ranks of the group.
         """
         now = self._progress.now
-        if not now.has_audits and not now.audited:
+        if not now.has_audits:
             return ()
-        mine = [self._trainer.passes.boundaries(one) for one in now.audited]
-        of_ranks = self._agreement.gathered(mine)
+        passes = self._trainer.passes
+        of_ranks = self._agreement.gathered((passes.num_added, [passes.boundaries(one) for one in now.audited]))
         words = []
         for number, microbatch in enumerate(now.audited):
-            boundaries = tuple(sorted(one for of_rank in of_ranks for one in of_rank[number]))
+            boundaries = tuple(sorted(one for _, of_rank in of_ranks for one in of_rank[number]))
             shown = boundaries if microbatch in disputed else ()
             words.append(AuditWord(*microbatch, word_of(boundaries), shown))
         record = AuditRecord(
@@ -59,7 +63,8 @@ class GroupAudits:
             step=now.step,
             attempt=attempt,
             digests=[[int(word.shard), word.index, f"{word.digest:016x}"] for word in words],
-            num_added=self._trainer.passes.num_added,
+            num_added=sum(num_added for num_added, _ in of_ranks),
+            num_planned=now.num_planned,
             incarnation=self._member.incarnation,
             boundaries=[
                 [int(word.shard), word.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
@@ -69,3 +74,30 @@ class GroupAudits:
         )
         self._reports.write_if_leader(record)
         return tuple(words)
+
+    def losses(self, disputed: Sequence[Microbatch], *, has_suspects: bool) -> tuple[AuditWord, ...]:
+        """The group's digests of losses: of suspects that it has counted, and of those it was asked about.
+
+        The latter show what they are made of if they are disputed. Collective over: all ranks of the group, with the
+        same arguments.
+        """
+        now = self._progress.now
+        if not has_suspects and not now.questioned:
+            return ()
+        again = [(one, self._trainer.passes.boundaries(one)) for one in sorted(now.questioned)]
+        of_ranks = self._agreement.gathered((sorted(now.suspects), now.losses, self._trainer.audited_losses(), again))
+        suspects = sorted({one for units, *_ in of_ranks for one in units})[:MOST_NAMED]
+        words = [AuditWord(*one, _loss_word(one, (counted for _, counted, *_ in of_ranks))) for one in suspects]
+        for place, (one, _) in enumerate(again):
+            boundaries = tuple(sorted(found for *_, of_rank in of_ranks for found in of_rank[place][1]))
+            digest = _loss_word(one, (audited for _, _, audited, _ in of_ranks))
+            words.append(AuditWord(*one, digest, boundaries if one in disputed else ()))
+        return tuple(words)
+
+
+def _loss_word(unit: Microbatch, of_ranks: Iterable[Mapping[Numbered, float]]) -> int:
+    """The 64-bit digest of the losses of a unit of work, over all its microbatches."""
+    values = sorted(
+        (item.number, loss.hex()) for of_rank in of_ranks for item, loss in of_rank.items() if item.unit == unit
+    )
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spare_megatron.core.entries import SaveEnd
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
 
 
 @dataclass(slots=True)
@@ -22,6 +22,10 @@ class StepUnderWay:
         epoch: Epoch of the last attempt.
         has_audits: Some group audits another one in this step.
         audited: The microbatches of which this group has digests.
+        num_planned: Of these, audited by the plan of the step; they come first.
+        losses: Of the microbatches that this rank has counted, as far as it knows them.
+        suspects: Those of them whose losses are suspect.
+        questioned: The microbatches about whose losses this group was asked.
     """
 
     step: int
@@ -35,6 +39,10 @@ class StepUnderWay:
     is_evaluation: bool = False
     has_audits: bool = False
     audited: list[Microbatch] = field(default_factory=list)
+    num_planned: int = 0
+    losses: dict[Numbered, float] = field(default_factory=dict)
+    suspects: set[Microbatch] = field(default_factory=set)
+    questioned: set[Microbatch] = field(default_factory=set)
 
     @property
     def spent_s(self) -> float:

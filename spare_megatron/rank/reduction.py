@@ -160,13 +160,15 @@ class Reduction:
                 finding=finding,
                 ends=self._progress.is_end_asked(),
                 wrong_sum=wrong,
+                has_suspects=bool(self._progress.now.suspects),
             )
         self._raise_if_unsound(opinion.finding, step)
         with self._probe.during(Operation.SETTLE):
             words = self._audits.words(action.attempt, action.disputed)
+            losses = self._audits.losses(action.disputed, has_suspects=opinion.has_suspects)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
-        votes = self._cast(action, opinion, work_digest, digests, restored=restored, audits=words)
+        votes = self._cast(action, opinion, work_digest, digests, restored=restored, audits=words, losses=losses)
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)
         return votes
 
@@ -205,6 +207,7 @@ class Reduction:
         lacks_params: bool = False,
         restored: tuple[PartitionId, ...] = (),
         audits: tuple[AuditWord, ...] = (),
+        losses: tuple[AuditWord, ...] = (),
     ) -> list[Event]:
         all_votes: list[VotesRead | None] = []
         if self._agreement.is_leader:
@@ -235,6 +238,7 @@ class Reduction:
                 ends=opinion.ends,
                 has_wrong_sum=opinion.has_wrong_sum,
                 audits=audits,
+                losses=losses,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))

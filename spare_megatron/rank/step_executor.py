@@ -107,6 +107,7 @@ class StepExecutor:
             now.computed.extend(self._trainer.compute(work, on_ready, audited=audited, audits=audits))
             now.has_audits |= bool(plan.audits)
             now.audited.extend(sorted({*audited, *audits}))
+            now.num_planned += len({*audited, *audits})
         now.plans.append(plan.digest)
 
     def _start_attempt(self, into: AttemptReduce | None) -> None:

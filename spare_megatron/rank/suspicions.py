@@ -1,25 +1,32 @@
 """Judges the losses of the microbatches that one rank has computed, and journals those that are suspect."""
 
-from collections.abc import Sequence
-
-from spare_megatron.core.suspicion import LossWatch, Suspect
+from spare_megatron.core.suspicion import LossWatch
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 
 
 class Suspicions:
-    """The watch over one rank's losses. It decides nothing."""
+    """The watch over one rank's losses. It decides nothing. `has_audits`: votes name the suspects, to be audited."""
 
-    def __init__(self, trainer: GroupTrainer, reports: RankReports) -> None:
-        self._trainer, self._reports = trainer, reports
+    def __init__(
+        self, trainer: GroupTrainer, reports: RankReports, progress: RankProgress, *, has_audits: bool
+    ) -> None:
+        self._trainer, self._reports, self._progress = trainer, reports, progress
+        self._has_audits = has_audits
         self._watch = LossWatch()
 
-    def judge(self, step: int, attempt: int) -> Sequence[Suspect]:
-        """The suspects among the microbatches computed since the last call, before the group votes on the attempt.
+    def judge(self, step: int, attempt: int) -> None:
+        """Notes the suspects among the microbatches computed since the last call, before the group votes.
 
         Waits for the device on ranks of the last stage.
         """
-        suspects = self._watch.on_losses(step, self._trainer.microbatch_losses())
+        losses = self._trainer.microbatch_losses()
+        suspects = self._watch.on_losses(step, losses)
         samples = [self._trainer.corpus.addresses(step, suspect.microbatch.number) for suspect in suspects]
         self._reports.write_suspects(attempt, suspects, samples)
-        return suspects
+        if not self._has_audits:
+            return
+        now = self._progress.now
+        now.losses.update(losses)
+        now.suspects.update(suspect.microbatch.unit for suspect in suspects)

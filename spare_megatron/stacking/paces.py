@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.plans import Work
 
 LIKE = 1000
 """The pace of a group that is as fast as its like."""
@@ -79,6 +80,28 @@ class Paces:
 
 
 EVEN = Paces()
+
+
+def slack_of(work: Work, paces: Paces) -> dict[GroupId, int]:
+    """Microbatches that each lane of a group could compute beside its own before the slowest group has done its work;
+    of groups that compute any. `work` is in units of microbatches or rows, whatever size the rounds have.
+
+    >>> from spare_megatron.stacking.layout import ShardId
+    >>> from spare_megatron.stacking.plans import Microbatch, work_of
+    >>> some = [Microbatch(ShardId(0), index) for index in range(4)]
+    >>> work = work_of({GroupId(0): some[:3], GroupId(1): some[3:]}, (1, 4))
+    >>> slack_of(work, EVEN)
+    {0: 0, 1: 2}
+    >>> slack_of(work, Paces(permille={GroupId(1): 1500}))
+    {0: 0, 1: 1}
+    """
+    rounds = replace(paces.rounds, size=1)
+    loads = {GroupId(group): int(load) for group, load in enumerate(work.loads.tolist()) if load}
+    times = {group: paces.permille.get(group, LIKE) * rounds.num_rounds(load) for group, load in loads.items()}
+    most = max(times.values(), default=0)
+    within = np.array([most // paces.permille.get(group, LIKE) for group in loads], dtype=np.int64)
+    units = rounds.num_units(within).tolist()
+    return {group: (most - load) // rounds.lanes for (group, load), most in zip(loads.items(), units, strict=True)}
 
 
 def dealt_stacks(num_groups: int, num_microbatches: int, num_slow: int, factor: float) -> float:

@@ -54,7 +54,7 @@ class GroupOpinion:
     `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete, and `terms` empty. Per
     rank, `num_complete` buckets are summed, passes took `compute_s` seconds, and the first bucket whose sum contradicts
     its checksum is in `wrong_sums`. `pace_s`: seconds per microbatch of the slowest rank. `finding`: the worst about
-    the group's own gradients. `ends`: some rank is asked to end the run.
+    the group's own gradients. `ends`: some rank is asked to end the run. `has_suspects`: some rank has suspect losses.
     """
 
     is_complete: bool
@@ -66,6 +66,7 @@ class GroupOpinion:
     terms: tuple[LossSum, ...] = ()
     ends: bool = False
     wrong_sums: tuple[int | None, ...] = ()
+    has_suspects: bool = False
 
     @property
     def has_wrong_sum(self) -> bool:
@@ -144,6 +145,7 @@ class GroupAgreement:
         ends: bool = False,
         pace_s: float = 0.0,
         wrong_sum: int | None = None,
+        has_suspects: bool = False,
     ) -> GroupOpinion:
         """Combines the ranks' results of an attempt into the group's opinion.
 
@@ -160,6 +162,7 @@ class GroupAgreement:
             ends: Whether this rank is asked to end the run.
             pace_s: Seconds per microbatch of them.
             wrong_sum: The first bucket whose sum it has found wrong.
+            has_suspects: Whether it has computed microbatches whose losses are suspect.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         unknown = (-math.inf, -math.inf)
@@ -168,10 +171,10 @@ class GroupAgreement:
         of_ranks = [0.0] * 3 * num_ranks
         wrong = 0.0 if wrong_sum is None else wrong_sum + 1.0
         of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s, wrong
-        own = [float(not is_complete), work, -work, float(finding), float(ends), pace_s]
+        own = [float(not is_complete), work, -work, float(finding), float(ends), float(has_suspects), pace_s]
         mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
-        has_failed, highest, negated_lowest, worst, is_end_asked, pace_s, *others = mine.tolist()
+        has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, pace_s, *others = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         of_ranks, known = others[: 3 * num_ranks], others[3 * num_ranks :]
@@ -187,6 +190,7 @@ class GroupAgreement:
             finding=GradientFinding(int(worst)),
             wrong_sums=tuple(int(wrong) - 1 if wrong else None for wrong in of_ranks[2 * num_ranks :]),
             ends=bool(is_end_asked),
+            has_suspects=bool(is_suspicious),
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:

@@ -17,11 +17,11 @@ STEP = 3
 Found = dict[Microbatch, list[Boundary]]
 
 
-def computed_on_both_sides(config: RunConfig) -> tuple[bool, int, Found, Found, Found]:
+def computed_on_both_sides(config: RunConfig) -> tuple[bool, bool, Found, Found, Found]:
     """One after the other: a step without audits, the same step with one, and the one of the group that is audited.
 
-    Returns whether the first two have the same sums bitwise, the backward passes that buckets waited for in the second,
-    and digests of both and of the audited microbatches computed again for a dispute.
+    Returns whether the first two have the same sums bitwise, whether all buckets became ready in the second, and
+    digests of both and of the audited microbatches computed again for a dispute.
     """
     trainer = GroupTrainer(config, CPU)
     plain = _sums(trainer, OWN)
@@ -34,7 +34,8 @@ def computed_on_both_sides(config: RunConfig) -> tuple[bool, int, Found, Found, 
     trainer.audit([OWN[1], OTHERS[2]])
     is_empty = not np.count_nonzero(staged(trainer).numpy())
     again = _boundaries(trainer, [OWN[1], OTHERS[2]])
-    return bool(np.array_equal(plain, with_audit)) and is_empty, ready[-1], here, there, again
+    is_ready = ready[-1] == len(trainer.gradients.buckets)
+    return bool(np.array_equal(plain, with_audit)) and is_empty, is_ready, here, there, again
 
 
 def spoiled(

@@ -11,7 +11,7 @@ import torch
 
 from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
-from spare_megatron.core.audits import first_difference
+from spare_megatron.core.audits import first_difference, word_of
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.data import prepare_index
@@ -25,6 +25,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "two stages": {"pipeline_parallel": 2},
     "two tensor-parallel ranks": {"tensor_parallel": 2},
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "two lanes": {"data_parallel": 2},
+    "two lanes of two stages": {"data_parallel": 2, "pipeline_parallel": 2},
+    "experts on one rank": {"num_experts": 4},
+    "experts divided by two lanes": {"num_experts": 4, "data_parallel": 2},
+    "experts divided by two of four lanes": {"num_experts": 4, "data_parallel": 4, "expert_parallel": 2},
 }
 
 
@@ -38,14 +43,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(corpus: Path) -> MakeConfig:
-    def make(mode: str = "fast", **layout: Any) -> RunConfig:
+    def make(mode: str = "fast", num_experts: int | None = None, **layout: Any) -> RunConfig:
+        rows = row_size_of({"num_experts": num_experts or 0, **layout})
+        fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
         config = RunConfig(
-            model=ModelConfig(num_layers=4, hidden_size=32, seq_length=32, hidden_dropout=0.1),
+            model=ModelConfig(num_layers=4, hidden_size=32, seq_length=32, hidden_dropout=0.1, num_experts=num_experts),
             layout=LayoutConfig(num_groups=2, **layout),
-            spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+            spare=SpareConfig(redundancy=2, microbatches_per_shard=3 * rows),
             data=DataConfig(corpus=str(corpus)),
             reduce=ReduceConfig(mode=mode),  # type: ignore[arg-type]
+            megatron={"moe_aux_loss_coeff": 0.1, **fields} if num_experts else {},
         )
+        if num_experts:
+            config = replace(config, model=replace(config.model, linear_bias=False))
         config = replace(config, train=replace(config.train, steps=audited_group.STEP + 1))
         prepare_index(config)
         return config
@@ -58,16 +68,30 @@ def make_config(corpus: Path) -> MakeConfig:
 def test_an_audit_has_the_digests_of_the_owner_and_is_in_no_sum(
     make_config: MakeConfig, layout: dict[str, int], mode: str
 ) -> None:
-    for is_unchanged, num_ready, here, there, again in run_group(
-        audited_group.computed_on_both_sides, make_config(mode, **layout)
-    ):
+    of_ranks = run_group(audited_group.computed_on_both_sides, make_config(mode, **layout))
+    for is_unchanged, is_ready, *_ in of_ranks:
         assert is_unchanged
-        assert num_ready == 1, "the only bucket is complete once the last counted microbatch is"
-        assert here == there == again
-        (one, other) = here.values()
-        assert len({boundary.digest for boundary in (*one, *other)}) >= len(one) + len(other) - 1
-        kinds = {(boundary.kind, boundary.stage) for boundary in one}
-        assert len(kinds) == len(one) == 3 * layout.get("virtual_pipeline", 1)
+        assert is_ready, "all buckets are complete once the last counted microbatch is"
+    here, there, again = ([ranks[place] for ranks in of_ranks] for place in (2, 3, 4))
+    for microbatch in here[0]:
+        words = {word_of(one for rank in found for one in rank[microbatch]) for found in (here, there, again)}
+        assert len(words) == 1
+        one = [boundary for rank in here for boundary in rank[microbatch]]
+        assert len({boundary.digest for boundary in one}) >= len(one) - 1
+        num_ranks = len(of_ranks) // (layout.get("data_parallel", 1) // row_size_of(layout))
+        assert len(one) == 3 * layout.get("virtual_pipeline", 1) * num_ranks, "of one set of lanes"
+        places = {(boundary.kind, boundary.stage, boundary.rank) for boundary in one}
+        assert len(places) == len(one)
+        assert {boundary.rank for boundary in one} == set(range(num_ranks)) or layout.get("pipeline_parallel", 1) > 1
+    if "data_parallel" in layout and row_size_of(layout) < layout["data_parallel"]:
+        offsets = {
+            boundary.offset for found in (here, there) for rank in found for some in rank.values() for boundary in some
+        }
+        assert len(offsets) == 2, "on other lanes in one than in the other"
+
+
+def row_size_of(layout: dict[str, int]) -> int:
+    return layout.get("expert_parallel", layout.get("data_parallel", 1)) if layout.get("num_experts") else 1
 
 
 def test_digests_see_every_bit_and_every_exchange() -> None:

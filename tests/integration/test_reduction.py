@@ -220,6 +220,7 @@ class Rank:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
+        self.judged: list[tuple[int, int]] = []  # steps and attempts whose losses were judged
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         buckets = BucketExchange(
             position=0,
@@ -240,8 +241,8 @@ class Rank:
             reports=SimpleNamespace(
                 write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
             ),
-            audits=SimpleNamespace(words=lambda _attempt, _disputed: ()),
-            suspicions=SimpleNamespace(judge=lambda _step, _attempt: []),
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
+            suspicions=SimpleNamespace(judge=lambda *of: self.judged.append(of)),
             overlaps=overlaps,
             num_chunks=1,
             probe=self.probe,
@@ -340,6 +341,18 @@ def test_more_than_it_holds_is_not_taken_for_kept() -> None:
     rank.attempt(0)
     with pytest.raises(RuntimeError, match="4 buckets are kept, and this rank holds 3"):
         rank.attempt(1, 4)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_suspect_losses_are_journaled_before_an_unsound_gradient_ends_the_attempt(overlaps: bool) -> None:
+    """They say which samples may be behind it."""
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=overlaps)
+    if overlaps:
+        rank.compute(0)
+    rank.sums.of(NUM_BUCKETS - 1)[3] = math.nan
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)
+    assert rank.judged == [(0, 0)]
 
 
 @pytest.mark.parametrize("bucket", [0, NUM_BUCKETS - 1])

@@ -33,6 +33,22 @@ def finished(config: RunConfig, run_dir: Path) -> Run:
     return run
 
 
+@pytest.mark.parametrize("num_experts", [None, 4], ids=["dense", "experts"])
+def test_a_lane_that_drifts_is_found_in_the_step(text_corpus: Path, tmp_path: Path, num_experts: int | None) -> None:
+    """Whichever lane it is; the lanes that divide experts compute rows together, and the one that is wrong is named."""
+    layout = LayoutConfig(num_groups=3, data_parallel=2)
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=AUDITED, group=1, rank=1, kind="drift")
+    shape = {"num_experts": num_experts, "linear_bias": num_experts is None}
+    config = tiny_config(text_corpus, layout, mode="reproducible", num_microbatches=4, faults=[fault], **shape)
+    run = finished(config, tmp_path / "run")
+    assert [record.kind for record in run.journal.of(FaultRecord)] == ["drift"]
+    fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert [(fence["group"], fence["is_outvoted"]) for fence in fences] == [(1, True)]
+    assert "first wrong at stage 0, forward pass, rank 1" in fences[0]["reason"] or num_experts is None
+    records = [record for record in run.journal.of(AuditRecord) if record.step == AUDITED]
+    assert {record.num_added for record in records} >= {4}
+
+
 def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_run(
     text_corpus: Path, tmp_path: Path
 ) -> None:

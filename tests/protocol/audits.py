@@ -11,6 +11,7 @@ from spare_megatron.core.audits import AuditWord
 from spare_megatron.core.entries import Entry, Retry
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.plans import Microbatch, StepPlan
+from tests.protocol.suspects import CountedLosses
 from tests.protocol.violation import Violation
 
 WAYS = ("once", "alike", "anew")
@@ -23,10 +24,11 @@ def digest_of(params: str, step: int, microbatch: Microbatch, error: str = "") -
 class AuditDigests:
     """The digests that a process votes with; `name` is that of the process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, suspect_every: int) -> None:
         self._name = name
-        self._error = ""
         self._way = ""
+        self.losses = CountedLosses(suspect_every)
+        self._errors: dict[Microbatch, str] = {}  # of what it has computed beside its work
         self._num_wrong = 0
         self._digests: dict[Microbatch, int] = {}
 
@@ -41,19 +43,35 @@ class AuditDigests:
 
     def begin(self) -> None:
         self._digests.clear()
+        self._errors.clear()
+        self.losses.begin()
 
     def counted(self, work: Iterable[Microbatch], plan: StepPlan, group: int) -> list[Microbatch]:
         """What comes into the sums when it computes its part of a plan."""
         return list(work)
 
+    def count(self, params: str, step: int, work: Iterable[Microbatch]) -> None:
+        """It computes its own microbatches, once, those that others audit included."""
+        for one in work:
+            self.losses.count(params, step, one, self._errors[one] if one in self._errors else self._next_error())
+
     def compute(self, params: str, step: int, microbatch: Microbatch) -> None:
-        error = ""
-        if self._way:
-            self._num_wrong += 1
-            error = f"{self._name} {self._num_wrong if self._way == 'anew' else self._way}"
+        self._errors[microbatch] = error = self._next_error()
+        self._digests[microbatch] = digest_of(params, step, microbatch, error)
+
+    def compute_again(self, params: str, step: int, microbatch: Microbatch, *, is_suspect: bool) -> None:
+        self.compute(params, step, microbatch)
+        if is_suspect:
+            self.losses.compute_again(params, step, microbatch, self._errors[microbatch])
+
+    def _next_error(self) -> str:
+        if not self._way:
+            return ""
+        self._num_wrong += 1
+        error = f"{self._name} {self._num_wrong if self._way == 'anew' else self._way}"
         if self._way == "once":
             self._way = ""
-        self._digests[microbatch] = digest_of(params, step, microbatch, error)
+        return error
 
     def words(self) -> tuple[AuditWord, ...]:
         return tuple(AuditWord(*microbatch, digest) for microbatch, digest in sorted(self._digests.items()))
@@ -115,8 +133,8 @@ class CountsAudits(AuditDigests):
 class VotesWithOldDigests(AuditDigests):
     """Keeps the digest of a microbatch at the same place that it has computed in an earlier attempt or step."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, suspect_every: int) -> None:
+        super().__init__(name, suspect_every)
         self._kept: dict[Microbatch, int] = {}
 
     def compute(self, params: str, step: int, microbatch: Microbatch) -> None:

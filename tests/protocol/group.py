@@ -87,7 +87,7 @@ class Group:
         self._world = world
         self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
         self._evaluation = world.evaluation_type()
-        self.audits = world.audits_type(self.name)
+        self.audits = world.audits_type(self.name, world.suspect_every)
         self._computed: list[str] = []  # digests of this step's plans
         self._has_work = False  # in this step
         self._params = AT_FIRST
@@ -223,9 +223,12 @@ class Group:
 
     def _compute_audits(self, action: ComputeAudits) -> None:
         asked = () if self._lacks_params else action.asked_of(self.group)
+        if len(set(asked)) < len(asked):
+            raise Violation(f"{self.name} is to compute {asked}, one of them twice")
         self._world.computes(self.group, asked)
+        suspects = {dispute.microbatch for dispute in action.disputes if dispute.is_suspicion}
         for microbatch in asked:
-            self.audits.compute(self._params, action.step, microbatch)
+            self.audits.compute_again(self._params, action.step, microbatch, is_suspect=microbatch in suspects)
 
     def _await_hosts(self, action: AwaitHosts) -> Steps:
         """Reads who waits, once that changes or patience is over, until an entry is written."""
@@ -298,6 +301,7 @@ class Group:
                 self._evaluation.begin()
             self._evaluation.add(self._params, work)
         elif is_patch:
+            self.audits.count(self._params, plan.step, work)
             self._buckets.patch(self._world.lanes.compute(plan, work, is_patch=True))
         else:
             self.audits.begin()
@@ -305,6 +309,7 @@ class Group:
             self._world.computes(self.group, audits)
             for microbatch in sorted({*audits, *plan.audited_of(self.group)}):
                 self.audits.compute(self._params, plan.step, microbatch)
+            self.audits.count(self._params, plan.step, work)
             counted = self.audits.counted(work, plan, self.group)
             self._buckets.compute(self._world.lanes.compute(plan, counted, is_patch=False))
         self._computed.append(plan.digest)
@@ -483,6 +488,7 @@ class Group:
         is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
         params, spoiled = self._content if self._digested is None or self.held is not None else self._digested
+        is_audited = isinstance(action, AttemptReduce) and not self._lacks_params
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,
@@ -497,7 +503,8 @@ class Group:
             pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
             has_wrong_sum=has_wrong_sum,
-            audits=self.audits.words() if isinstance(action, AttemptReduce) and not self._lacks_params else (),
+            audits=self.audits.words() if is_audited else (),
+            losses=self.audits.losses.words() if is_audited else (),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

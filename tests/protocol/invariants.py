@@ -21,12 +21,14 @@
 9. A group that is drained has asked for it, leaves a host for every shard and state partition, whose copies have been
    compared if they are new, takes no part from there on, and ends; its checkpoints have been compared before.
 10. Where members have voted with other digests of one microbatch, nothing is committed. A group fenced for it has
-    computed wrongly; the run halts for it only if fewer than two right members can compute the microbatch.
+    computed wrongly; the run halts for it only if fewer than two right members can compute the microbatch. A suspect is
+    committed only if another host has computed it to the same loss, unless there is none or such questions have held
+    the run up as often as they may.
 11. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -61,6 +63,7 @@ from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.evaluations import SET, loss_of
 from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
+from tests.protocol.suspects import SuspectObserver
 from tests.protocol.violation import Violation
 
 MAX_RESUMES = 4
@@ -97,7 +100,8 @@ class Invariants:
         self._num_resumes = 0  # of the step or evaluation
         self._was_state_lost = False  # so that only a restart helps, or the run has ended for want of hosts
         self.partitions = partitions
-        self.audits = AuditObserver(None if hosts is None else [set(map(int, row)) for row in hosts])
+        sets = None if hosts is None else [set(map(int, row)) for row in hosts]
+        self.audits, self.suspects = AuditObserver(sets), SuspectObserver(sets)
         # Without `hosts` every group can compute every shard.
         self._hosts = None if hosts is None else [frozenset(map(int, row)) for row in hosts]
         self._batches = [
@@ -126,6 +130,9 @@ class Invariants:
         self.saves = Saved()
         self._was_wiped_out = self._is_given_up = False
         self._votes: dict[tuple[Incarnation, int], Vote] = {}
+        self._too_late: set[tuple[Incarnation, int]] = set()  # cast after the voter was fenced
+        self.cast_on: Callable[[int], set[Incarnation]] = lambda _attempt: set()
+        """Those whose votes on an attempt have reached the store."""
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
@@ -178,6 +185,7 @@ class Invariants:
         self.counts["resume of an evaluation"] += self._is_evaluation_due
         self.counts["resume with state partitions"] += self.partitions.exist
         self._is_discarded = False
+        self.suspects.begin()
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
@@ -209,6 +217,7 @@ class Invariants:
         self._is_evaluation_due = self._evaluates_now()
         self.attempt += 1
         self._is_discarded = False
+        self.suspects.begin()
         self._generation += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
         self.partitions.restarted(self.step, self.members)
@@ -273,6 +282,8 @@ class Invariants:
     def _lost(self, group: int, incarnation: int) -> None:
         """An incarnation ends with its own fence, or with that of a later one."""
         ended = {(group, number) for number in range(incarnation + 1)}
+        if ended & self.members:
+            self._too_late |= {(one, self.attempt) for one in ended - self.cast_on(self.attempt)}
         present = [number for of, number in self.members if of == group]
         what = "a member" if ended & self.members else "a fenced group"
         if present and present[0] > incarnation:
@@ -335,11 +346,15 @@ class Invariants:
         disputes = entry.disputes if isinstance(entry, Retry) else ()
         if disputes:
             self.audits.asked(writer, entry, {group for group, _ in self.members})
-            self.counts["dispute"] += 1
+            self.suspects.asked(writer, disputes)
+            self.counts["dispute"] += any(one.differs for one in disputes)
+            self.counts["question about suspects"] += any(one.is_suspicion for one in disputes)
+            self.counts["dispute over a loss"] += any(one.is_suspicion and one.differs for one in disputes)
             is_anew = False
         elif isinstance(entry, Retry) == (is_complete and not is_anew):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
-        self._retried(entry, writer, votes, is_anew=is_anew)
+        is_summed = is_complete and bool(disputes) and not any(one.differs for one in disputes)
+        self._retried(entry, writer, votes, is_anew=is_anew, is_summed=is_summed)
         if not isinstance(entry, Retry):
             self._expect(entry, writer)
             self._num_resumes = 0
@@ -348,15 +363,26 @@ class Invariants:
         self._found_wrong = found_wrong if isinstance(entry, Retry) else frozenset()
         if isinstance(entry, Commit):
             self._committed(entry, writer, {incarnation: vote for incarnation, vote in votes.items() if vote})
-        self._is_discarded = bool(disputes)
+        if isinstance(entry, Retry) and entry.recompute:
+            self.suspects.begin()
+        self._is_discarded = any(one.differs for one in disputes)
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
-    def _retried(self, entry: Entry, writer: str, votes: Mapping[Incarnation, Vote | None], *, is_anew: bool) -> None:
+    def _retried(
+        self,
+        entry: Entry,
+        writer: str,
+        votes: Mapping[Incarnation, Vote | None],
+        *,
+        is_anew: bool,
+        is_summed: bool,
+    ) -> None:
+        """`is_summed`: all have the sum, of which the last bucket is summed again once suspects are computed."""
         if not isinstance(entry, Retry):
             return
         held = [vote.num_complete for vote in votes.values() if vote is not None]
-        least = () if is_anew or () in held else (min(held)[0],)
+        least = () if is_anew or () in held else (min(held)[0] - is_summed,)
         if (entry.recompute, entry.kept) != (is_anew, least):
             raise Violation(f"{writer} writes {entry} though the members hold {held}")
         lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
@@ -366,7 +392,10 @@ class Invariants:
 
     def _committed(self, entry: Commit, writer: str, cast: Mapping[Incarnation, Vote]) -> None:
         of_attempt = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == entry.attempt}
-        self.audits.committed(writer, of_attempt)  # also of those that are lost: their gradients are in the sum
+        # Also of those lost since they voted: their gradients are in the sum.
+        in_time = {voter: vote for voter, vote in of_attempt.items() if (voter, entry.attempt) not in self._too_late}
+        self.audits.committed(writer, in_time)
+        self.counts["commit with agreed suspects"] += self.suspects.committed(writer, cast)
         self.counts["commit with audits"] += any(vote.audits for vote in cast.values())
         self.partitions.compared(cast)
         self.partitions.released(entry.released, cast)
@@ -439,6 +468,8 @@ class Invariants:
         is_late = attempt != self.attempt
         params = None if process in self._corrupted or is_late else self._params.get((self._generation, self.step))
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
+        if not is_late:
+            self.suspects.voted(process, self.step, params, vote, is_wrong=is_wrong)
         key = (incarnation_of(process), attempt)
         if key in self._votes:
             raise Violation(f"{process} votes again on attempt {attempt}")

@@ -21,6 +21,7 @@ from spare_megatron.core.evaluation import SetSum
 from spare_megatron.core.events import Event, VotesRead, WaitingRead
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
+from spare_megatron.core.suspects import QuestionBudget
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, Repair
@@ -468,6 +469,24 @@ class CommitsWhatIsDisputed(Controller):
         return super()._decide(event, now_s)
 
 
+class CommitsSuspectsUnheard(Controller):
+    """Asks about suspects, and commits the sum whatever the answers are."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        if self._disputes and all(one.is_suspicion for one in self._disputes):
+            votes = {group: replace(vote, losses=()) for group, vote in event.votes.items()}
+            self._disputes, event = (), replace(event, votes=votes)
+        return super()._decide(event, now_s)
+
+
+class AsksAboutAllSuspects(Controller):
+    """Asks about suspects in every step."""
+
+    def _question(self, retry: Retry) -> None:
+        super()._question(retry)
+        self._questions = QuestionBudget()
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol:
     """The parts under test."""
@@ -546,6 +565,10 @@ MUTATIONS_OF_AUDITS = {
     "votes with digests of another attempt": Protocol(audits_type=VotesWithOldDigests),
     "judges by one word against one": Protocol(controller_type=JudgesByOneWord),
     "commits what is disputed": Protocol(controller_type=CommitsWhatIsDisputed),
+}
+MUTATIONS_OF_SUSPECTS = {
+    "commits suspects unheard": Protocol(controller_type=CommitsSuspectsUnheard),
+    "asks about all suspects": Protocol(controller_type=AsksAboutAllSuspects),
 }
 MUTATIONS_OF_LANES = {
     "counts half a row": Protocol(lanes_type=CountsHalfARow),

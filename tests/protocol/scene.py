@@ -58,6 +58,8 @@ class Scene:
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
     audit_every_steps: int = 0
     """Steps between audits; 0: none."""
+    suspect_every: int = 0
+    """Of so many microbatches one has data with a suspect loss; 0: none, and no loss is suspect."""
     num_further: int = 0
     """Groups beyond those of the beginning that may be taken in; they host no shard."""
     ramp_steps: int = 0
@@ -275,6 +277,25 @@ class Scene:
             fan_in=random.choice((1, 2)),
             pauses=random.choice((False, True)),
             audit_every_steps=random.choice((1, 1, 2)),
+        )
+
+    @classmethod
+    def draw_suspects(cls, random: Random) -> "Scene":
+        """One of these with unusual data, too, and mostly without audits by schedule; in some a group is slow, in some
+        groups have lanes.
+        """
+        scene = cls.draw_audits(random)
+        faults = {**scene.fault_budget, "miscompute": random.choice((0, 1, 1, 2))}
+        if random.random() < 0.3:
+            slow = SlowGroup(random.randrange(scene.num_groups), 0, 5, random.randint(8, 40))
+            scene = replace(scene, num_steps=8, microbatches_per_shard=3, slow=(slow,))
+        elif random.random() < 0.3:
+            scene = scene.with_lanes(2, random.choice((1, 2)))
+        return replace(
+            scene,
+            fault_budget=faults,
+            suspect_every=random.choice((3, 6, 12)),
+            audit_every_steps=random.choice((2, 99, 99)),
         )
 
     @classmethod

@@ -5,6 +5,7 @@ them into a generator of requests: the call is made again after every answer, wi
 the first request that has none. They keep no state of their own, so every repetition takes the same way.
 """
 
+import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -90,6 +91,11 @@ class Store:
 
     def has(self, key: str) -> bool:
         return key in self.data
+
+    def cast_on(self, attempt: int) -> set[tuple[int, int]]:
+        """Groups, with their incarnations, whose votes on the attempt are here."""
+        cast = [text for key, text in self.data.items() if key.startswith(f"vote/{attempt}/")]
+        return {(group, number) for text in cast for _, voters in json.loads(text) for group, number in voters}
 
     def is_applicable(self, request: Request) -> bool:
         """Whether the request would be answered now."""

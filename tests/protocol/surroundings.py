@@ -45,6 +45,7 @@ class Surroundings(Protocol):
     invariants: Invariants
     groups: tuple[GroupId, ...]
     num_buckets: int
+    suspect_every: int
     window_type: type[BucketWindow]
     buckets_type: type[Buckets]
     evaluation_type: type[EvaluationSums]

@@ -26,6 +26,7 @@ NUM_SLOW_HISTORIES = 60
 NUM_SHARED_HISTORIES = 100
 NUM_LANE_HISTORIES = 60
 NUM_AUDIT_HISTORIES = 120
+NUM_SUSPECT_HISTORIES = 120
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -174,6 +175,14 @@ def test_no_history_with_audits_violates_an_invariant() -> None:
         "halt over an audit": 1,
         "FinishRun": 100,
     }
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_with_suspects_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_SUSPECT_HISTORIES), draw=Scene.draw_suspects)
+    assert sample.violations == {}
+    least = {"question about suspects": 100, "commit with agreed suspects": 60, "dispute over a loss": 20}
+    least |= {"outvoted": 20, "FinishRun": 100}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

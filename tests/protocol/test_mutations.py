@@ -21,6 +21,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHARED_DATA,
     MUTATIONS_OF_SUMS,
+    MUTATIONS_OF_SUSPECTS,
     Protocol,
 )
 from tests.protocol.mutations_of_membership import MUTATIONS_OF_DRAINS, MUTATIONS_OF_PAUSES
@@ -80,6 +81,8 @@ FOUND_AS = {
     "votes with digests of another attempt": "that is none of step",
     "judges by one word against one": "which computes right",
     "commits what is disputed": "the sum of a fenced group|have computed microbatches differently|the members voted",
+    "commits suspects unheard": "have other losses of a suspect|have not computed|microbatches differently",
+    "asks about all suspects": "holds the run up",
     "votes without the patch of a lane": "which counts",
     "counts an evaluation into a gradient": "which counts|named twice",
     "keeps the value of a retried evaluation": "learns",
@@ -229,6 +232,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
         (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),
         (MUTATIONS_OF_SUMS, Scene.draw_flips),
+        (MUTATIONS_OF_SUSPECTS, Scene.draw_suspects),
     )
     for mutation, protocol in mutations.items()
 }

@@ -85,6 +85,7 @@ class World:
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
         self.post = Post(random)
         self.num_buckets = scene.num_buckets
+        self.suspect_every = scene.suspect_every
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
@@ -103,6 +104,7 @@ class World:
         self._budget = Counter(scene.fault_budget)
         self._fault_rate = 3 * sum(self._budget.values()) / scene.fault_moves
         self._store = Store(self.invariants.entry_written)
+        self.invariants.cast_on = self._store.cast_on
         self._processes: list[Process] = []
         self._groups: dict[str, Group] = {}
         self._suspected: list[Member] = []
@@ -139,8 +141,14 @@ class World:
             evaluation=evaluation,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
-            audits=AuditPolicy(every_steps=scene.audit_every_steps, seed=7) if scene.audit_every_steps else None,
+            audits=self._audit_policy(scene),
         )
+
+    def _audit_policy(self, scene: Scene) -> AuditPolicy | None:
+        if not scene.audit_every_steps:
+            return None
+        rounds = Rounds(lanes=scene.num_lanes // scene.row_size)
+        return AuditPolicy(every_steps=scene.audit_every_steps, seed=7, rounds=rounds)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
         """Starts the next incarnation of a group, in place of another that may still be there."""
@@ -254,8 +262,8 @@ class World:
                 break
             if self._random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
-            # With evaluations there are twice as many attempts, with further groups nearly twice as many groups.
-            has_more = self._scene.eval_every_steps or self._scene.num_further
+            # With evaluations or suspects there are more attempts, with further groups nearly twice as many groups.
+            has_more = self._scene.eval_every_steps or self._scene.num_further or self._scene.suspect_every
             most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1)
             if self.num_moves > self._scene.fault_moves + most_moves:
                 raise Violation(f"no end {most_moves} moves after the last fault")

@@ -1,6 +1,7 @@
 """Who audits whom, and what follows from a mismatch, by the rules alone."""
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from itertools import product
 from random import Random
 
@@ -9,6 +10,7 @@ import pytest
 from spare_megatron.core.actions import (
     AppendEntry,
     AttemptReduce,
+    ChangePaces,
     ComputeAudits,
     ComputeStep,
     SaveCheckpoint,
@@ -34,11 +36,13 @@ from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.pace_evidence import PaceException
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.paces import LIKE, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.plans import Audit, Microbatch
+from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work, share_of
 
 MICROBATCH = Microbatch(ShardId(3), 1)
 POLICY = AuditPolicy(every_steps=3, seed=5)
@@ -56,7 +60,7 @@ def test_every_group_audits_one_other_and_pairs_vary(num_groups: int, is_shared:
     pairs: Counter[tuple[int, int]] = Counter()
     items: Counter[Microbatch] = Counter()
     for step in range(60):
-        audits = draw_audits(POLICY, step, work, None if is_shared else placement.hosts, groups)
+        audits = draw_audits(POLICY, step, work, None if is_shared else placement.hosts, groups, {})
         assert sorted(audit.auditor for audit in audits) == list(groups)
         assert sorted(audit.owner for audit in audits) == list(groups), "each is audited once, too"
         for audit in audits:
@@ -75,7 +79,7 @@ def test_after_losses_every_group_with_a_common_host_is_asked() -> None:
     for lost in product(range(7), repeat=2):
         left = tuple(group for group in everybody if group not in lost)
         work = Dealing(initial_order(placement, 2, "microbatch"), everybody).work(left)
-        audits = draw_audits(POLICY, 1, work, placement.hosts, left)
+        audits = draw_audits(POLICY, 1, work, placement.hosts, left, {})
         able = {
             group
             for group in left
@@ -83,8 +87,77 @@ def test_after_losses_every_group_with_a_common_host_is_asked() -> None:
             if group in placement.hosts[shard] and set(work.owners[shard].tolist()) - {group}
         }
         assert {audit.auditor for audit in audits} == able
-        some = draw_audits(POLICY, 1, work, placement.hosts, left[:1])
+        some = draw_audits(POLICY, 1, work, placement.hosts, left[:1], {})
         assert {audit.auditor for audit in some} <= {left[0]}
+
+
+def makespan(work: Work, audits: Collection[Audit], paces: Mapping[int, int]) -> int:
+    """By counting: the slowest group's time for its own work, what it audits, and a digest of each, as long as each."""
+    loads = Counter(work.owners.ravel().tolist())
+    for audit in audits:
+        loads[audit.auditor] += 2
+        loads[audit.owner] += 1
+    return max(paces.get(group, LIKE) * load for group, load in loads.items() if group != NO_OWNER)
+
+
+def test_slack_is_used_first_and_costs_no_time() -> None:
+    """By counting, over random losses, paces and granularities."""
+    random, free_steps, num_free = Random(3), 0, 0
+    for case in range(400):
+        num_groups = random.randint(3, 9)
+        redundancy = random.randint(2, num_groups)
+        placement = make_placement("golomb", num_groups, redundancy)
+        hosts = random.choice((placement.hosts, None))
+        everybody = tuple(map(GroupId, range(num_groups)))
+        left = tuple(sorted(random.sample(everybody, random.randint(2, num_groups))))
+        if placement.uncovered(frozenset(left)):
+            continue
+        granularity = random.choice(("stack", "microbatch"))
+        work = Dealing(initial_order(placement, 4, granularity), everybody).work(left)
+        permille = {group: random.choice((500, 1700)) for group in left if random.random() < 0.2}
+        slack = slack_of(work, Paces(permille=permille))
+        calm = makespan(work, (), permille)
+        for group, some in slack.items():
+            busy = int((work.owners == group).sum())
+            assert permille.get(group, LIKE) * (busy + some) <= calm < permille.get(group, LIKE) * (busy + some + 1)
+        free = draw_audits(POLICY, case, work, hosts, (), slack)
+        assert makespan(work, free, permille) == calm
+        num_free += len(free)
+        due = draw_audits(POLICY, case, work, hosts, left, slack)
+        for audits in (free, due):
+            assert len({audit.auditor for audit in audits}) == len(audits)
+            for audit in audits:
+                assert work.owners[audit.microbatch.shard, audit.microbatch.index] == audit.owner != audit.auditor
+                assert hosts is None or audit.auditor in hosts[audit.microbatch.shard]
+        reached = {group for audit in due for group in (audit.auditor, audit.owner)}
+        alone = {group for audit in draw_audits(POLICY, case, work, hosts, left, {}) for group in audit[:2]}
+        assert reached >= alone, "no group goes without an audit for the sake of slack"
+        free_steps += len(due) < len(left) and reached == set(slack)
+    assert num_free > 100
+    assert free_steps > 20
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3])
+def test_every_lane_audits_and_is_audited(num_lanes: int) -> None:
+    placement = make_placement("golomb", 7, 3)
+    groups = tuple(map(GroupId, range(7)))
+    policy = AuditPolicy(every_steps=1, seed=5, rounds=Rounds(lanes=num_lanes))
+    for lost in range(8):
+        left = tuple(group for group in groups if group != lost)
+        work = Dealing(initial_order(placement, 7, "microbatch"), groups).work(left)
+        for step in range(5):
+            audits = draw_audits(policy, step, work, placement.hosts, left, {})
+            for group in left:
+                mine = work.of(group)
+                lanes = {mine.index(audit.microbatch) % num_lanes for audit in audits if audit.owner == group}
+                assert lanes == set(range(num_lanes)) or left != groups
+                here = [audit.microbatch for audit in audits if audit.auditor == group]
+                assert len(set(here)) == len(here) == num_lanes
+                shares = [
+                    share_of([*mine, *here], lane=lane, num_lanes=num_lanes, row_size=1, units_per_shard=7)
+                    for lane in range(num_lanes)
+                ]
+                assert all(sum(one.unit in here for one in share) == 1 for share in shares), "in one round"
 
 
 def test_one_audit_in_so_many_steps_costs_at_most_a_percent() -> None:
@@ -184,6 +257,11 @@ def test_the_first_difference_follows_the_stages() -> None:
     one_rank = [one._replace(digest=2) if (one.kind, one.rank) == ("gradients", 5) else one for one in right]
     assert str(first_difference(one_rank, right)) == "stage 2, gradients, rank 5"
     assert first_difference(right, right) is None
+    elsewhere = [one._replace(offset=6) for one in right]
+    assert first_difference(elsewhere, right) is None
+    assert word_of(elsewhere) == word_of(right)
+    wrong = [one._replace(offset=6) for one in spoiled(("forward", 1), *later)]
+    assert str(first_difference(wrong, right)) == "stage 1, forward pass, ranks 8, 9", "those that have computed it"
     assert word_of(right) == word_of(reversed(right)) != word_of(one_rank)
 
 
@@ -333,6 +411,30 @@ def test_two_hosts_that_stand_by_their_words_halt_the_run_with_both_named() -> N
     assert isinstance(halt, Halt)
     assert "groups 0 and 1 compute different gradients" in halt.reason
     assert halt.discard
+
+
+def test_groups_whose_pace_changes_are_audited_in_the_next_step() -> None:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", 4, 4),
+        microbatches_per_shard=8,
+        num_steps=99,
+        audits=AuditPolicy(every_steps=98, seed=1),
+        rounds=Rounds(),
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    audited, paces = {}, {}
+    for step in range(40):
+        slow = (PaceException(GroupId(1), 3000),) if step < 20 else (PaceException(GroupId(1), 1000),)
+        actions = fold(controller, Commit(step=step, attempt=step, paces=slow))
+        if changes := [action for action in actions if isinstance(action, ChangePaces)]:
+            paces[step + 1] = dict(changes[0].permille)
+        audited[step + 1] = [group for audit in controller._plans[0].audits for group in audit[:2]]
+    first, second = paces
+    assert (paces[first], paces[second]) == ({1: 3000}, {})
+    assert 1 in audited[first]
+    assert 1 in audited[second]
+    assert audited[first - 1] == audited[second + 1] == []
 
 
 def test_groups_that_come_in_are_audited_in_their_first_step() -> None:

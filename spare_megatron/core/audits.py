@@ -459,8 +459,8 @@ def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:
 
 
 def _named(dispute: Dispute) -> str:
-    what = "the loss of microbatch" if dispute.is_suspicion else "microbatch"
-    return f"audit of {what} {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
+    place = f"{dispute.microbatch.index} of shard {dispute.microbatch.shard}"
+    return f"audit of the loss of microbatch {place}" if dispute.is_suspicion else f"audit of microbatch {place}"
 
 
 def able_to_compute(

@@ -450,11 +450,11 @@ def _outvoted(dispute: Dispute, said: Sequence[Statement], why: str, right: Stat
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:
     one, other, *_ = left.values()
-    what = "losses" if dispute.is_suspicion else "gradients"
+    they = "compute different losses" if dispute.is_suspicion else "compute different gradients"
     place = first_difference(one.boundaries, other.boundaries)
     return (
-        f"{_named(dispute)}: groups {' and '.join(map(str, left))} compute different {what}, each the same "
-        f"again, and no other group can compute it{f'; they differ first at {place}' if place else ''}"
+        f"{_named(dispute)}: groups {' and '.join(map(str, left))} {they}, each the same again, and no other group can "
+        f"compute it{f'; they differ first at {place}' if place else ''}"
     )
 
 

@@ -23,9 +23,9 @@ def plot_goodput(
 
     Args:
         file: Its suffix says the format.
-        curves: The commits of one run of each way, all with the same kills.
+        curves: The commits of one run of each way, all under the same trace.
         goodputs: Of each run of each way, from 0 to 1.
-        quiet_s: Time of a step without kills.
+        quiet_s: Time of a quiet step.
         title: Where the figures come from.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(2, 1), layout="constrained")
@@ -36,7 +36,7 @@ def plot_goodput(
             times_s.append(commit.at_s - commits[0].at_s)
         left.plot(times_s, sums, label=way)
     most = max(len(commits) - 1 for commits in curves.values())
-    left.plot([0.0, most * quiet_s], [0.0, most], color="black", linestyle=":", label="without kills")
+    left.plot([0.0, most * quiet_s], [0.0, most], color="black", linestyle=":", label="quiet")
     left.set(xlabel="seconds since the first commit", ylabel="whole steps in committed sums")
     left.legend()
     for place, way in enumerate(goodputs):

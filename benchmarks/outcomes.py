@@ -1,5 +1,6 @@
 """What a run with kills came to, of any way to train, from the events that all of them leave."""
 
+import math
 import statistics
 from bisect import bisect_left
 from collections import Counter
@@ -32,7 +33,7 @@ class Outcome:
     Attributes:
         wall_s: From the first commit to the last.
         counted: Microbatches in the committed sums of that time, over those that a whole step has.
-        quiet_s: Median time between the commits before the first kill.
+        quiet_s: Median time between the commits before the first kill, or before a group is slow for the first time.
         to_commit_s: Of each kill that struck, until the step that it hit, or a later one, is committed.
         longest_gap_s: The longer of the time between commits that it fell into and the next: some losses are noticed in
             the step after.
@@ -67,16 +68,18 @@ def commits_of(events: Sequence[Event], per_step: int) -> list[Commit]:
     ]
 
 
-def outcome_of(events: Sequence[Event], per_step: int) -> Outcome:
+def outcome_of(events: Sequence[Event], per_step: int, quiet_until_s: float = math.inf) -> Outcome:
     """What a run came to that went on for some steps after its last kill.
 
     Args:
         events: All of it, by their times.
         per_step: Microbatches of a whole step.
+        quiet_until_s: Wall-clock time at which something else than a kill disturbs it first.
     """
     commits = commits_of(events, per_step)
     faults = [event for event in events if event.kind == "fault"]
-    quiet = [commit for commit in commits[NUM_WARMUP:] if not faults or commit.at_s < faults[0].at_s]
+    end_s = min([quiet_until_s, *(fault.at_s for fault in faults)])
+    quiet = [commit for commit in commits[NUM_WARMUP:] if commit.at_s < end_s]
     quiet_s = statistics.median(later.at_s - earlier.at_s for earlier, later in pairwise(quiet))
     ended = {(event.group, event.step) for event in events if event.kind == "committed"}
     joined = {event.step for event in events if event.kind == "joined" and (event.group, event.step) in ended}

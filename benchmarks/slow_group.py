@@ -7,7 +7,6 @@ with `--pairs`, what paces cost: blocks of steps with and without them by turns 
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from benchmarks.slow_spells import write_program
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.follow import JournalTail
@@ -30,13 +30,14 @@ BLOCK_STEPS = 8
 
 def run(options: argparse.Namespace, folder: Path, num_steps: int) -> tuple[Mapping[int, float], Sequence[PacesRecord]]:
     """Seconds of each step, the longest of any group, and the changes of paces."""
-    os.environ["SLOW_GROUP_SLEEP_S"] = str(options.sleep)
+    program = folder.with_suffix(".py")
+    write_program(program, sleep_s=options.sleep, block=BLOCK_STEPS if options.pairs else 0)
     faults = [
         f'{{kind="slow", phase="forward", step={SLOW_FROM}, group={group}, rank=0, factor={factor}}}'
         for group, factor in enumerate(() if options.quiet_steps or options.pairs else options.factor)
     ]
     settings = [
-        *("name=slow_group", f"program.file={Path(__file__).with_name('slow_group_program.py')}"),
+        *("name=slow_group", f"program.file={program}"),
         *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=1"),
         *("model.seq_length=16", "model.vocab_size=64", "train.micro_batch_size=1", f"train.steps={num_steps}"),
         *(f"layout.num_groups={options.groups}", f"spare.redundancy={min(options.redundancy, options.groups)}"),
@@ -73,7 +74,6 @@ def optimum(num_groups: int, num_microbatches: int, factors: Sequence[float]) ->
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         if options.pairs:
-            os.environ["SLOW_GROUP_BLOCK"] = str(BLOCK_STEPS)
             steps, changes = run(options, Path(scratch) / "run", 2 * BLOCK_STEPS * (options.pairs + 1))
             return price(steps) | {"changes_of_weights": len(changes)}
         if options.quiet_steps:

@@ -1,12 +1,19 @@
-"""The program of `benchmarks/slow_group.py`: passes that sleep.
+"""The program of runs whose passes sleep, some groups' for longer at times (`slow_spells.py`).
 
-A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for eight
-groups at once. The variable SLOW_GROUP_SLEEP_S has its seconds. SLOW_GROUP_BLOCK, if it is set, is a number of steps:
-in blocks of so many no pace is measured, votes have none and nothing is counted, by turns with blocks as in every run.
+A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for several
+groups at once. Each run has a copy of this file, with its figures beside it in a file of JSON.
+With `block`, a number of steps, no pace is measured in blocks of so many, votes have none and nothing is counted, by
+turns with blocks as in every run.
 """
 
+import contextlib
+import json
 import os
+import re
 import time
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +21,8 @@ from spare_megatron import Batch, RunConfig, StepContext, Terms, gpt_forward_ste
 from spare_megatron.process.rank_probe import RankProbe
 
 step_under_way = 0
+
+_OWN = Path(__file__)
 
 
 class Noise:
@@ -36,8 +45,38 @@ def datasets_provider(config: RunConfig) -> Noise:
 def forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[torch.Tensor, Terms]:
     global step_under_way
     step_under_way = context.step
-    time.sleep(float(os.environ["SLOW_GROUP_SLEEP_S"]))
+    figures = _figures()
+    past_s = time.time() - _began_s()
+    factors = [
+        factor for group, from_s, to_s, factor in figures["spells"] if group == _group() and from_s <= past_s < to_s
+    ]
+    time.sleep(figures["sleep_s"] * max(factors, default=1.0))
     return gpt_forward_step(batch, model, context)
+
+
+@cache
+def _figures() -> dict[str, Any]:
+    return dict(json.loads(_OWN.with_suffix(".json").read_text()))
+
+
+@cache
+def _began_s() -> float:
+    """The wall clock at the first pass of the run, whichever rank's it is; that is in a file when this returns."""
+    began = _OWN.with_suffix(".began")
+    own = began.with_suffix(f".began-{os.getpid()}")
+    own.write_text(str(time.time()))
+    with contextlib.suppress(FileExistsError):
+        os.link(own, began)
+    own.unlink()
+    return float(began.read_text())
+
+
+@cache
+def _group() -> int:
+    """By the log that this process writes: a program is not told, since nothing that it computes may depend on it."""
+    found = re.search(r"group-(\d+)", Path(os.readlink("/proc/self/fd/2")).name)
+    assert found is not None, "the log of a rank is named after its group"
+    return int(found[1])
 
 
 def measure_by_turns(block: int) -> None:
@@ -53,5 +92,5 @@ def is_measured(step: int, block: int) -> bool:
     return step // block % 2 == 1
 
 
-if block_of_steps := int(os.environ.get("SLOW_GROUP_BLOCK", "0")):
-    measure_by_turns(block_of_steps)
+if _figures()["block"]:
+    measure_by_turns(_figures()["block"])

@@ -1,4 +1,4 @@
-"""One run with NVIDIA's resiliency extension, in the peers' environment: a store and a process for each group."""
+"""Runs with NVIDIA's resiliency extension, in the peers' environment: for each a store and a process for each group."""
 
 import argparse
 from functools import partial
@@ -14,12 +14,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--interval-s", type=float, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
-    parser.add_argument("folder", type=Path, help="has config.toml; events and logs go there")
+    parser.add_argument("folders", type=Path, nargs="+", help="have config.toml; events and logs go there")
     options = parser.parse_args()
-    config = load_run_config(options.folder / "config.toml").config
     times = (options.interval_s, options.timeout_s)
-    with forked_server(partial(serve, "127.0.0.1"), options.folder) as port:
-        run_groups(config, partial(train_group, config, port, *times, options.folder), options.folder)
+    for folder in options.folders:
+        config = load_run_config(folder / "config.toml").config
+        with forked_server(partial(serve, "127.0.0.1"), folder) as port:
+            run_groups(config, partial(train_group, config, port, *times, folder), folder)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault, resolve_trace
+from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import log_to_file
@@ -27,6 +29,9 @@ from spare_megatron.stacking.plans import Microbatch
 
 OUR_FAULT = 70
 """Exit status of a group in which what failed is ours, not the peer's."""
+END_SUFFIX = ".end"
+"""Of the file in which a group that has come to the end leaves the digest of its parameters, and whether its losses and
+local gradients were finite."""
 
 _PR_SET_PDEATHSIG = 1
 _P = ParamSpec("_P")
@@ -63,13 +68,16 @@ class PeerGroup:
         self._events = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         fired = {event.step for event in read_events([events]) if event.kind == "fault"}
         faults = [fault for fault in resolve_trace(config) if fault.group == group and fault.step not in fired]
-        self._injector = Injector(faults, lambda fault: self.write("fault", fault.step), _stop)
+        self._injector = Injector(faults, lambda fault: self.write("fault", fault.step), self._inflict)
         self._trainer = GroupTrainer(config, torch.device("cpu"), _InjectingProbe(self._injector))
         self._work = [Microbatch(ShardId(group), index) for index in range(config.spare.microbatches_per_shard)]
         self._sums = self._trainer.gradients
         self._stagings = [self._sums.new_staging() for _ in self._sums.buckets]
         self.buffers: list[torch.Tensor] = []
         """What is to be reduced, bucket by bucket."""
+        self._at_hand: torch.Tensor | None = None
+        self._was_finite = True
+        self._end_file = folder / f"group-{group}{END_SUFFIX}"
 
     def compute(self, step: int) -> None:
         """Computes the group's own shard of the step and fills the buffers."""
@@ -78,6 +86,13 @@ class PeerGroup:
         self.write("computed", step, len(self._trainer.compute(self._work)))
         self.reach(FaultPoint.BEFORE_REDUCE)
         self.buffers = [self._sums.stage(bucket, staging) for bucket, staging in enumerate(self._stagings)]
+        self._was_finite &= all(bool(buffer.isfinite().all()) for buffer in self.buffers)  # the loss rides in one
+        self._show_buckets(FaultPoint.STAGED)
+
+    def _show_buckets(self, phase: FaultPoint) -> None:
+        for elements, buffer in zip(self._sums.buckets, self.buffers, strict=True):
+            self._at_hand = buffer[: len(elements)]  # without the counts that ride in it
+            self.reach(phase)
 
     def reach(self, phase: FaultPoint) -> None:
         """Here a fault may strike."""
@@ -107,6 +122,7 @@ class PeerGroup:
         Raises:
             RuntimeError: The first step lacks a group.
         """
+        self._show_buckets(FaultPoint.SUMMED)
         self._arrived()
         counted = min(self._sums.totals().num_microbatches)
         self.write("committed", step, counted)
@@ -121,6 +137,24 @@ class PeerGroup:
     def _arrived(self) -> None:
         for bucket, buffer in enumerate(self.buffers):
             self._sums.on_summed(bucket, buffer)
+
+    def end(self) -> None:
+        """Notes how it ends after the last step, and leaves the process.
+
+        Communicators that were abandoned would make an orderly exit wait for transfers that cannot end.
+        """
+        note = {"params_sha256": self._trainer.params_sha256(), "was_finite": self._was_finite}
+        self._end_file.write_text(json.dumps(note))
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _inflict(self, fault: Fault) -> None:
+        """What the injector does not carry out itself, as our ranks and their supervisors do."""
+        if fault.kind in CORRUPTIONS:
+            corrupt(self._trainer, fault.kind, fault.bit, self._at_hand)
+            return
+        assert fault.kind == "stop", f"the injector carries out {fault.kind} itself"
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def write(self, kind: EventKind, step: int, num_microbatches: int = 0) -> None:
         """Tells an event. It is stored when this returns, whatever becomes of the process."""
@@ -137,8 +171,3 @@ class _InjectingProbe(SilentProbe):
 
     def __call__(self, phase: FaultPoint, /) -> None:
         self._injector(phase)
-
-
-def _stop(fault: Fault) -> None:
-    assert fault.kind == "stop", f"the injector carries out {fault.kind} itself"
-    os.kill(os.getpid(), signal.SIGSTOP)

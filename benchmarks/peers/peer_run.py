@@ -1,6 +1,7 @@
 """One run with a peer, started from our environment in the peers' own."""
 
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,26 +56,40 @@ class NvrxTimes:
         return ["--interval-s", str(self.interval_s), "--timeout-s", str(self.timeout_s)]
 
 
+PATIENT: dict[str, TorchftTimes | NvrxTimes] = {
+    "torchft": TorchftTimes(heartbeat_s=10.0, timeout_s=60.0),
+    "nvrx": NvrxTimes(interval_s=0.1, timeout_s=15.0),
+}
+"""So long that neither a slow group nor a busy machine looks like a loss."""
+
+
 def run_peer(python: Path, config: RunConfig, peer: TorchftTimes | NvrxTimes, folder: Path) -> list[Event]:
     """Trains with a peer through the faults of the configuration, whose sample index is there already.
 
     Raises:
         RuntimeError: A survivor did not come to the end; what its processes said last is in the text.
     """
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(dump_run_config(config))
+    run_peer_in_turn(python, {folder: config}, peer)
+    return read_events(sorted(folder.glob("*.jsonl")))
+
+
+def run_peer_in_turn(python: Path, configs: Mapping[Path, RunConfig], peer: TorchftTimes | NvrxTimes) -> None:
+    """The same for several runs, each in its folder, whose processes are forked from one. Raises as `run_peer`."""
+    for folder, config in configs.items():
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(dump_run_config(config))
     program = str(ROOT / "benchmarks/peers" / peer.program)
     # Its processes die with it, should this one be interrupted or the time be up.
     done = subprocess.run(
-        [str(python), program, *peer.options, str(folder)],
+        [str(python), program, *peer.options, *map(str, configs)],
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_S,
+        timeout=_TIMEOUT_S * len(configs),
         env=peer_variables(),
         cwd=ROOT,
         check=False,
     )
     if done.returncode != 0:
-        logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted((folder / "logs").glob("*")))
-        raise RuntimeError(f"{folder.name} ended with {done.returncode}: {done.stderr[-1500:]}\n{logs}")
-    return read_events(sorted(folder.glob("*.jsonl")))
+        last = max(configs, key=lambda folder: (folder / "logs").is_dir() and (folder / "logs").stat().st_mtime)
+        logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted((last / "logs").glob("*")))
+        raise RuntimeError(f"{last.name} ended with {done.returncode}: {done.stderr[-1500:]}\n{logs}")

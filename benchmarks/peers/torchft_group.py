@@ -6,8 +6,6 @@ comes back takes the state over from another by torchft's own transport, while i
 """
 
 import json
-import os
-import sys
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.synchronize import Barrier
@@ -110,6 +108,4 @@ def train_group(
     if up is not None:
         up.wait(_UP_TIMEOUT_S)
     _train(trained, manager)
-    # Communicators that were abandoned would make an orderly exit wait for transfers that cannot end.
-    sys.stderr.flush()
-    os._exit(0)
+    trained.end()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from spare_megatron.config.audits import audit_policy
 from spare_megatron.config.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
 from spare_megatron.config.run_sizes import run_sizes
@@ -261,7 +262,8 @@ def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeF
     if not checkpoint.is_wanted:
         return
     size = run_sizes(config).checkpoint_bytes
-    room = (checkpoint.keep_last + 2) * size
+    has_audits = audit_policy(config) is not None
+    room = (checkpoint.keep_last + 2 + has_audits) * size
     if facts.folder_free_bytes < size:
         yield finding(
             f"{folder} has {gib(facts.folder_free_bytes)} free, and a checkpoint takes {gib(size)}; make room or "
@@ -270,8 +272,8 @@ def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeF
     elif facts.folder_free_bytes < room:
         yield finding(
             f"{folder} has {gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last}, one "
-            f"that has yet to be confirmed and one that is being written take {gib(room)}; make room or lower "
-            f"checkpoint.keep_last",
+            f"that has yet to be confirmed{', the newest audited one' if has_audits else ''} and one that is being "
+            f"written take {gib(room)}; make room or lower checkpoint.keep_last",
             is_problem=False,
         )
     if node.write is not None:

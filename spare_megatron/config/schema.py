@@ -374,7 +374,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Continues training while a checkpoint is written; otherwise all groups wait until it is on disk."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints to keep, beside those that later steps have yet to confirm."""
+    """Newest checkpoints to keep, beside the newest audited one and those that later steps have yet to confirm."""
     keep_every_steps: PositiveInt | None = None
     """Keeps one checkpoint per this many steps permanently."""
     folder: str = ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, FaultPoint
-from spare_megatron.faults.trace import Fault
+from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
 
 _FOR_GOOD_S = 1e6
 _LONGEST_SLEEP_S = 0.05
@@ -50,6 +50,8 @@ class Injector:
         self._slowness: dict[str, _Slowness] = {}
         self._step = -1
         self._num_reached: Counter[FaultPoint] = Counter()
+        self._last: dict[FaultPoint, int] = {}
+        """Phase of a microbatch -> the last time in this step that it is sure to be reached."""
 
     @property
     def step(self) -> int:
@@ -60,7 +62,17 @@ class Injector:
     def step(self, step: int) -> None:
         if step != self._step:
             self._num_reached.clear()
+            self._last.clear()
         self._step = step
+
+    def begin_passes(self, num_microbatches: int) -> None:
+        """Call before that many microbatches of a step are computed. A fault at a later one of the step strikes at the
+        last of these, since work is dealt by pace, which no trace foresees; if there are none it strikes now.
+        """
+        self._last = {phase: self._num_reached[phase] + num_microbatches for phase in PHASES_OF_A_MICROBATCH}
+        for phase in sorted(self.phases & PHASES_OF_A_MICROBATCH):
+            if not self._last[phase]:
+                self._strike([fault for fault in self._pending if (fault.step, fault.phase) == (self._step, phase)])
 
     def __call__(self, phase: FaultPoint) -> None:
         """Carries out the faults due at this phase, each at most once; raises InjectedFault for the kind `raise`."""
@@ -69,7 +81,10 @@ class Injector:
         if self._delay is not None and self._delay[:2] == (self._step, phase):
             time.sleep(self._delay[2])
         self._num_reached[phase] += 1
-        for fault in [fault for fault in self._pending if self._is_reached(fault, phase)]:
+        self._strike([fault for fault in self._pending if self._is_reached(fault, phase)])
+
+    def _strike(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
             self._pending.remove(fault)
             self._report(fault)
             self._carry_out(fault)
@@ -92,7 +107,8 @@ class Injector:
         # Restarts, writes and copies take several steps, so these phases may be reached late.
         if phase in PHASES_BETWEEN_STEPS or phase is FaultPoint.REPAIR:
             return fault.step <= self._step
-        return (fault.step, fault.ordinal) == (self._step, self._num_reached[phase])
+        ordinal = min(fault.ordinal, self._last.get(phase, fault.ordinal))
+        return (fault.step, ordinal) == (self._step, self._num_reached[phase])
 
     def _carry_out(self, fault: Fault) -> None:
         match fault.kind:

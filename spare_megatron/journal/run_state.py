@@ -217,6 +217,8 @@ class RunState:
         """Shards that no group hosts that is left, for which training waits."""
         self.paces: Mapping[str, int] = {}
         """Group -> pace by which work is dealt, in thousandths of that of the groups' like, where it is another one."""
+        self.pace_changes: list[tuple[int, Mapping[str, int]]] = []
+        """All that `paces` was, each with the number of commits before the first step that is dealt by it."""
         self._paces_of_step = 0
         self.culprit: CulpritRecord | None = None
         """What holds the run back now."""
@@ -345,8 +347,15 @@ class RunState:
 
     def _on_paces(self, record: PacesRecord, at_s: float) -> None:
         if record.step > self._paces_of_step:  # all groups write it
-            self._paces_of_step, self.paces = record.step, record.permille
+            self._paces_of_step = record.step
+            self._deal_by(record.permille, record.step)
             self._note(text_of_paces(record), at_s)
+
+    def _deal_by(self, paces: Mapping[str, int], step: int) -> None:
+        if paces != self.paces and self.folding is not None:
+            num_undone = len(self.folding.commits) - self.folding.step
+            self.pace_changes.append((num_undone + step, paces))
+        self.paces = paces
 
     def _note(self, text: str, at_s: float) -> None:
         self._events.append(EventLine(at_s=at_s, text=text))
@@ -387,7 +396,8 @@ class RunState:
                 self._fenced.add((entry["group"], entry.get("incarnation", 0)))
             if entry["entry"] == "restart":
                 self._rejected.clear()
-                self.paces, self._paces_of_step = {}, entry["step"]
+                self._paces_of_step = entry["step"]
+                self._deal_by({}, entry["step"])
             if entry["entry"] == "evaluated":
                 self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
@@ -395,7 +405,8 @@ class RunState:
             if text := text_of_entry(entry, self.folding.members - members):
                 self._note(text, at_s)
             if self.folding.members != members:
-                self.paces = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
+                of_members = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
+                self._deal_by(of_members, self.folding.step)
                 self._note_awaited(at_s)
             self._head += 1
 

@@ -18,6 +18,9 @@ class Probe(Protocol):
     def __call__(self, phase: FaultPoint, /) -> None:
         """The rank has reached a fault point."""
 
+    def begin_passes(self, num_microbatches: int, /) -> None:
+        """The rank starts to compute that many microbatches of a step, perhaps none; audits come on top."""
+
     def progress(self) -> None:
         """The pending operation has advanced, for example by a layer."""
 
@@ -37,6 +40,9 @@ class SilentProbe:
     phases: frozenset[FaultPoint] = frozenset()
 
     def __call__(self, phase: FaultPoint, /) -> None:
+        pass
+
+    def begin_passes(self, num_microbatches: int, /) -> None:
         pass
 
     def progress(self) -> None:

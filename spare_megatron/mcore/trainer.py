@@ -184,9 +184,10 @@ class GroupTrainer:
         ones. Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
         group, with the same arguments in order.
         """
+        share = self._share(work)
+        self._probe.begin_passes(len(share))
         if not work:
             return []
-        share = self._share(work)
         items = self._audits(audits, beside=work) + [Item(one, is_digested=one.unit in audited) for one in share]
         self._seen.clear()
         is_counted = False

@@ -26,6 +26,8 @@ MOST_COLUMNS, MOST_ROWS = 1000, 250
 MOST_PACE_COLUMNS = 96
 """Limit of a map of paces. Beyond it neighbours are merged into their median, which hides scatter."""
 LEAST_PACE, MOST_PACE = 0.9, 1.2
+MOST_DEALT = 20
+"""Limit of groups whose paces are drawn as lines: those that deviate most."""
 MOST_POINTS = 2000
 """Limit of a line. Beyond it the minimum and the maximum of neighbours are drawn."""
 MOST_MARKS = 1000
@@ -314,6 +316,41 @@ def rank_map(history: History) -> go.Figure:
     )
     figure.update_yaxes(type="category", autorange="reversed")
     return _titled(figure, "commit", "group.rank")
+
+
+def dealt_paces(history: History) -> go.Figure:
+    """The paces by which work is dealt, over commits: a line for each group that has deviated, and a mark where the
+    paces change.
+    """
+    changes = sorted(history.pace_changes, key=lambda change: change[0])
+    most = {
+        group: max(abs(np.log(paces[group])) for _, paces in changes if group in paces)
+        for group in {group for _, paces in changes for group in paces}
+    }
+    drawn = sorted(sorted(most, key=lambda group: (-most[group], group))[:MOST_DEALT])
+    commits = [0, *(commit for commit, _ in changes), max(len(history.steps), changes[-1][0])]
+    figure = go.Figure()
+    for group in drawn:
+        paces = [1.0, *(paces.get(group, 1.0) for _, paces in changes)]
+        figure.add_scatter(
+            x=commits,
+            y=[*paces, paces[-1]],
+            name=f"group {group}",
+            mode="lines",
+            line={"shape": "hv"},
+            hovertemplate="commit %{x}: %{y:.2f} x its like",
+        )
+    marked = changes[:: -(-len(changes) // MOST_MARKS)]
+    figure.add_scatter(
+        x=[commit for commit, _ in marked],
+        y=[1.0] * len(marked),
+        name="dealt anew",
+        mode="markers",
+        marker={"color": "black", "symbol": "line-ns-open", "size": 9},
+        hovertemplate="from commit %{x} on",
+    )
+    figure.update_layout(showlegend=True)
+    return _titled(figure, "commit", "x its like", LOW)
 
 
 def shrink(table: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.float64], int, int]:

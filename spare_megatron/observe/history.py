@@ -107,6 +107,8 @@ class History:
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
         lasted_s: Seconds from then to its end, or to now.
         checkpoints: How saves ended, each with its seconds since the run's record.
+        pace_changes: Index of a committed step, and the paces by which it and later ones are dealt, over those of most
+            groups; groups that are as fast as most are not named.
         culprits: What held the run back, as it was named.
         num_places_taken: By machines that replaced others or moved to make groups whole.
         evaluations: Validation set -> committed steps and loss of each evaluation, the last one of a step.
@@ -119,6 +121,7 @@ class History:
     goodput: Goodput | None
     steps: CommittedSteps
     paces: Paces
+    pace_changes: Sequence[tuple[int, Mapping[int, float]]]
     losses: Sequence[GroupLoss]
     recoveries: Sequence[Recovery]
     began_s: float | None
@@ -158,6 +161,10 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         goodput=run_state.goodput(now_s),
         steps=_steps(run_state),
         paces=_paces(run_state),
+        pace_changes=[
+            (commit, {int(group): permille / 1000 for group, permille in paces.items()})
+            for commit, paces in run_state.pace_changes
+        ],
         losses=[_loss(record, at_s - run_state.began_s) for at_s, record in run_state.losses],
         recoveries=run_state.recoveries.found(),
         began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,

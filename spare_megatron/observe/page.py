@@ -21,6 +21,7 @@ from spare_megatron.journal.paces import Slowest, find_slowest
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.observe.equality import compare
 from spare_megatron.observe.figures import (
+    dealt_paces,
     group_map,
     load_around,
     loss_curves,
@@ -228,6 +229,9 @@ def _paces_of(history: History) -> Iterator[Plot]:
             slowest, history.run.ranks_per_stage
         )
         yield _plot("Compute of each rank", note, rank_map(history))
+    if any(paces for _, paces in history.pace_changes):
+        note = "Time of a microbatch by which work is dealt. Groups without a line are as fast as most."
+        yield _plot("Pace of each group", note, dealt_paces(history))
 
 
 def _told(slowest: Slowest, ranks_per_stage: int) -> str:

@@ -30,6 +30,9 @@ class RankProbe:
     def __call__(self, phase: FaultPoint) -> None:
         self._injector(phase)
 
+    def begin_passes(self, num_microbatches: int) -> None:
+        self._injector.begin_passes(num_microbatches)
+
     def begin_step(self, step: int) -> None:
         self._injector.step = step
         self._beacon.begin_step(step)

@@ -55,6 +55,14 @@ class RankSpec:
         return self.group * self.config.parallel.ranks_per_group + self.rank
 
 
+def devices_on(config: RunConfig, node: int) -> list[str]:
+    """The device of each rank of a node, in order. With the local launcher all nodes share the GPUs of one machine."""
+    cluster, layout = config.cluster, config.parallel
+    first = node * layout.ranks_per_node if cluster.launcher == "local" else 0
+    indices = [(first + position) // cluster.ranks_per_gpu for position in range(layout.ranks_per_node)]
+    return [f"cuda:{index}" if cluster.device == "gpu" else "cpu" for index in indices]
+
+
 RankMain = Callable[[RankSpec, Connection], None]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from spare_megatron.simulator.compute_fit import finish_times
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.world import World
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
 
 IsWhole = Callable[[BoolArray], bool]
@@ -49,7 +50,8 @@ def run_replication(world: World, is_whole: IsWhole) -> None:
 
 def _reduce(world: World, is_whole: IsWhole) -> bool:
     """Whether every shard kept a group until the reduction was complete."""
-    end_s = world.now_s + world.reduce_s(int(world.fleet.is_up.sum()))
+    groups = [GroupId(group) for group in np.flatnonzero(world.fleet.is_up).tolist()]
+    end_s = world.now_s + world.reduce_s(groups)
     while world.wait((("reduce", end_s - world.now_s),)):
         if not is_whole(world.fleet.is_up):
             return False

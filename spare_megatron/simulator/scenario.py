@@ -98,6 +98,9 @@ class Scenario:
     costs: CostModel
     failures: FailureSpec = field(default_factory=FailureSpec)
     slow: SlowSpec = field(default_factory=SlowSpec)
+    slow_links: SlowSpec = field(default_factory=SlowSpec)
+    """Groups whose link to the others is slow: costs.reduce_s, for all, times the factor while one of them takes part.
+    """
     deal_by_pace: bool = True
     """Whether slow groups get less work; where none turns slow, nothing is measured."""
     repair_s: float | None = None

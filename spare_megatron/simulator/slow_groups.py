@@ -1,4 +1,4 @@
-"""Groups that compute slower for a while, in virtual time."""
+"""Groups that compute slower for a while, or whose links are, in virtual time."""
 
 from dataclasses import dataclass
 from math import inf
@@ -19,13 +19,13 @@ class SlowSpec:
     duration_s: float = 3600.0
     """Mean seconds for which it is slow."""
     factor: float = 2.0
-    """Its time per microbatch, in times that of the others."""
+    """Its time per microbatch, or for a sum over groups, in times that of the others."""
 
     def __post_init__(self) -> None:
         for name in ("group_interval_s", "duration_s", "factor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
-                raise ValueError(f"slow.{name}={value} has to be above 0, and finite")
+                raise ValueError(f"{name}={value} of slow groups or links has to be above 0, and finite")
 
     @property
     def share(self) -> float:
@@ -51,7 +51,7 @@ class SlowGroups:
             self._changes_at_s = rng.exponential(spec.group_interval_s, num_groups)
 
     def factors(self, now_s: float) -> npt.NDArray[np.float64]:
-        """The time per microbatch of each group, in times that of the others."""
+        """The time of each group, in times that of the others."""
         while self._changes_at_s.size and self._changes_at_s.min() <= now_s:
             group = int(self._changes_at_s.argmin())
             self._is_slow[group] ^= True

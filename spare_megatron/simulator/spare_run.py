@@ -254,7 +254,7 @@ class SpareRun:
 
     def _wait_for_sum(self) -> tuple[GroupId, ...]:
         """Waits for the new communicator, if any, and the reduction; returns the groups whose loss stopped it."""
-        world, reduce = self._world, ("reduce", self._world.reduce_s(len(self._members)))
+        world, reduce = self._world, ("reduce", self._world.reduce_s(self._members))
         if not self._has_to_rebuild:
             return world.wait((reduce,))
         lost = world.wait((("rebuild", max(self._built_at_s - world.now_s, 0.0)),))

@@ -79,7 +79,7 @@ MAX_RATIO = 1000.0
 
 _LEAST_JITTER = 1e-3
 
-_JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM, _SLOW_STREAM = range(4)
+_JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM, _SLOW_STREAM, _LINK_STREAM = range(5)
 
 
 class Stalled(RuntimeError):
@@ -147,6 +147,7 @@ class World:
         failure_rng = np.random.default_rng([seed, _FAILURE_STREAM])
         process = process or make_process(scenario.failures, scenario.num_groups, failure_rng)
         self.slow = SlowGroups(scenario.slow, scenario.max_groups, np.random.default_rng([seed, _SLOW_STREAM]))
+        self._links = SlowGroups(scenario.slow_links, scenario.max_groups, np.random.default_rng([seed, _LINK_STREAM]))
         self.fleet = Fleet(scenario, process, np.random.default_rng([seed, _REPAIR_STREAM]))
         noise = np.random.default_rng([seed, _JITTER_STREAM]).standard_normal(scenario.num_steps)
         factors = np.maximum(1.0 + scenario.costs.jitter * noise, _LEAST_JITTER)
@@ -179,8 +180,12 @@ class World:
         if stacks != first:
             self.ledger.spend("extra_compute", compute_s * factor * (stacks - first))
 
-    def reduce_s(self, num_groups: int) -> float:
-        return self.scenario.costs.reduce_s * stretch(num_groups, self.scenario.costs)
+    def reduce_s(self, groups: Sequence[GroupId]) -> float:
+        """Seconds of a sum over these groups that starts now: all wait for the one with the slowest link."""
+        seconds = self.scenario.costs.reduce_s * stretch(len(groups), self.scenario.costs)
+        if self.scenario.slow_links.group_interval_s is None:
+            return seconds
+        return seconds * float(self._links.factors(self.now_s)[list(groups)].max(initial=1.0))
 
     def update(self, num_groups: int) -> None:
         """This many groups take the optimizer step; losses meanwhile are found in the next step."""

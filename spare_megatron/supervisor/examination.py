@@ -22,15 +22,16 @@ from spare_megatron.core.reforming import MachineId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.process.machine_signs import starved_s, throttled_s
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
-from spare_megatron.process.specs import NodeSpec
+from spare_megatron.process.specs import NodeSpec, devices_on
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
 _NUM_REPETITIONS = 5
-_SIZE, _NUM_PRODUCTS = {"cpu": 256, "cuda": 4096}, {"cpu": 24, "cuda": 16}
-_COPY_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+_SIZE, _NUM_PRODUCTS = {"cpu": 256, "cuda": 2048}, {"cpu": 24, "cuda": 64}
+_COPY_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
+"""By type of device. On a GPU that trains little memory is free."""
 _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
 _DRIFT = 1e-3
 _LASTING = ("drift", "stuck_bit", "slow")
@@ -52,7 +53,7 @@ class ExaminationWanted:
 class _Task:
     wanted: ExaminationWanted
     machine: MachineId
-    device: str
+    devices: tuple[str, ...]
     store: StoreSpec
     shares_processors: bool
     drifts: bool
@@ -78,14 +79,15 @@ class Examiner:
     def start(self, wanted: ExaminationWanted) -> None:
         """Starts an examination; ends the one before it."""
         self.end_all()
-        cluster, now_s = self._spec.config.cluster, time.monotonic()
+        config, now_s = self._spec.config, time.monotonic()
+        devices = tuple(dict.fromkeys(devices_on(config, self._spec.node)))
         faults = [fault for fault, until_s in self._lasting if now_s < until_s]
         task = _Task(
             wanted=wanted,
             machine=self._machine,
-            device="cuda" if cluster.device == "gpu" else "cpu",
+            devices=devices if wanted.is_own else devices[:1],  # all GPUs of others compute the same
             store=self._spec.store,
-            shares_processors=cluster.launcher == "local",
+            shares_processors=config.cluster.launcher == "local",
             drifts=any(fault.kind != "slow" for fault in faults),
             factor=max((fault.factor or 1.0 for fault in faults if fault.kind == "slow"), default=1.0),
         )
@@ -103,24 +105,30 @@ def _examine(task: _Task, _: Connection) -> None:
         os.nice(10)  # training goes first
     torch.set_num_threads(1)
     with torch.no_grad():
-        digests, product_s = _multiply(task)
-        copy_s = _copy(task)
+        products = [_multiply(task, device) for device in task.devices]
+        copy_s = max(_copy(task, device) for device in task.devices)
     store, wanted = open_store(task.store), task.wanted
     answer_s, exchange_s = _exchange(store, keys.exchanged(wanted.examined, wanted.number, task.machine))
-    figures = Figures(digests=digests, product_s=product_s, copy_s=copy_s, answer_s=answer_s, exchange_s=exchange_s)
+    figures = Figures(
+        digests=tuple(digest for digests, _ in products for digest in digests),
+        product_s=max(seconds for _, seconds in products),
+        copy_s=copy_s,
+        answer_s=answer_s,
+        exchange_s=exchange_s,
+    )
     store.put(keys.examined(wanted.examined, wanted.number, task.machine), json.dumps(asdict(figures)))
     leave(0)
 
 
-def _multiply(task: _Task) -> tuple[tuple[str, ...], float]:
+def _multiply(task: _Task, device: str) -> tuple[tuple[str, ...], float]:
     """Digests of the same chain of products, again and again, and the median of their times."""
-    size, generator = _SIZE[task.device], torch.Generator().manual_seed(task.wanted.number)
-    first, other = (torch.randn(size, size, generator=generator).to(task.device) for _ in range(2))
+    kind, generator = device.partition(":")[0], torch.Generator().manual_seed(task.wanted.number)
+    first, other = (torch.randn(_SIZE[kind], _SIZE[kind], generator=generator).to(device) for _ in range(2))
     digests, times_s = [], []
     for _ in range(_NUM_REPETITIONS + 1):
-        with _timed(task) as spent_s:
+        with _timed(task, device) as spent_s:
             product = first
-            for _ in range(_NUM_PRODUCTS[task.device]):
+            for _ in range(_NUM_PRODUCTS[kind]):
                 product = torch.tanh(product @ other)
         times_s.append(spent_s())
         digests.append(_digest(product.mul_(1 + _DRIFT) if task.drifts else product))
@@ -131,26 +139,26 @@ def _digest(values: Tensor) -> str:
     return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def _copy(task: _Task) -> float:
-    values = torch.zeros(_COPY_BYTES[task.device], dtype=torch.uint8, device=task.device)
+def _copy(task: _Task, device: str) -> float:
+    values = torch.zeros(_COPY_BYTES[device.partition(":")[0]], dtype=torch.uint8, device=device)
     into, times_s = torch.empty_like(values), []
     for _ in range(_NUM_REPETITIONS + 1):
-        with _timed(task) as spent_s:
+        with _timed(task, device) as spent_s:
             into.copy_(values)
         times_s.append(spent_s())
     return median(times_s[1:])
 
 
 @contextmanager
-def _timed(task: _Task) -> Iterator[Callable[[], float]]:
+def _timed(task: _Task, device: str) -> Iterator[Callable[[], float]]:
     """Yields what returns the seconds that the block has taken, but for waits for processors that others use: on a
     machine that trains, and where machines are emulated on one computer, they take them from each other.
     """
     ends: list[float] = []
 
     def now_s() -> float:
-        if task.device == "cuda":
-            torch.cuda.synchronize()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
             return time.perf_counter()
         leaves_waits_out = task.shares_processors or not task.wanted.is_own
         waited_s = starved_s(os.getpid()) - throttled_s(os.getpid()) if leaves_waits_out else 0.0

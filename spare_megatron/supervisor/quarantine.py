@@ -72,7 +72,8 @@ class Examinations:
 
     def _help(self, store: ControlStore, others: Sequence[MachineId]) -> None:
         """Does the same as other machines that are examined, if they ask for it."""
-        for machine, text in zip(others, store.get([keys.examination(one) for one in others]), strict=True):
+        texts = store.get([keys.examination(one) for one in others]) if others else []
+        for machine, text in zip(others, texts, strict=True):
             if text is None:
                 continue
             number, asked = json.loads(text)
@@ -83,7 +84,7 @@ class Examinations:
 
     def _begin(self, store: ControlStore, places: Places, own: Quarantine, now_s: float) -> None:
         held = [holding for holding in places.holders if holding.machine != own.machine]
-        beats = store.get([keys.beat(holding.place) for holding in held])
+        beats = store.get([keys.beat(holding.place) for holding in held]) if held else []
         others = [one.machine for one, beat in zip(held, beats, strict=True) if beat not in (None, ENDED)]
         (text,) = store.get([keys.examination(own.machine)])
         number = 0 if text is None else int(json.loads(text)[0]) + 1

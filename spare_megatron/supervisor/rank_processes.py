@@ -29,7 +29,7 @@ from spare_megatron.process.processes import (
     start_child,
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
-from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec
+from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, devices_on
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
@@ -207,11 +207,7 @@ class RankProcesses:
         return int(index) if index else None
 
     def _device_of(self, key: RankKey) -> str:
-        """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
-        cluster, layout = self._spec.config.cluster, self._spec.config.parallel
-        first = self._spec.node * layout.ranks_per_node if cluster.launcher == "local" else 0
-        index = first + self._keys.index(key)
-        return f"cuda:{index // cluster.ranks_per_gpu}" if cluster.device == "gpu" else "cpu"
+        return devices_on(self._spec.config, self._spec.node)[self._keys.index(key)]
 
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""

@@ -17,6 +17,9 @@ class RecordingProbe:
         self.calls: list[tuple[FaultPoint, bool]] = []
         self.trainer: GroupTrainer | None = None
 
+    def begin_passes(self, _num_microbatches: int) -> None:
+        pass
+
     def progress(self) -> None:
         pass
 

@@ -8,6 +8,7 @@ import pytest
 
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.trace import resolve_trace
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, FaultRecord, PacesRecord
 from tests.integration.whole_run import (
@@ -32,7 +33,7 @@ def test_a_slow_group_gets_less_work_and_nothing_else_changes(text_corpus: Path,
         text_corpus,
         LayoutConfig(num_groups=4),
         steps=STEPS,
-        faults=[SLOW, kill("before_reduce", LOST_IN, 1)],
+        faults=[SLOW, kill("forward", LOST_IN, 1)],
         num_microbatches=MICROBATCHES,
         mode="reproducible",
         rejoins=1,
@@ -55,6 +56,8 @@ def test_a_slow_group_gets_less_work_and_nothing_else_changes(text_corpus: Path,
         for record in run.journal.of(ContributionRecord)
     }
     assert loads[SLOW_FROM, 1] == MICROBATCHES
+    [_, lost] = resolve_trace(config)
+    assert loads[LOST_IN - 1, 1] < lost.ordinal, "it struck although the group did not come so far"
     assert loads.get((known_in, 1), 0) < MICROBATCHES < max(loads[known_in, group] for group in (0, 2, 3))
     assert any(entry.get("paces") for entry in entries_of(run.journal))
     texts = [event.text for event in read_run_state(run.run_dir).events(100)]

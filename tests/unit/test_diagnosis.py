@@ -168,6 +168,13 @@ def test_within_the_limits_nothing_is_said(change: dict[str, Any]) -> None:
     assert findings(**change) == []
 
 
+def test_audits_need_room_for_the_newest_audited_checkpoint() -> None:
+    config = configured("reduce.mode=reproducible", "audit.every_steps=7")
+    assert findings(config, folder_free_bytes=5 * CHECKPOINT) == []
+    [found] = findings(config, folder_free_bytes=5 * CHECKPOINT - 1)
+    assert "one that has yet to be confirmed, the newest audited one and one that is being written" in found.text
+
+
 def test_members_of_the_jobs_etcd_need_their_two_ports_and_no_others() -> None:
     assert [own_etcd_ports(CONFIG, node, NUM_NODES) for node in range(4)] == [
         (2379, 2380),

@@ -188,6 +188,34 @@ def test_the_count_goes_on_when_the_same_step_is_set_again() -> None:
         probe(FaultPoint.BACKWARD)
 
 
+@pytest.mark.parametrize(("num_microbatches", "strikes_at"), [(9, 3), (3, 3), (2, 2), (1, 1), (0, 0)])
+def test_a_rank_that_computes_less_than_was_drawn_is_hit_at_its_last_microbatch(
+    num_microbatches: int, strikes_at: int
+) -> None:
+    """It was slow, got one microbatch of four, and the fault at its third forward pass never struck."""
+    probe = Injector([make_fault(FaultPoint.FORWARD, ordinal=3)], lambda fault: None, lambda fault: None)
+    probe.step = 3
+    if not strikes_at:
+        with pytest.raises(InjectedFault):
+            probe.begin_passes(num_microbatches)
+        return
+    probe.begin_passes(num_microbatches)
+    for _ in range(strikes_at - 1):
+        probe(FaultPoint.FORWARD)
+    with pytest.raises(InjectedFault):
+        probe(FaultPoint.FORWARD)
+
+
+def test_a_fault_of_a_later_step_outlasts_one_without_work() -> None:
+    probe = Injector([make_fault(FaultPoint.FORWARD, ordinal=2)], lambda fault: None, lambda fault: None)
+    probe.step = 2
+    probe.begin_passes(0)
+    probe.step = 3
+    probe.begin_passes(1)
+    with pytest.raises(InjectedFault, match="forward of step 3"):
+        probe(FaultPoint.FORWARD)
+
+
 def test_a_rank_without_faults_has_nothing_to_probe() -> None:
     probe = Injector([], lambda fault: None, lambda fault: None)
     assert probe.phases == frozenset()

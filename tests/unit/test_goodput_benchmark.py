@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.goodput import OURS, STEPS_AFTER, Run, configure, print_table, run_all, summarize
+from benchmarks.goodput import OURS, SLOW_WAYS, STEPS_AFTER, Run, configure, print_table, run_all, spells_of, summarize
 from benchmarks.goodput_plot import plot_goodput
 from benchmarks.outcomes import Commit, commits_of, outcome_of
 from benchmarks.peers.history import Event, events_of_journal
@@ -164,6 +164,9 @@ def options(**changed: object) -> argparse.Namespace:
         "mean_steps": 5.0,
         "save_every": 20,
         "set": [],
+        "slow": False,
+        "mean_gap": 2.0,
+        "mean_spell": 8.0,
         "config": ROOT / "configs/run/demo_cpu.toml",
     }
     return argparse.Namespace(**{**given, **changed})
@@ -177,6 +180,23 @@ def test_every_way_meets_the_same_kills_which_leave_one_group_alone() -> None:
     # Where every loss restarts from a checkpoint, each kill strikes all groups.
     moments = [(fault.step, fault.phase, group) for fault in traces[0] for group in range(4)]
     assert sorted((fault.step, fault.phase, fault.group) for fault in traces[3]) == sorted(moments)
+
+
+def test_every_way_meets_the_same_slow_groups_and_no_kill(tmp_path: Path) -> None:
+    given = options(slow=True)
+    configs = {way: configure(given, way, 3, tmp_path / "run.py") for way in SLOW_WAYS}
+    assert all(resolve_trace(config) == () for config in configs.values())
+    assert {config.program.file for config in configs.values()} == {str(tmp_path / "run.py")}
+    assert {config.spare.deal_by_pace for config in configs.values()} == {True}
+    assert not configure(given, "dealt_evenly", 3, tmp_path / "run.py").spare.deal_by_pace
+    assert spells_of(given, 3) == spells_of(given, 3) != spells_of(given, 4)
+
+
+def test_steps_are_quiet_until_a_group_is_slow_for_the_first_time() -> None:
+    lines = [f"{100 + step / 5:.2f} 0 committed {step} 4" for step in range(12)]
+    lines += [f"{104 + step:.2f} 0 committed {12 + step} 4" for step in range(20)]
+    assert outcome_of(events_of("\n".join(lines)), 4, quiet_until_s=102.5).quiet_s == pytest.approx(0.2)
+    assert outcome_of(events_of("\n".join(lines)), 4).quiet_s == pytest.approx(1.0)
 
 
 def test_a_run_too_short_for_its_kills_is_refused() -> None:

@@ -226,7 +226,7 @@ def task_of(*, drifts: bool = False, factor: float = 1.0) -> examination._Task:
     return examination._Task(
         wanted=ExaminationWanted(examined=MachineId(0), number=3, is_own=True),
         machine=MachineId(0),
-        device="cpu",
+        devices=("cpu",),
         store=TcpStoreSpec(host="127.0.0.1", port=1),
         shares_processors=True,
         drifts=drifts,
@@ -234,13 +234,24 @@ def task_of(*, drifts: bool = False, factor: float = 1.0) -> examination._Task:
     )
 
 
+def node_spec(config: RunConfig, run_dir: Path, node: int = 0) -> NodeSpec:
+    return NodeSpec(
+        config=config,
+        run_dir=run_dir,
+        node=node,
+        store=TcpStoreSpec(host="127.0.0.1", port=1),
+        faults=(),
+        rank_main=lambda spec, reports: None,
+    )
+
+
 def test_products_are_the_same_each_time_and_differ_where_the_machine_drifts() -> None:
-    digests, seconds = examination._multiply(task_of())
-    again, _ = examination._multiply(task_of())
+    digests, seconds = examination._multiply(task_of(), "cpu")
+    again, _ = examination._multiply(task_of(), "cpu")
     assert len(set(digests)) == 1
     assert again == digests
     assert seconds > 0.0
-    wrong, _ = examination._multiply(task_of(drifts=True))
+    wrong, _ = examination._multiply(task_of(drifts=True), "cpu")
     assert len(set(wrong)) == 1
     assert wrong[0] != digests[0]
 
@@ -250,7 +261,7 @@ def test_a_slow_machine_takes_longer_by_its_factor(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(examination, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
     monkeypatch.setattr(examination, "starved_s", lambda _: 0.0)
     slept.clear()
-    with examination._timed(task_of(factor=3.0)) as spent_s:
+    with examination._timed(task_of(factor=3.0), "cpu") as spent_s:
         pass
     assert spent_s() == 6.0
     assert slept == [4.0]
@@ -267,15 +278,7 @@ def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkey
     monkeypatch.setattr(examination, "end_child", lambda _: None)
     monkeypatch.setattr(examination, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     config = RunConfig(layout=LayoutConfig(num_groups=2), cluster=ClusterConfig(device="cpu", num_nodes=2))
-    spec = NodeSpec(
-        config=config,
-        run_dir=tmp_path,
-        node=0,
-        store=TcpStoreSpec(host="127.0.0.1", port=1),
-        faults=(),
-        rank_main=lambda spec, reports: None,
-    )
-    examiner = Examiner(spec, MachineId(0))
+    examiner = Examiner(node_spec(config, tmp_path), MachineId(0))
     limited: list[list[int]] = []
     examiner.limit = lambda pids: limited.append(list(pids))
     fault = Fault(step=0, group=GroupId(0), rank=0, phase=FaultPoint.FORWARD, kind="drift", seconds=5.0)
@@ -286,6 +289,20 @@ def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkey
         examiner.start(ExaminationWanted(examined=MachineId(0), number=0, is_own=True))
     assert [(task.drifts, task.factor) for task in tasks] == [(True, 2.0), (False, 2.0), (False, 1.0)]
     assert limited == [[1], [1], [1]], "a host that is slow for its ranks is for this process, too"
+
+
+def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[examination._Task] = []
+    monkeypatch.setattr(examination, "start_child", lambda *given: tasks.append(given[-1]) or SimpleNamespace(pid=1))
+    monkeypatch.setattr(examination, "end_child", lambda _: None)
+    cluster = ClusterConfig(device="gpu", num_nodes=2, launcher="hand")
+    config = RunConfig(layout=LayoutConfig(num_groups=4, pipeline_parallel=2), cluster=cluster)
+    examiner = Examiner(node_spec(config, tmp_path, node=1), MachineId(1))
+    for is_own in (True, False):
+        examiner.start(ExaminationWanted(examined=MachineId(1), number=0, is_own=is_own))
+    assert [task.devices for task in tasks] == [("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("cuda:0",)]
 
 
 def test_the_store_is_asked_and_left_as_it_was() -> None:
@@ -313,6 +330,7 @@ def findings(*records: Any) -> list[str]:
 def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
     assert findings(BEGUN, PASSED, ENDED, STARTED) == []
     assert findings(BEGUN, PASSED, replace(ENDED, holdings=[[5, 1, 1]], released=[5]), STARTED) != []
+    assert findings(PASSED, ENDED) == [], "the record of the entry before is missing"
     of_next = replace(PASSED, machine=5)
     assert findings(BEGUN, of_next, replace(ENDED, holdings=[[5, 1, 1]], released=[5])) == []
 
@@ -321,9 +339,9 @@ def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
     ("records", "found"),
     [
         ([BEGUN, STARTED], "machine 1 starts group 1 (life 1) in quarantine"),
-        ([BEGUN, ENDED], "of which no examination has passed"),
-        ([BEGUN, replace(PASSED, reason="it is slow"), ENDED], "of which no examination has passed"),
-        ([ENDED], "which is in none"),
+        ([BEGUN, ENDED], "lacks an examination that machine 1 has passed"),
+        ([BEGUN, replace(PASSED, reason="it is slow"), ENDED], "lacks an examination that machine 1 has passed"),
+        ([replace(ENDED, index=0)], "which is in none"),
         ([BEGUN, replace(ENDED, released=[], holdings=[[5, 2, 1]])], "gives place 2 to machine 5, which is in"),
         ([BEGUN, replace(PASSED, likes={"0": {**FIGURES, "digests": ["b"]}}), ENDED], "no other machine has computed"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.journal.records import CheckpointRecord, PacesRecord
 from spare_megatron.observe.history import History, history_of
 from spare_megatron.observe.page import Plot, live_content, plots_of, report
 from tests.unit.measured_run import (
@@ -139,3 +139,46 @@ def test_steps_that_a_restart_undid_are_not_in_the_curves(tmp_path: Path) -> Non
 def test_the_content_of_a_served_run_has_the_same_curves(history: History) -> None:
     content = live_content(history)
     assert all(title in content for title in ("Learning rate", "Gradient norm", "Tokens per second", "node-7"))
+
+
+def paced(step: int, permille: dict[str, int], group: int) -> Line:
+    return Line(
+        source=f"group-{group:04}-rank-0",
+        at_s=BEGAN_S + STEP_S * step + 0.5,
+        record=PacesRecord(group=group, step=step, permille=permille),
+    )
+
+
+def in_time(lines: list[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: line.at_s)
+
+
+def test_paces_by_which_work_is_dealt_are_drawn_with_the_steps_where_they_change(tmp_path: Path) -> None:
+    changes = [paced(2, {"1": 2000}, 0), paced(2, {"1": 2000}, 1), paced(5, {"0": 900, "1": 1500}, 0)]
+    lines = in_time([*measured_lines(NUM_STEPS), *changes])
+    drawn = plots(history_from(tmp_path, lines))["Pace of each group"].figure
+    first, second, anew = drawn.data
+    assert (first.name, list(first.x), list(first.y)) == ("group 0", [0, 2, 5, NUM_STEPS], [1.0, 1.0, 0.9, 0.9])
+    assert (second.name, list(second.x), list(second.y)) == ("group 1", [0, 2, 5, NUM_STEPS], [1.0, 2.0, 1.5, 1.5])
+    assert (first.line.shape, list(anew.x)) == ("hv", [2, 5])
+
+
+def test_after_a_restart_all_groups_are_as_fast_as_most_and_commits_go_on(tmp_path: Path) -> None:
+    kept = 3
+    lines = in_time([*measured_lines(NUM_STEPS), paced(2, {"1": 2000}, 0)])
+    again = [*redone_lines(NUM_STEPS, kept, {}, {})]
+    late = Line(
+        source="group-0000-rank-0",
+        at_s=BEGAN_S + STEP_S * 3 * NUM_STEPS,
+        record=PacesRecord(group=0, step=kept + 4, permille={"0": 1250}),
+    )
+    history = history_from(tmp_path, [*lines, *again, late])
+    assert history.pace_changes == [
+        (2, {1: 2.0}),
+        (NUM_STEPS, {}),
+        (NUM_STEPS + 4, {0: 1.25}),
+    ]
+
+
+def test_a_run_whose_work_was_never_dealt_anew_has_no_plot_of_paces(history: History) -> None:
+    assert "Pace of each group" not in plots(history)

@@ -9,8 +9,10 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.slow_groups import SlowRate, slow_cost
 from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario, SimulatedPolicy
 from spare_megatron.simulator.slow_groups import SlowGroups, SlowSpec
+from spare_megatron.simulator.world import World
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.paces import dealt_stacks
 
 SCENARIO = Scenario(
@@ -65,6 +67,30 @@ def test_losses_beside_slow_groups_leave_a_valid_journal_that_repeats() -> None:
     assert len(journals[0]) > 1000
 
 
+@pytest.mark.parametrize("policy", ["spare", "checkpoint_only", "replication"])
+def test_a_slow_link_lengthens_the_sum_for_all_groups(policy: SimulatedPolicy) -> None:
+    """Shares of time weigh steps per second, so the mean step is harmonic."""
+    spec = SlowSpec(group_interval_s=10_000.0, duration_s=400.0, factor=3.0)
+    costs = CostModel(compute_s=10.0, reduce_s=5.0)
+    scenario = replace(SCENARIO, slow=SlowSpec(), slow_links=spec, costs=costs, policy=policy, redundancy=4)
+    compute_s = 10.0 * (4 if policy == "replication" else 1)
+    quiet_s, slow_s, none_slow = compute_s + 5.0, compute_s + 15.0, (1 - spec.share) ** 40
+    mean_s = 1 / (none_slow / quiet_s + (1 - none_slow) / slow_s)
+    found = simulate(scenario, 0)
+    assert found.end_s / scenario.num_steps == pytest.approx(mean_s, rel=0.03)
+
+
+def test_only_links_of_groups_that_take_part_count() -> None:
+    spec = SlowSpec(group_interval_s=1.0, duration_s=1e12, factor=3.0)  # all links, soon
+    world = World(replace(SCENARIO, slow=SlowSpec(), slow_links=spec), 0)
+    assert world.reduce_s([GroupId(0)]) == 1.0
+    world.ledger.spend("compute", 1.0)
+    slow = [group for group in range(40) if world.reduce_s([GroupId(group)]) == 3.0]
+    assert 0 < len(slow) < 40
+    assert world.reduce_s([GroupId(group) for group in range(40) if group not in slow]) == 1.0
+    assert world.reduce_s([GroupId(group) for group in range(40)]) == 3.0
+
+
 @pytest.mark.parametrize(("num_slow", "factor"), [(0, 2.0), (1, 2.0), (3, 1.5), (5, 1.1), (8, 4.0)])
 def test_the_least_makespan_is_that_of_all_ends(num_slow: int, factor: float) -> None:
     ends = sorted({i * pace for pace in (1.0, factor) for i in range(1, 200)})
@@ -88,7 +114,7 @@ def test_what_does_not_go_with_slow_groups_is_refused(changes: dict[str, object]
 
 @pytest.mark.parametrize("name", ["group_interval_s", "duration_s", "factor"])
 def test_values_out_of_range_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"slow.{name}=-1.0 has to be above 0"):
+    with pytest.raises(ValueError, match=f"{name}=-1.0 of slow groups or links has to be above 0"):
         SlowSpec(**{name: -1.0})
     if name != "factor":
         with pytest.raises(ValueError, match="have to be above 0"):

@@ -450,17 +450,17 @@ def _outvoted(dispute: Dispute, said: Sequence[Statement], why: str, right: Stat
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:
     one, other, *_ = left.values()
-    what = "losses" if dispute.is_suspicion else "gradients"
     place = first_difference(one.boundaries, other.boundaries)
-    return (
-        f"{_named(dispute)}: groups {' and '.join(map(str, left))} compute different {what}, each the same "
-        f"again, and no other group can compute it{f'; they differ first at {place}' if place else ''}"
-    )
+    groups = f"groups {' and '.join(map(str, left))}"
+    what = "compute different gradients, each the same again, and no other group can compute it"
+    if dispute.is_suspicion:
+        what = "compute different losses, each the same again, and no other group can compute it"
+    return f"{_named(dispute)}: {groups} {what}{f'; they differ first at {place}' if place else ''}"
 
 
 def _named(dispute: Dispute) -> str:
-    what = "the loss of microbatch" if dispute.is_suspicion else "microbatch"
-    return f"audit of {what} {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
+    what = "audit of the loss of microbatch" if dispute.is_suspicion else "audit of microbatch"
+    return f"{what} {dispute.microbatch.index} of shard {dispute.microbatch.shard}"
 
 
 def able_to_compute(

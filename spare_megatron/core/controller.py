@@ -45,7 +45,7 @@ from spare_megatron.core.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.snapshot_policy import SnapshotPolicy
-from spare_megatron.core.suspects import QuestionBudget
+from spare_megatron.core.suspects import Named, QuestionBudget, named_in
 from spare_megatron.core.votes import Attempted
 from spare_megatron.stacking.audited_steps import AuditedSteps, Computed
 from spare_megatron.stacking.batch_ramp import BatchRamp
@@ -125,7 +125,7 @@ class Controller:
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._disputes: tuple[Dispute, ...] = ()  # of this attempt
-        self._questioned: frozenset[Microbatch] = frozenset()  # suspects of this step
+        self._questioned: frozenset[Named] = frozenset()  # suspects of this step
         self._questions = QuestionBudget()
         self._to_audit: frozenset[GroupId] = frozenset()  # soon: they are new, or of another pace than before
         self._audited = AuditedSteps(setup.first_step)
@@ -409,10 +409,9 @@ class Controller:
 
     def _question(self, retry: Retry) -> None:
         """Counts suspects that are computed again; if everything is, they may be found anew."""
-        suspects = {dispute.microbatch for dispute in retry.disputes if dispute.is_suspicion}
-        if suspects - self._questioned:
+        if any(one.is_suspicion and one.num_rounds == 1 and not one.differs for one in retry.disputes):
             self._questions.on_question()
-        self._questioned = frozenset() if retry.recompute else self._questioned | suspects
+        self._questioned = frozenset() if retry.recompute else self._questioned | named_in(retry.disputes)
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))

@@ -174,7 +174,7 @@ def _disputes(attempted: Attempted, votes: Mapping[GroupId, Vote], *, may_questi
         disputes += [replace(new, is_suspicion=True) for new in mismatches(losses) if new.microbatch not in known]
     if may_question and attempted.may_question:
         known = {one.microbatch for one in disputes if one.is_suspicion}
-        disputes += suspicions(losses, attempted.questioned | known)
+        disputes += [new for new in suspicions(losses, attempted.questioned) if new.microbatch not in known]
     return disputes
 
 

@@ -15,7 +15,7 @@ LEAST_HOSTS = 2
 """Hosts of each shard that stay: one more loss must not end the run."""
 REST_S = 3600.0
 """Seconds after it was drained in which the same machine is not drained again."""
-ADMISSION_INTERVALS, ADMISSION_STEPS = 4.0, 10.0
+ADMISSION_INTERVALS, ADMISSION_STEPS = 4.0, 5.0
 """Heartbeat intervals, and steps, that an admission is taken to cost at least until one has been measured."""
 ADMISSIONS = 2
 """Of a change: of the replacement, and of the machine itself once it has passed its examination."""

@@ -41,18 +41,32 @@ class QuestionBudget:
         self._credit -= STEPS_PER_QUESTION
 
 
-def suspicions(losses: Mapping[GroupId, Sequence[AuditWord]], known: Collection[Microbatch]) -> tuple[Dispute, ...]:
-    """The suspects that no question was about, from all groups in turn; no group is asked yet.
+Named = tuple[GroupId, Microbatch]
+"""A group says what the loss of a microbatch is."""
+
+
+def named_in(disputes: Iterable[Dispute]) -> frozenset[Named]:
+    """What groups have said in questions about suspects, or were asked."""
+    return frozenset(
+        (group, dispute.microbatch)
+        for dispute in disputes
+        if dispute.is_suspicion
+        for group in (*(statement.group for statement in dispute.statements), *dispute.asked)
+    )
+
+
+def suspicions(losses: Mapping[GroupId, Sequence[AuditWord]], known: Collection[Named]) -> tuple[Dispute, ...]:
+    """The suspects that groups name and were in no question about, from all groups in turn; no group is asked yet.
 
     >>> words = [AuditWord(0, 0, 5), AuditWord(0, 1, 6)]
-    >>> [one.microbatch.index for one in suspicions({GroupId(0): words}, {Microbatch(0, 0)})]
+    >>> [one.microbatch.index for one in suspicions({GroupId(0): words}, {(GroupId(0), Microbatch(0, 0))})]
     [1]
     """
     by_microbatch: dict[Microbatch, list[Statement]] = {}
     order: dict[Microbatch, tuple[int, GroupId]] = {}
     for group in sorted(losses):
         for place, word in enumerate(losses[group]):
-            if word.microbatch in known:
+            if (group, word.microbatch) in known:
                 continue
             by_microbatch.setdefault(word.microbatch, []).append(Statement(group, word.digest))
             order[word.microbatch] = min((place, group), order.get(word.microbatch, (place, group)))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from spare_megatron.core.audits import AuditWord, Boundary, Dispute
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.evaluation import SetSum
+from spare_megatron.core.suspects import Named
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import Ownership
 
 
@@ -127,8 +127,8 @@ class Attempted:
     wrong_sums: tuple[GroupId, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     """About microbatches that this attempt has had computed again."""
-    questioned: frozenset[Microbatch] = frozenset()
-    """Suspects of the step that a question has been about."""
+    questioned: frozenset[Named] = frozenset()
+    """Suspects of the step that a question has been about, and the groups that it has named."""
     may_question: bool = False
     """Whether suspects may be computed again before the commit."""
     hosts: Sequence[Sequence[GroupId]] | None = None

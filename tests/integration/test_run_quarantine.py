@@ -87,7 +87,7 @@ def test_a_slow_machine_is_drained_examined_and_replaced_by_a_spare_one_and_no_b
 ) -> None:
     """Its passes are slow for as long as the run lasts, so it stays out."""
     fault = FaultConfig(
-        phase=FaultPoint.FORWARD, step=SLOW_FROM, group=1, rank=0, kind="slow", factor=30.0, seconds=600.0
+        phase=FaultPoint.FORWARD, step=SLOW_FROM, group=1, rank=0, kind="slow", factor=40.0, seconds=600.0
     )
     config = tiny_config(
         text_corpus,

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from multiprocessing import Pipe
 from random import Random
 from types import SimpleNamespace
@@ -18,14 +19,16 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.core.culprit import Cause
 from spare_megatron.core.entries import Commit, Fence, decode_entry, encode_entry
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.ladder import Situation, decide
 from spare_megatron.core.places import Quarantine
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.check_places import check_places
 from spare_megatron.journal.check_quarantine import check_quarantines
-from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
+from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
@@ -183,7 +186,7 @@ class World:
         hosts = make_placement(spare.placement, config.layout.num_groups, spare.redundancy).hosts
         self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains, hosts)
         self.store = Store(self.assignments)
-        self.lines: list[tuple[str, PlacesRecord | ExaminationRecord | StartRecord]] = []
+        self.lines: list[tuple[str, PlacesRecord | ExaminationRecord | StartRecord | LadderRecord]] = []
         self.num_moves = 0
         self.left_out: frozenset[GroupId] = frozenset()
         self.joined = defaultdict[Member, set[tuple[int, int]]](set)
@@ -343,6 +346,7 @@ class World:
             running = [one for one in running if one.machine == machine]
         if running and not self.assignments.quarantined:
             one = self.random.choice(running)
+            self.lines.append(("driver", decision_to_drain(one.machine)))
             AssignmentList(self.store, self.layout).quarantine(Quarantine(one.machine, one.place, "slow", "its link"))
 
     def let_slow_group_leave(self, group: GroupId) -> None:
@@ -566,6 +570,27 @@ class Supervisor:
         if not self.is_up:
             self.is_up = True
             self.restarts.on_ready(self.group)
+
+
+def decision_to_drain(machine: MachineId) -> LadderRecord:
+    """By these figures a machine is drained: `tests/unit/test_ladder.py` draws others."""
+    situation = Situation(
+        machine=machine,
+        cause=Cause.LINK,
+        excess_s=1.0,
+        mended_ratio=0.0,
+        step_s=2.0,
+        lost_steps=100,
+        steps_left=100,
+        num_members=4,
+        num_leaving=1,
+        least_hosts=2,
+        replacement="group",
+        admission_s=10.0,
+    )
+    decision = decide(situation)
+    fields = {**asdict(situation), "cause": str(situation.cause)}
+    return LadderRecord(rule=decision.rule, gain_s=decision.gain_s, cost_s=decision.cost_s, **fields)
 
 
 def settle(world: World) -> None:

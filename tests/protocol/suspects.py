@@ -49,13 +49,11 @@ class SuspectObserver:
     def __init__(self, hosts: list[set[int]] | None) -> None:
         self._hosts = hosts
         self._said: dict[Microbatch, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))  # by group
-        self._questioned: set[Microbatch] = set()
         self._num_questions = self._num_commits = 0
 
     def begin(self) -> None:
         """Everything of the step is computed from here on."""
         self._said.clear()
-        self._questioned.clear()
 
     def voted(self, process: str, step: int, params: str | None, vote: Vote, *, is_wrong: bool) -> None:
         group = int(process.partition(".")[0])
@@ -65,9 +63,7 @@ class SuspectObserver:
                 raise Violation(f"{process} votes with a loss of {word.microbatch} that is none of step {step}")
 
     def asked(self, writer: str, disputes: Iterable[Dispute]) -> None:
-        new = {one.microbatch for one in disputes if one.is_suspicion and not one.differs} - self._questioned
-        self._questioned |= new
-        self._num_questions += bool(new)
+        self._num_questions += any(one.is_suspicion and one.num_rounds == 1 and not one.differs for one in disputes)
         if self._num_questions > MOST_QUESTIONS + self._num_commits // STEPS_PER_QUESTION:
             raise Violation(f"{writer} holds the run up for suspects {self._num_questions} times")
 

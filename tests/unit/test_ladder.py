@@ -127,30 +127,30 @@ SLOW_LINK = Culprit(machine=MachineId(1), cause=Cause.LINK, excess_s=0.5, factor
 
 def test_a_slow_link_is_replaced_by_a_further_group_once_it_has_cost_as_much(tmp_path: Path) -> None:
     driven = Driven(tmp_path)
-    driven.report(SLOW_LINK, 8)
+    driven.report(SLOW_LINK, 4)
     assert driven.quarantined == []
     driven.report(SLOW_LINK)
-    assert driven.quarantined == [(1, "slow")], "two admissions of 10 steps each, and half a second lost in each step"
+    assert driven.quarantined == [(1, "slow")], "two admissions of 5 steps each, and half a second lost in each step"
     assert read_requests(tmp_path) == {GroupId(3): "grow"}
     driven.report(SLOW_LINK, 3)
     assert [record.rule for record in driven.records()] == ["not yet", "drain", "under way"]
     (first, drain, _) = driven.records()
     assert (drain.replacement, drain.num_members, drain.num_leaving, drain.least_hosts) == ("group", 3, 1, None)
-    assert (first.lost_steps, drain.lost_steps) == (0, 40)
+    assert (first.lost_steps, drain.lost_steps) == (0, 20)
     assert [record.quarantined[0][:2] for record in read_journal(tmp_path).of(PlacesRecord)] == [[1, "slow"]]
 
 
 def test_another_cause_counts_from_its_own_beginning(tmp_path: Path) -> None:
     driven = Driven(tmp_path)
-    driven.report(SLOW_LINK, 8)
-    driven.report(replace(SLOW_LINK, machine=MachineId(2)), 8)
+    driven.report(SLOW_LINK, 4)
+    driven.report(replace(SLOW_LINK, machine=MachineId(2)), 4)
     assert driven.quarantined == []
 
 
 def test_what_dealing_mends_is_drained_for_the_rest_alone(tmp_path: Path) -> None:
     """Three groups, one at half speed: a dealt step takes 20/16, so that a fifth of it is left to gain."""
     driven = Driven(tmp_path)
-    driven.report(Culprit(machine=MachineId(1), cause=Cause.COMPUTE, excess_s=0.9, factor=2.0), 20)
+    driven.report(Culprit(machine=MachineId(1), cause=Cause.COMPUTE, excess_s=0.9, factor=2.0), 10)
     assert driven.quarantined == []
     driven.report(Culprit(machine=MachineId(1), cause=Cause.COMPUTE, excess_s=0.9, factor=2.0), 2)
     assert driven.quarantined == [(1, "slow")]
@@ -174,7 +174,7 @@ def test_admissions_that_were_seen_are_what_a_change_costs(tmp_path: Path) -> No
     driven.ladder.on_step(driven.step, 3.0)
     driven.step += 1
     driven.report(SLOW_LINK, 2)
-    assert driven.quarantined == [(1, "slow")], "4 s in all, instead of 20 s"
+    assert driven.quarantined == [(1, "slow")], "4 s in all, instead of 10 s"
     assert driven.records()[-1].cost_s == 4.0
 
 

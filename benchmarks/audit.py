@@ -28,7 +28,8 @@ from torch import Tensor
 
 from benchmarks.origin import origin
 from spare_megatron.config.corpus_writer import write_corpus
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep, UpdateModel
 from spare_megatron.core.audits import AuditPolicy, AuditWord, default_every_steps, word_of
 from spare_megatron.core.controller import Controller, ControllerSetup

@@ -34,7 +34,8 @@ from spare_megatron.driver.run import start_run
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.goodput import find_goodput
-from spare_megatron.journal.records import CadenceRecord, CheckpointRecord, FaultRecord, RunRecord
+from spare_megatron.journal.records import CadenceRecord, CheckpointRecord, FaultRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.planner.plan import availability
 
 OPTIMAL = "optimal"

@@ -28,7 +28,7 @@ def audit(
     from spare_megatron.journal.audits import audit_history
     from spare_megatron.journal.check import fold_view
     from spare_megatron.journal.journal_index import JournalIndex
-    from spare_megatron.journal.records import RunRecord
+    from spare_megatron.journal.run_record import RunRecord
 
     with explained_errors("audit"):
         view = JournalIndex(run_dir, settings=terms_in(run_dir))

@@ -10,14 +10,8 @@ from pathlib import Path
 from spare_megatron.cli.bench_machine import Memory, memory_of
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.run_sizes import run_sizes
-from spare_megatron.config.schema import (
-    EvalConfig,
-    FaultsConfig,
-    MetricsConfig,
-    ProfileConfig,
-    RunConfig,
-    SnapshotConfig,
-)
+from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.config.validate import on_device, resolve_device
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step

@@ -91,6 +91,7 @@ def check_program(
 def _alone(config: "RunConfig") -> "RunConfig":
     """The configuration of a trial: groups of one rank on a CPU, whose gradients are not rounded."""
     from spare_megatron.config import schema
+    from spare_megatron.config.schema_data import EvalConfig
 
     layout = schema.LayoutConfig(num_groups=config.layout.num_groups)
     return dataclasses.replace(
@@ -98,7 +99,7 @@ def _alone(config: "RunConfig") -> "RunConfig":
         layout=layout,
         optimizer=dataclasses.replace(config.optimizer, sharding="replicated"),
         reduce=dataclasses.replace(config.reduce, mode="fast"),
-        eval=schema.EvalConfig(),
+        eval=EvalConfig(),
         checkpoint=schema.CheckpointConfig(),
         snapshot=schema.SnapshotConfig(),
         faults=schema.FaultsConfig(),

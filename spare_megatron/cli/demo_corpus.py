@@ -10,7 +10,7 @@ import typer
 from spare_megatron.process.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
-    from spare_megatron.config.schema import DataConfig
+    from spare_megatron.config.schema_data import DataConfig
 
 DEMO_CORPUS = "data/demo/corpus"
 """`data.corpus` of these presets. Like every corpus, it lies below the working directory."""

@@ -13,7 +13,8 @@ from spare_megatron.journal.events import EventLine, describe_storage, shards_na
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.quantities import format_duration, format_large
-from spare_megatron.journal.records import RunRecord, UpdateRecord
+from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import GroupStatus, RunState, SavePlan
 
 _LETTERS: dict[GroupStatus, tuple[str, str]] = {

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.config.schema import DataConfig, ValidationCorpus
+from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
 from spare_megatron.config.store_space import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"

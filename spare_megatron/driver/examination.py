@@ -19,7 +19,8 @@ from typing import Any
 
 from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
 from spare_megatron.config.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
-from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
+from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.node_facts import Sink, examine_node, send_speed, write_speed
 from spare_megatron.process.node_connection import Listener, connect
 

@@ -24,7 +24,8 @@ from spare_megatron import __version__
 from spare_megatron.config.corpus import input_files
 from spare_megatron.config.node_facts import NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
-from spare_megatron.config.schema import ControlConfig, DataConfig
+from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of

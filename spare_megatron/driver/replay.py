@@ -22,7 +22,7 @@ from spare_megatron.core.audits import Boundary, first_difference, word_of
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, checkpoint_path, disputes_of
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify

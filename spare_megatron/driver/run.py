@@ -33,7 +33,8 @@ from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT, ORIGIN
 from spare_megatron.journal.output import named_errors
-from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
+from spare_megatron.journal.records import EndRecord
+from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.observe.metrics import OnStep
 from spare_megatron.process.gpus import visible_gpus

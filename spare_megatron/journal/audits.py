@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from spare_megatron.journal.disputes import saved_disputes
 from spare_megatron.journal.fold import Fold, differs
 from spare_megatron.journal.journal_view import JournalView, attempts_of
-from spare_megatron.journal.records import AuditRecord, RunRecord, SuspicionRecord
+from spare_megatron.journal.records import AuditRecord, SuspicionRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.audited_steps import AuditedSteps
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch

@@ -11,7 +11,8 @@ from spare_megatron.journal.check import fold_journal, is_due
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.goodput import Goodput, find_goodput
-from spare_megatron.journal.records import FaultRecord, RunRecord
+from spare_megatron.journal.records import FaultRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.summary import Summary
 
 

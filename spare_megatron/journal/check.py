@@ -33,7 +33,8 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Finding, Fold, fold_log, placement_of
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, ShardId
 
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from spare_megatron.journal.check_steps import microbatches_of
 from spare_megatron.journal.fold import Finding, Fold, Severity
 from spare_megatron.journal.journal_view import Attempts
-from spare_megatron.journal.records import AuditRecord, ContributionRecord, RunRecord
+from spare_megatron.journal.records import AuditRecord, ContributionRecord
+from spare_megatron.journal.run_record import RunRecord
 
 
 def check_audits(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:

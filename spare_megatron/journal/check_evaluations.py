@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from spare_megatron.journal.check_steps import microbatches_of, miscount
 from spare_megatron.journal.fold import Evaluation, Finding, Fold, Severity
 from spare_megatron.journal.journal_view import Attempts
-from spare_megatron.journal.records import EvaluationRecord, RunRecord
+from spare_megatron.journal.records import EvaluationRecord
+from spare_megatron.journal.run_record import RunRecord
 
 
 def check_evaluations(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:

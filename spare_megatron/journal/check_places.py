@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 
 from spare_megatron.journal.fold import Finding, placement_of
 from spare_megatron.journal.journal_view import JournalView
-from spare_megatron.journal.records import PlacesRecord, RunRecord
+from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import ShardId
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from spare_megatron.journal.fold import Finding, Fold
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
-from spare_megatron.journal.records import EndRecord, ParamsRecord, RunRecord, VoteRecord
+from spare_megatron.journal.records import EndRecord, ParamsRecord, VoteRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 

@@ -13,11 +13,11 @@ from spare_megatron.journal.journal_view import Attempts
 from spare_megatron.journal.records import (
     ContributionRecord,
     EvaluationRecord,
-    RunRecord,
     UpdateRecord,
     VoteRecord,
     digest_of_work,
 )
+from spare_megatron.journal.run_record import RunRecord
 
 
 def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:

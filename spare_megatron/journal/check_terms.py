@@ -12,10 +12,9 @@ from spare_megatron.journal.records import (
     RankRecord,
     RecoveryRecord,
     RestartRecord,
-    RunRecord,
     TermsRecord,
-    digest_of_terms,
 )
+from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 
 
 def check_terms(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:

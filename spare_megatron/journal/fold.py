@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal
 
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement, make_placement
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold, Members
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RedundancyRecord, RunRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RedundancyRecord
+from spare_megatron.journal.run_record import RunRecord
 
 Times = npt.NDArray[np.float64]
 T = TypeVar("T", float, npt.NDArray[np.float64])

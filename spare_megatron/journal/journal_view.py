@@ -32,7 +32,6 @@ from spare_megatron.journal.records import (
     RedundancyRecord,
     RepairRecord,
     RestartRecord,
-    RunRecord,
     StartRecord,
     StorageRecord,
     SuspicionRecord,
@@ -40,6 +39,7 @@ from spare_megatron.journal.records import (
     UpdateRecord,
     VoteRecord,
 )
+from spare_megatron.journal.run_record import RunRecord
 
 Place = tuple[float, int, int]
 """Position of a line in the journal: (time, file number, line number)."""

@@ -30,7 +30,6 @@ from spare_megatron.journal.records import (
     RedundancyRecord,
     RepairRecord,
     RestartRecord,
-    RunRecord,
     SnapshotRecord,
     StartRecord,
     StorageRecord,
@@ -39,6 +38,7 @@ from spare_megatron.journal.records import (
     UpdateRecord,
     VoteRecord,
 )
+from spare_megatron.journal.run_record import RunRecord
 
 FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""

@@ -5,12 +5,11 @@ state (parameters, checkpoints, snapshots, copies, restarts), `step` counts the 
 """
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spare_megatron.stacking.batch_ramp import BatchRamp
+from spare_megatron.journal.run_record import RunRecord
 
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 
@@ -22,120 +21,6 @@ StorageOutcome = Literal["held", "written", "lost"]
 
 StateOrigin = Literal["storage", "memory"]
 """`storage`: a checkpoint or the initial parameters. `memory`: a snapshot."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """Terms of the run; the driver writes them before any rank starts."""
-
-    format: int = 1
-    """Journal format; format 1 does not write this field."""
-    name: str
-    num_groups: int
-    """Groups that the run begins with, and shards of a batch."""
-    max_groups: int = 0
-    """Most groups that may take part; 0 if those are all."""
-    ranks_per_group: int
-    redundancy: int
-    microbatches_per_shard: int
-    num_steps: int
-    placement: str
-    granularity: str
-    deal_by_pace: bool = False
-    """Whether slow groups get less work; False in earlier versions."""
-    reduce_mode: str
-    faults: list[dict[str, Any]]
-    """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
-    params_check_every_steps: int = 0
-    """Steps between comparisons of all groups' parameters; 0 compares only after recoveries and at the end."""
-    last_resort: bool = False
-    """Whether a group may compute shards outside its stack once all their hosts are lost."""
-    slice_redundancy: int = 0
-    """Hosts of each state partition; 0 if not partitioned."""
-    groups_per_domain: int = 1
-    """Groups of consecutive ids in a failure domain, as passed to the placement."""
-    num_processors: int = 0
-    """Processors that all ranks share; 0 if each rank has its own device."""
-    first_step: int = 0
-    """Committed steps of the checkpoint that the run starts from; equals the first step to train."""
-    loaded: str = ""
-    """Path of that checkpoint."""
-    pipeline_fill: float = 0.0
-    """Time to fill the pipeline, in microbatches: (pipeline stages - 1) / model chunks per stage x those that the lanes
-    of a group compute at a time."""
-    ranks_per_stage: int = 1
-    """Consecutive ranks of a group that form a pipeline stage, those of all lanes."""
-    lanes: int = 1
-    """Replicas of the model in a group, which share its microbatches."""
-    row_size: int = 1
-    """Microbatches in a row. Above 1, with experts, the microbatches of all records are rows, which a group's lanes
-    compute together."""
-    tokens_per_step: int = 0
-    """Tokens of the global batch; 0 if unknown, as in a simulated run."""
-    flops_per_step: float = 0.0
-    """Model FLOPs of the global batch, redundant computation excluded; 0 if unknown."""
-    peak_tflops: float | None = None
-    max_minutes: float | None = None
-    """`train.max_minutes`: the run then ends with the step under way."""
-    version: str = ""
-    """Package version that started the run; empty in earlier formats, as are `commit` and `host`."""
-    commit: str = ""
-    host: str = ""
-    """The driver's machine."""
-    code: str = ""
-    """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
-    corpus: str = ""
-    """Corpus identity: digest of both files, tokens, tokenizer if known; empty in earlier versions."""
-    order: int = 1
-    """Version of the order of samples; 1 in earlier versions, where it depended on the number of steps."""
-    loaded_corpus: str = ""
-    """Corpus of the loaded checkpoint, if known to be another one."""
-    weights: str = ""
-    """Identity of the weights alone that the training began with; empty if there were none."""
-    validation: str = ""
-    """Name and corpus of each validation set of its own; empty in earlier versions."""
-    program: str = ""
-    """SHA-256 of the file of the user's program; empty without one."""
-    offset: int = 0
-    """Sequences that earlier runs have read beyond what steps of this run's batches would have."""
-    masks: str = ""
-    """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
-    eval_every_steps: int = 0
-    """Steps between evaluations; 0 if there are none, as in earlier versions."""
-    eval_microbatches_per_shard: int = 0
-    """Microbatches of a shard in an evaluation, over all validation sets."""
-    audit_every_steps: int = 0
-    """Steps between audits; 0 if there are none, as in earlier versions."""
-    ramp: list[int] = field(default_factory=list)
-    """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
-    `microbatches_per_shard`; empty if there are as many in every step."""
-    terms: str = ""
-    """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
-
-    @property
-    def most_groups(self) -> int:
-        """Groups that may take part; ids are below it."""
-        return max(self.num_groups, self.max_groups)
-
-    @property
-    def turns(self) -> list[int]:
-        """For each rank of a group, the turn of its lane: lanes of the same turn compute the same microbatches."""
-        places = (rank % self.ranks_per_stage for rank in range(self.ranks_per_group))
-        return [place * self.lanes // self.ranks_per_stage // self.row_size for place in places]
-
-    def microbatches_of_a_shard(self, step: int) -> int:
-        return self._ramp.at(step)
-
-    def size_of_step(self, step: int) -> float:
-        """The global batch of a step in those of `tokens_per_step` and `flops_per_step`."""
-        return self._ramp.at(step) / self.microbatches_per_shard
-
-    @property
-    def _ramp(self) -> BatchRamp:
-        if not self.ramp:
-            return BatchRamp.constant(self.microbatches_per_shard)
-        start, increment, steps = self.ramp
-        return BatchRamp(largest=self.microbatches_per_shard, start=start, increment=increment, steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -629,55 +514,3 @@ Record = (
 def digest_of_work(work: Iterable[tuple[int, int]]) -> str:
     """SHA-256 in hex of a set of microbatches, given as (shard, index) pairs in any order."""
     return hashlib.sha256(repr(sorted((int(shard), int(index)) for shard, index in work)).encode()).hexdigest()
-
-
-TERMS = (
-    "name",
-    "num_groups",
-    "ranks_per_group",
-    "ranks_per_stage",
-    "pipeline_fill",
-    "redundancy",
-    "microbatches_per_shard",
-    "placement",
-    "groups_per_domain",
-    "granularity",
-    "last_resort",
-    "slice_redundancy",
-    "reduce_mode",
-    "num_steps",
-    "params_check_every_steps",
-    "loaded",
-    "tokens_per_step",
-    "flops_per_step",
-    "peak_tflops",
-    "max_minutes",
-    "corpus",
-)
-"""Run record fields that the settings fix: every group knows them on its own."""
-
-_LATER_TERMS = {
-    "order": 1,
-    "weights": "",
-    "validation": "",
-    "masks": "",
-    "program": "",
-    "offset": 0,
-    "audit_every_steps": 0,
-    "eval_every_steps": 0,
-    "eval_microbatches_per_shard": 0,
-    "ramp": [],
-    "max_groups": 0,
-    "lanes": 1,
-    "row_size": 1,
-    "deal_by_pace": False,
-}
-"""Terms that earlier versions did not have, with what they meant then."""
-
-
-def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before."""
-    values = [terms[name] for name in TERMS]
-    values += [{name: terms[name]} for name, before in _LATER_TERMS.items() if terms[name] != before]
-    text = json.dumps(values, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -42,11 +42,11 @@ from spare_megatron.journal.records import (
     Record,
     RecoveryRecord,
     RestartRecord,
-    RunRecord,
     StorageRecord,
     UpdateRecord,
 )
 from spare_megatron.journal.recoveries import Recoveries
+from spare_megatron.journal.run_record import RunRecord
 
 
 class Losses:

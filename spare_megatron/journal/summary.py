@@ -17,16 +17,9 @@ from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.losses import LastLosses, last_losses
 from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
-from spare_megatron.journal.records import (
-    EndRecord,
-    EntryRecord,
-    ParamsRecord,
-    Record,
-    RepairRecord,
-    RunRecord,
-    UpdateRecord,
-)
+from spare_megatron.journal.records import EndRecord, EntryRecord, ParamsRecord, Record, RepairRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery, find_recoveries
+from spare_megatron.journal.run_record import RunRecord
 
 NOT_RUN = "not run"
 """Verdict on a journal that has not been checked."""

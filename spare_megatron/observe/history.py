@@ -11,8 +11,9 @@ from spare_megatron.journal.fold import Committed
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.paces import over_others
-from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord, RunRecord
+from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord
 from spare_megatron.journal.recoveries import Recovery
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import RunState
 
 Presence = Literal["training", "lost", "away"]

@@ -19,7 +19,8 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord, digest_of_terms
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord
+from spare_megatron.journal.run_record import digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.processes import close_or_report, leave, report_held, say

@@ -12,7 +12,7 @@ import numpy as np
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.quantities import format_duration
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.compute_fit import ComputeFit, FloatArray, finish_times, fit_compute, stretch
 from spare_megatron.simulator.measured import (
     WARM_UP_STEPS,

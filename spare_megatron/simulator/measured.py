@@ -19,10 +19,10 @@ from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
     RecoveryRecord,
-    RunRecord,
     UpdateRecord,
 )
 from spare_megatron.journal.recoveries import Recovery, find_recoveries
+from spare_megatron.journal.run_record import RunRecord
 
 WARM_UP_STEPS = 3
 """Steps after the start of a run, or after groups come back, that set up memory, caches and connections."""

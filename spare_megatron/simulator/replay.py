@@ -10,7 +10,7 @@ from statistics import median
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.calibrate import Scatter
 from spare_megatron.simulator.compute_fit import stretch
 from spare_megatron.simulator.failures import Loss

@@ -16,11 +16,11 @@ from spare_megatron.journal.records import (
     LossRecord,
     ParamsRecord,
     Record,
-    RunRecord,
     UpdateRecord,
     VoteRecord,
     digest_of_work,
 )
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.spans import RecoveryTimes
 from spare_megatron.simulator.compute_fit import finish_times
 from spare_megatron.simulator.scenario import Scenario

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.config.schema import ControlConfig, DataConfig
+from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.node_facts import examine_node
 
 pytestmark = [

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from spare_megatron.config.corpus_writer import write_corpus
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.audits import first_difference, word_of
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64

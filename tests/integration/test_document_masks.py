@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spare_megatron.config.corpus_writer import write_corpus
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.attention import document_mask
 from spare_megatron.mcore.data import Corpus, on_device, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer

@@ -13,14 +13,8 @@ import pytest
 from spare_megatron.config.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model_tensors import model_tensors
 from spare_megatron.config.parameter_rules import parameter_names
-from spare_megatron.config.schema import (
-    DataConfig,
-    LayoutConfig,
-    ModelConfig,
-    RunConfig,
-    SpareConfig,
-    TrainConfig,
-)
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import expert_group
 from tests.integration import mcore_group as group

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
-    DataConfig,
     LayoutConfig,
     ModelConfig,
     OptimizerConfig,
@@ -21,6 +20,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.data import Corpus, on_device, prepare_index
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.pipeline import summed_loss

@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.model_shape import padded_vocab_size
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.config.validate_training import COUNTED_WITH

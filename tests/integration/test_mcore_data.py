@@ -17,16 +17,8 @@ from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.corpus_writer import CorpusCounts, write_corpus
 from spare_megatron.config.sample_index import NUM_KEPT, epoch_seed, leased
-from spare_megatron.config.schema import (
-    BlendedCorpus,
-    DataConfig,
-    LayoutConfig,
-    ModelConfig,
-    RunConfig,
-    SpareConfig,
-    TrainConfig,
-    ValidationCorpus,
-)
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index, validation_sets
 from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group
 

@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from spare_megatron.config.corpus_writer import write_corpus
-from spare_megatron.config.schema import (
-    DataConfig,
-    LayoutConfig,
-    ModelConfig,
-    ReduceConfig,
-    RunConfig,
-    SpareConfig,
-    TrainConfig,
-)
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import mcore_group as group

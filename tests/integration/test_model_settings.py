@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from spare_megatron.config.model_shape import model_shape
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, ValidationCorpus
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.mcore.attention import window_mask
 from spare_megatron.mcore.data import Corpus, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer

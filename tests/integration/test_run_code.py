@@ -15,7 +15,8 @@ from spare_megatron.config.own_code import PACKAGE, code_digest
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.records import LossRecord, RankRecord, RunRecord, UpdateRecord
+from spare_megatron.journal.records import LossRecord, RankRecord, UpdateRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank import run_rank
 from spare_megatron.stacking.layout import GroupId

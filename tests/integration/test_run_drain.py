@@ -13,7 +13,8 @@ from spare_megatron.config.validate import problems
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.follow import read_run_state
-from spare_megatron.journal.records import ContributionRecord, LossRecord, RunRecord, UpdateRecord
+from spare_megatron.journal.records import ContributionRecord, LossRecord, UpdateRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch

@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.loading import resumed
 from tests.integration.whole_run import REPLICATED, Run, complete_run, losses_of, tiny_config
 

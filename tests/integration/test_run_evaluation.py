@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.corpus_writer import write_corpus
-from spare_megatron.config.schema import (
-    EvalConfig,
-    FaultConfig,
-    LayoutConfig,
-    ProgramConfig,
-    RunConfig,
-    ValidationCorpus,
-)
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, ProgramConfig, RunConfig
+from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
 from spare_megatron.config.validate import problems
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.files import Journal

@@ -15,7 +15,8 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.records import RestartRecord, digest_of_terms
+from spare_megatron.journal.records import RestartRecord
+from spare_megatron.journal.run_record import digest_of_terms
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, tiny_config
 from tests.unit.journal_in_memory import check_journal
 

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import (
-    ClusterConfig,
-    EvalConfig,
-    FaultConfig,
-    LayoutConfig,
-    OptimizerConfig,
-    RunConfig,
-    ValidationCorpus,
-)
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
 from spare_megatron.config.validate import problems
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine

@@ -11,7 +11,8 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import ContributionRecord, RestartRecord, RunRecord, UpdateRecord
+from spare_megatron.journal.records import ContributionRecord, RestartRecord, UpdateRecord
+from spare_megatron.journal.run_record import RunRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, kill, losses_of, patched_in, tiny_config

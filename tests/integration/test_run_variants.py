@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 from tests.integration.reference import assert_exact

@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.state.checkpoint.loading import weights_identity
 from spare_megatron.state.checkpoint.verification import read_manifest

@@ -12,7 +12,6 @@ import torch
 
 from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
-    DataConfig,
     LayoutConfig,
     ModelConfig,
     OptimizerConfig,
@@ -21,6 +20,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
 from spare_megatron.mcore.trainer import UpdateResult

@@ -12,7 +12,6 @@ from spare_megatron.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     ControlConfig,
-    DataConfig,
     FaultConfig,
     FaultsConfig,
     LayoutConfig,
@@ -23,6 +22,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.validate import problems
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine, start_run

@@ -11,13 +11,13 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.schema import (
     AuditConfig,
     ClusterConfig,
-    EvalConfig,
     FaultConfig,
     FaultKind,
     LayoutConfig,
     OptimizerConfig,
     RunConfig,
 )
+from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.config.validate import problems
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine

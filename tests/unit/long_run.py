@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import CheckpointRecord, RunRecord
+from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe.history import CommittedSteps, GroupLoss, History, history_of
 

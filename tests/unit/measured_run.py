@@ -12,9 +12,9 @@ from spare_megatron.journal.records import (
     EntryRecord,
     ParamsRecord,
     Record,
-    RunRecord,
     UpdateRecord,
 )
+from spare_megatron.journal.run_record import RunRecord
 
 BEGAN_S = 1_795_000_000.0
 """2026-11-18 11:06:40 UTC."""

@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from spare_megatron.config.audits import audit_policy
-from spare_megatron.config.schema import (
-    AuditConfig,
-    ClusterConfig,
-    DataConfig,
-    LayoutConfig,
-    ReduceConfig,
-    RunConfig,
-    SpareConfig,
-)
+from spare_megatron.config.schema import AuditConfig, ClusterConfig, LayoutConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.process import gpus
 from spare_megatron.rank import bootstrap
 from spare_megatron.stacking.layout import GroupId

@@ -19,7 +19,7 @@ from spare_megatron.core.entries import Commit, Entry, Fence, Restart
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member

@@ -32,7 +32,8 @@ from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import Goodput, find_goodput
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.process.reports import RanksStarted, StepCommitted
 from spare_megatron.stacking.layout import GroupId

@@ -9,7 +9,8 @@ import pytest
 from spare_megatron.cli.train import STEPS_LEFT, exit_code
 from spare_megatron.journal import summary
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.records import EndRecord, RunRecord
+from spare_megatron.journal.records import EndRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.summary import conclude
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec

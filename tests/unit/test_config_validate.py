@@ -7,7 +7,8 @@ import pytest
 
 from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.schema import DataConfig, RunConfig
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 from spare_megatron.supervisor.group_reforming import reform_after_s
 

@@ -23,7 +23,8 @@ from spare_megatron.config.corpus import (
     validation_names,
 )
 from spare_megatron.config.corpus_writer import write_corpus
-from spare_megatron.config.schema import BlendedCorpus, DataConfig, ModelConfig, RunConfig, ValidationCorpus
+from spare_megatron.config.schema import ModelConfig, RunConfig
+from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.validate import Machine, problems
 from tests.unit.tiny_corpus import write_tiny_corpus
 

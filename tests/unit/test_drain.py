@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.schema import ClusterConfig, DataConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.validate import problems
 from spare_megatron.core.actions import ComputeStep, TakeSnapshot
 from spare_megatron.core.controller import Controller, ControllerSetup

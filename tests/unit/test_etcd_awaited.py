@@ -9,7 +9,8 @@ from rich.console import Console
 
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
+from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import node_facts, run
 from spare_megatron.driver.node_facts import examine_node
 from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited

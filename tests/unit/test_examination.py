@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.node_facts import NodeMeasurements, Rate
-from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import node_facts
 from spare_megatron.driver.examination import examine, serve_examination
 from spare_megatron.driver.node_facts import Sink, examine_node, send_speed, write_speed

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.node_facts import Gpu
-from spare_megatron.config.schema import DataConfig, RunConfig
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.process.gpus import reduced_clocks, visible_gpus
 

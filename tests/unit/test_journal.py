@@ -24,10 +24,10 @@ from spare_megatron.journal.records import (
     LossRecord,
     Record,
     RecoveryRecord,
-    RunRecord,
     VoteRecord,
 )
 from spare_megatron.journal.recoveries import find_recoveries
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import check_journal, run_record, summarize

@@ -13,11 +13,11 @@ from spare_megatron.journal.records import (
     LossRecord,
     ParamsRecord,
     Record,
-    RunRecord,
     UpdateRecord,
     VoteRecord,
     digest_of_work,
 )
+from spare_megatron.journal.run_record import RunRecord
 from tests.unit.journal_in_memory import check_journal
 
 DISCARD = {"entry": "fence", "group": 2, "reason": "", "error": "", "discard": True}

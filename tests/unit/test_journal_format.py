@@ -13,15 +13,8 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import (
-    TERMS,
-    CadenceRecord,
-    EndRecord,
-    ParamsRecord,
-    RunRecord,
-    VoteRecord,
-    digest_of_terms,
-)
+from spare_megatron.journal.records import CadenceRecord, EndRecord, ParamsRecord, VoteRecord
+from spare_megatron.journal.run_record import TERMS, RunRecord, digest_of_terms
 from tests.unit.journal_in_memory import run_record
 
 RUN = run_record(2, format=FORMAT, name="kept", num_steps=0)

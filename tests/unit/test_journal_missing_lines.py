@@ -11,7 +11,8 @@ import pytest
 from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import ContributionRecord, EndRecord, EntryRecord, ParamsRecord, RunRecord
+from spare_megatron.journal.records import ContributionRecord, EndRecord, EntryRecord, ParamsRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario

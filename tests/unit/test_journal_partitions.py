@@ -9,7 +9,8 @@ import pytest
 from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import EndRecord, EntryRecord, RunRecord, VoteRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, VoteRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import CostModel, Scenario

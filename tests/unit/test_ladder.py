@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, DataConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.culprit import Cause, Culprit
 from spare_megatron.core.ladder import MARGIN, REST_S, Situation, decide
 from spare_megatron.core.reforming import MachineId

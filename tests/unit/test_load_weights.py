@@ -11,7 +11,7 @@ import pytest
 from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.schema import AuditConfig, CheckpointConfig, RunConfig
 from spare_megatron.config.terms import differences, terms_of
-from spare_megatron.journal.records import TERMS, digest_of_terms
+from spare_megatron.journal.run_record import TERMS, digest_of_terms
 from spare_megatron.state.checkpoint.checkpoint_folder import WEIGHTS_ALONE, checkpoint_path, publish
 from spare_megatron.state.checkpoint.loading import check_weights, resolve_load
 from spare_megatron.state.checkpoint.verification import read_manifest

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.schema import CheckpointConfig, DataConfig, RunConfig
+from spare_megatron.config.schema import CheckpointConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import run
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal import output

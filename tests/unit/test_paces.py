@@ -8,7 +8,8 @@ import pytest
 
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.paces import MOST_SAMPLES, RankPaces, find_slowest, over_others
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, RunRecord, UpdateRecord
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, UpdateRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
 from spare_megatron.observe.history import History, history_of

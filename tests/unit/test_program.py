@@ -24,7 +24,7 @@ from spare_megatron.config.schema import ProgramConfig, RunConfig
 from spare_megatron.config.terms import differences, terms_of
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.journal.records import digest_of_terms
+from spare_megatron.journal.run_record import digest_of_terms
 
 GUARDED = """
 from spare_megatron import pretrain

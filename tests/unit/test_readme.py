@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 
 import spare_megatron.config.schema as schema
+import spare_megatron.config.schema_data as schema_data
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.core.entries import Entry
@@ -29,7 +30,8 @@ def settings(kind: type[Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> default of every setting below a section."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        section = getattr(schema, f"{field.name.capitalize()}Config", None)
+        name = f"{field.name.capitalize()}Config"
+        section = getattr(schema, name, getattr(schema_data, name, None))
         if section is not None and prefix == "":
             found |= settings(section, f"{field.name}.")
         elif field.name != "megatron":
@@ -53,11 +55,15 @@ def as_text(default: Any) -> str:
     return str(list(default) if isinstance(default, tuple) else default)
 
 
+def sections_in_source() -> dict[str, ast.ClassDef]:
+    files = (Path(schema.__file__), Path(schema_data.__file__))
+    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
 def helps() -> dict[str, str]:
     """Setting -> the string below its field in the schema."""
-    sections = {
-        node.name: node for node in ast.parse(Path(schema.__file__).read_text()).body if isinstance(node, ast.ClassDef)
-    }
+    sections = sections_in_source()
 
     def of(name: str, prefix: str) -> Iterator[tuple[str, str]]:
         body = sections[name].body
@@ -74,8 +80,7 @@ def helps() -> dict[str, str]:
 
 
 def test_every_setting_has_its_help_below_it() -> None:
-    tree = ast.parse(Path(schema.__file__).read_text())
-    for section in [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "RunConfig"]:
+    for section in [section for name, section in sections_in_source().items() if name != "RunConfig"]:
         for field, following in zip(section.body, section.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign):
                 is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)

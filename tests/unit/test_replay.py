@@ -7,8 +7,9 @@ import pytest
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, RunRecord, UpdateRecord
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.recoveries import find_recoveries
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe import figures
 from spare_megatron.observe.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink

@@ -14,7 +14,7 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Fence, Retry
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.faults.trace import least_passes, resolve_trace
-from spare_megatron.journal.records import RunRecord, digest_of_terms
+from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import share_of
 from spare_megatron.voting.log_follower import controller_setup

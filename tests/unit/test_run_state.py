@@ -34,9 +34,9 @@ from spare_megatron.journal.records import (
     LossRecord,
     Record,
     RestartRecord,
-    RunRecord,
     UpdateRecord,
 )
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,

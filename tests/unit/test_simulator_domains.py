@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import CostModel, Scenario

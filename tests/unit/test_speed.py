@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.journal.goodput import flops_utilization, tflops_per_rank, tokens_per_second
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 
 
 def _run(**known: object) -> RunRecord:

@@ -17,7 +17,7 @@ from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConf
 from spare_megatron.config.terms import step_of
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.process.lock import LOCK
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 

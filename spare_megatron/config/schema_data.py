@@ -1,0 +1,95 @@
+"""The settings of the training text and of evaluation."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spare_megatron.config.limits import (
+    NonNegativeInt,
+    PositiveInt,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendedCorpus:
+    """A corpus of a blend."""
+
+    corpus: str
+    """Path prefix of the indexed dataset."""
+    weight: float = 1.0
+    """Sequences taken from it, relative to the other corpora of the blend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationCorpus:
+    """A validation set that is a whole corpus."""
+
+    name: str
+    """Name of the set."""
+    corpus: str
+    """Path prefix of the indexed dataset, all of which is in the set."""
+    identity: str = ""
+    """Required identity of the corpus, as `data.identity`; empty accepts any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The training text, and that for validation."""
+
+    corpus: str = ""
+    """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
+    blend: tuple[BlendedCorpus, ...] = ()
+    """Several corpora in place of `data.corpus`, one table each: `corpus`, a path prefix, and `weight`, relative to the
+    others'."""
+    split: str = ""
+    """Shares of each corpus's documents for training, validation and test, in this order, as in 99,1 or 969,30,1; empty
+    trains on all."""
+    validation: tuple[ValidationCorpus, ...] = ()
+    """Corpora for validation, in addition to the part that `data.split` holds out, which is the set `validation`; one
+    table each: `name`, and `corpus`, a path prefix."""
+    identity: str = ""
+    """Required identity of the corpus or blend: digest, tokens, tokenizer, as in a run's `config.toml`; empty accepts
+    any."""
+    eod_mask_loss: bool = False
+    """Leaves the predictions made from end-of-document tokens, which are of the next document, out of the loss."""
+    reset_attention_mask: bool = False
+    """Restricts attention to tokens of the same document; needs layers other than those of transformer-engine."""
+    reset_position_ids: bool = False
+    """Counts positions from 0 in each document; for learned positions."""
+    end_of_document: NonNegativeInt | None = None
+    """Token id that ends a document, for the three settings above; the one that `spare preprocess` noted if absent."""
+    offset: int = 0
+    """Sequences by which the place in the data is ahead of the run's batch times its steps, where a checkpoint of other
+    batches was loaded; follows from `checkpoint.load`."""
+    cache: str = ""
+    """Folder for sample indices; `cache` beside the first corpus if empty."""
+    access: Literal["stacked", "shared"] = "stacked"
+    """Shards that a group can read: those of its stack, or all (shared), which lets any group compute any shard:
+    patches go to all survivors, and no shard is lost with its hosts."""
+
+    @property
+    def document_settings(self) -> tuple[str, ...]:
+        """The settings that are on and give the ends of documents a meaning."""
+        names = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
+    def corpora(self) -> tuple[BlendedCorpus, ...]:
+        """The corpora that a run reads; a single one is a blend of one. Empty if a program provides the data."""
+        return self.blend or ((BlendedCorpus(corpus=self.corpus),) if self.corpus else ())
+
+    @property
+    def named(self) -> str:
+        """The corpora as messages name them."""
+        if not self.blend:
+            return f"data.corpus={self.corpus}"
+        return f"data.blend={'+'.join(part.corpus for part in self.blend)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Evaluation while training, on the text that `data.split` holds out and on the sets of `data.validation`."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; one more follows the last step. 0 disables evaluation."""
+    sequences: PositiveInt | None = None
+    """Most sequences that an evaluation reads of each validation set; if absent those of a step, after a ramp."""

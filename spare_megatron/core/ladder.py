@@ -82,7 +82,7 @@ def decide(of: Situation) -> Decision:
     num_staying = of.num_members - of.num_leaving
     if of.replacement == "none" and num_staying:
         gain_s -= of.step_s * of.num_leaving / num_staying
-    cost_s = ADMISSIONS * of.admission_s
+    cost_s = ADMISSIONS * max(of.admission_s, of.step_s)  # one that was hardly seen still empties places for a while
     return Decision(rule=_rule(of, gain_s, cost_s, num_staying), gain_s=gain_s, cost_s=cost_s)
 
 

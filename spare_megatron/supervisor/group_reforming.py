@@ -138,19 +138,21 @@ class GroupReforming:
         """Assigns places if groups have lacked a machine for long enough, and this is the machine to do it."""
         self._has_begun = self._has_begun or store.exists(keys.ALL_GROUPS_READY)
         (group,) = self._layout.groups_on(place)
-        if not self._has_begun or not self._is_lowest(store, assignments.places, [group]):
+        places = assignments.places
+        if not self._has_begun or not self._is_lowest(places, [group], self._empty_of(store, places, [group])):
             return None
-        empty = {member: self._empty_of(store, assignments.places, [member.group]) for member in self._broken(store)}
+        empty = {member: self._empty_of(store, places, [member.group]) for member in self._broken(store)}
         now_s = time.monotonic()
         self._broken_since_s = {
-            member: self._broken_since_s.get(member, now_s) for member, places in empty.items() if places
+            member: self._broken_since_s.get(member, now_s) for member, lacking in empty.items() if lacking
         }
         due = [member for member, since_s in self._broken_since_s.items() if now_s - since_s >= self._after_s]
-        if not due or not self._is_lowest(store, assignments.places, [member.group for member in due]):
-            return None
         found = [place for member in due for place in empty[member]]
+        # By the same places: had a machine been lost in between, its place would have to be filled, too.
+        if not self._is_lowest(places, [member.group for member in due], found):
+            return None
         unhosted = self._unhosted([member.group for member in empty])
-        assignment = assignments.places.reform(found, self._groups_per_domain, unhosted)
+        assignment = places.reform(found, self._groups_per_domain, unhosted)
         return assignments.append(assignment) if assignment.holdings else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
@@ -190,9 +192,8 @@ class GroupReforming:
         """`empty_places` of these groups."""
         return empty_places(store, places, [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)])
 
-    def _is_lowest(self, store: ControlStore, places: Places, groups: Sequence[GroupId]) -> bool:
-        """Whether these groups lack a machine, and this one is the lowest that they have."""
-        empty = self._empty_of(store, places, groups)
+    def _is_lowest(self, places: Places, groups: Sequence[GroupId], empty: Sequence[PlaceId]) -> bool:
+        """Whether these groups lack a machine in the places `empty`, and this one is the lowest that they have."""
         held = {PlaceId(node) for group in groups for node in self._layout.nodes_of(group)} - set(empty)
         machines = [machine for place in held if (machine := places.holder_of(place)) is not None]
         return bool(empty) and min(machines, default=None) == self._machine

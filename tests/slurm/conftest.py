@@ -101,7 +101,8 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
             reduce=ReduceConfig(),
             checkpoint=CheckpointConfig(interval_steps=100, max_restarts=0, restart_wait_s=10.0),
             slurm=dataclasses.replace(slurm, etcd_port=ports_for_members()),
-            spare=dataclasses.replace(config.spare, reform_after_s=0.0),
+            # All nodes are this computer, whose processors they take from each other: some are slow by turns.
+            spare=dataclasses.replace(config.spare, reform_after_s=0.0, replace_slow=False),
         )
         if num_further:
             most_groups = layout.num_groups + num_further

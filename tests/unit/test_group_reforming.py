@@ -3,14 +3,18 @@
 Random ones are in `tests/protocol/test_machines.py`, by the same simulation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.places import Holding
+from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
+from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming
 from tests.protocol.machines import INTERVAL_S, TICK_S, World, clocked, config_of, found_in, settle
+from tests.unit.memory_store import MemoryStore
 
 MakeWorld = Callable[[RunConfig], World]
 
@@ -167,3 +171,31 @@ def test_a_group_waits_for_a_machine_until_it_has_come_whatever_the_former_one_o
     settle(world)
     assert world.whole() == {0, 1}
     assert {one.member for one in world.active} == {Member(GroupId(0), 1), Member(GroupId(1), 1)}
+
+
+def test_a_machine_lost_while_places_are_read_is_not_counted_on() -> None:
+    """Its successor took it for lost, as whom to leave the assignment to, and for alive, as the holder of a place."""
+    config = config_of(4, 2)
+    nodes = range(config.parallel.num_nodes)
+
+    class Store(MemoryStore):
+        def get(self, wanted: Sequence[str]) -> list[str | None]:
+            found = super().get(wanted)
+            if len(wanted) > 1 and keys.last_beat(1) in wanted and self.lose_next:
+                self.values[keys.last_beat(1)] = self.values[keys.beat(1)]
+            return found
+
+        lose_next = False
+
+    store = Store({keys.ALL_GROUPS_READY: "1", **{keys.beat(node): "7" for node in nodes}})
+    for node in (0, 3, 5):
+        store.put(keys.last_beat(node), "7")
+    for group in range(3):
+        store.put(keys.part_fenced(Member(GroupId(group), 0)), '[0, 0, ""]')
+    assignments = AssignmentList(store, config.parallel)
+    reforming = GroupReforming(config, MachineId(2))
+    store.lose_next = True
+    assert reforming.poll(store, assignments, PlaceId(2)) is None, "by what was read machine 1 is to do it"
+    assigned = reforming.poll(store, assignments, PlaceId(2))
+    assert assigned is not None
+    assert assigned.assignment.holdings == (Holding(MachineId(4), PlaceId(3), 1),)

@@ -68,7 +68,7 @@ def test_no_slowness_costs_more_than_about_twice_what_the_best_choice_would() ->
     random = Random(3)
     for _ in range(300):
         gain_s, cost_s, slow_steps = random.uniform(0.1, 5), random.uniform(1, 200), random.randint(1, 2000)
-        situation = replace(LINK, excess_s=gain_s, admission_s=cost_s / 2, steps_left=10**9)
+        situation = replace(LINK, step_s=0.1, excess_s=gain_s, admission_s=cost_s / 2, steps_left=10**9)
         spent_s = 0.0
         for step in range(slow_steps):
             if decide(replace(situation, lost_steps=step)).rule == "drain":
@@ -177,6 +177,13 @@ def test_admissions_that_were_seen_are_what_a_change_costs(tmp_path: Path) -> No
     driven.report(SLOW_LINK, 2)
     assert driven.quarantined == [(1, "slow")], "4 s in all, instead of 10 s"
     assert driven.records()[-1].cost_s == 4.0
+
+
+def test_an_admission_that_was_hardly_seen_costs_a_step() -> None:
+    """One of no length had a machine drained that held the run back for a moment."""
+    moment = replace(LINK, admission_s=0.0, step_s=0.5, excess_s=0.06)
+    assert decide(replace(moment, lost_steps=0)).rule == "not yet"
+    assert decide(replace(moment, lost_steps=17)).rule == "drain"
 
 
 def test_without_its_store_the_driver_decides_later(tmp_path: Path) -> None:

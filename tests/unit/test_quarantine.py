@@ -33,7 +33,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
-from spare_megatron.supervisor import examination, quarantine
+from spare_megatron.supervisor import examination, machine_checks, quarantine
 from spare_megatron.supervisor.examination import ExaminationWanted, Examiner
 from spare_megatron.supervisor.group_reforming import AssignmentList
 from spare_megatron.supervisor.quarantine import Examinations, Examined
@@ -222,8 +222,8 @@ def test_a_fence_keeps_the_wrong_ranks_in_the_log() -> None:
 # ------------------------------------------------------------------------------------------------- the process itself
 
 
-def task_of(*, drifts: bool = False, factor: float = 1.0) -> examination._Task:
-    return examination._Task(
+def task_of(*, drifts: bool = False, factor: float = 1.0) -> examination.ExaminationTask:
+    return examination.ExaminationTask(
         wanted=ExaminationWanted(examined=MachineId(0), number=3, is_own=True),
         machine=MachineId(0),
         devices=("cpu",),
@@ -246,22 +246,22 @@ def node_spec(config: RunConfig, run_dir: Path, node: int = 0) -> NodeSpec:
 
 
 def test_products_are_the_same_each_time_and_differ_where_the_machine_drifts() -> None:
-    digests, seconds = examination._multiply(task_of(), "cpu")
-    again, _ = examination._multiply(task_of(), "cpu")
+    digests, seconds = machine_checks.multiply(task_of(), "cpu")
+    again, _ = machine_checks.multiply(task_of(), "cpu")
     assert len(set(digests)) == 1
     assert again == digests
     assert seconds > 0.0
-    wrong, _ = examination._multiply(task_of(drifts=True), "cpu")
+    wrong, _ = machine_checks.multiply(task_of(drifts=True), "cpu")
     assert len(set(wrong)) == 1
     assert wrong[0] != digests[0]
 
 
 def test_a_slow_machine_takes_longer_by_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0])
-    monkeypatch.setattr(examination, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
-    monkeypatch.setattr(examination, "starved_s", lambda _: 0.0)
+    monkeypatch.setattr(machine_checks, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
+    monkeypatch.setattr(machine_checks, "starved_s", lambda _: 0.0)
     slept.clear()
-    with examination._timed(task_of(factor=3.0), "cpu") as spent_s:
+    with machine_checks._timed(task_of(factor=3.0), "cpu") as spent_s:
         pass
     assert spent_s() == 6.0
     assert slept == [4.0]
@@ -271,7 +271,7 @@ slept: list[float] = []
 
 
 def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks: list[examination._Task] = []
+    tasks: list[examination.ExaminationTask] = []
     now_s = [0.0]
     child = SimpleNamespace(pid=1)
     monkeypatch.setattr(examination, "start_child", lambda *given: tasks.append(given[-1]) or child)
@@ -294,7 +294,7 @@ def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkey
 def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks: list[examination._Task] = []
+    tasks: list[examination.ExaminationTask] = []
     monkeypatch.setattr(examination, "start_child", lambda *given: tasks.append(given[-1]) or SimpleNamespace(pid=1))
     monkeypatch.setattr(examination, "end_child", lambda _: None)
     cluster = ClusterConfig(device="gpu", num_nodes=2, launcher="hand")

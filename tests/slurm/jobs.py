@@ -137,6 +137,11 @@ def spare(*words: str) -> str:
     return result.stdout
 
 
+def verdict_of(run_dir: Path) -> dict[str, Any]:
+    """What `spare check` says of the run, whatever it is."""
+    return dict(json.loads(CliRunner().invoke(app, ["check", str(run_dir), "--json"]).stdout))
+
+
 def slurm(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 

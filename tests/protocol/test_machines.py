@@ -224,6 +224,6 @@ FIRST_SEEDS = {"forgets a quarantine with the supervisor": 40}
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_simulation_of_machines_finds_a_protocol_that(bug: str) -> None:
     classes, changes, found_as = BUGS[bug]
+    first = FIRST_SEEDS.get(bug, 0)
     with planted(classes), pytest.raises(Violation, match=found_as):
-        first = FIRST_SEEDS.get(bug, 0)
         run_histories(range(first, first + MAX_SEEDS), **changes)

@@ -388,7 +388,7 @@ def heard(dispute: Dispute, words: Mapping[GroupId, Iterable[AuditWord]]) -> Dis
 
 
 def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId]) -> Verdict:
-    """What follows: a culprit among the members, the next question, or that it cannot be told. None: no members differ.
+    """What follows: a culprit among the members, the next question, or no decision. None: no members differ.
 
     `able`: the members that can compute the microbatch, in the order in which to ask them.
     """

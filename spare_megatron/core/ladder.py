@@ -26,34 +26,31 @@ Replacement = Literal["group", "machine", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known of a machine that holds the run back.
-
-    Attributes:
-        excess_s: Seconds by which it makes a step of `step_s` longer, both medians over the last reports.
-        mended_ratio: A step dealt by pace over one without the slow groups, if its compute is slow and work is dealt;
-            else 0: dealing mends nothing.
-        lost_steps: Steps since it was named.
-        num_members: Groups that take part, and those of them that have ranks on the machine, `num_leaving`.
-        least_hosts: Hosts that each shard has without them at least; None if every group can compute every shard.
-        admission_s: By which an admission makes a step longer.
-        since_drain_s: Seconds since the machine was last drained; None if it has not been.
-        under_way: Whether a machine is in quarantine.
-    """
+    """What is known of a machine that holds the run back."""
 
     machine: int
     cause: Cause
     excess_s: float
+    """By which it makes a step longer: the median of the last reports, as `step_s` is."""
     mended_ratio: float
+    """A step dealt by pace over one without the slow groups, if its compute is slow and work is dealt; else 0."""
     step_s: float
     lost_steps: int
+    """Since it was named."""
     steps_left: int
     num_members: int
+    """Groups that take part."""
     num_leaving: int
+    """Those of them that have ranks on the machine."""
     least_hosts: int | None
+    """Hosts that each shard has without these at least; None if every group can compute every shard."""
     replacement: Replacement
     admission_s: float
+    """By which an admission makes a step longer."""
     since_drain_s: float | None = None
+    """Since the machine was last drained; None if it has not been."""
     under_way: bool = False
+    """Whether a machine is in quarantine."""
 
 
 Rule = Literal["drain", "under way", "drained before", "redundancy", "no gain", "not yet", "too late"]

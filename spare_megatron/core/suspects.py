@@ -90,7 +90,8 @@ def first_questions(verdicts: Iterable[Verdict]) -> list[Verdict]:
 def confirmation(dispute: Dispute, able: Iterable[GroupId]) -> Dispute | None:
     """The question to a host that has said nothing of a suspect yet; None if one has, or if none is left to ask.
 
-    Whoever has spoken computes it again, too: it may contradict itself, and shows where the computations part.
+    The groups that have said something compute it again, too: one may contradict itself, and their digests along the
+    stages show where the computations part.
     """
     spoken = {statement.group for statement in dispute.statements}
     able = list(able)

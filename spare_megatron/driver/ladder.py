@@ -84,7 +84,9 @@ class Ladder:
         self._step = step + 1
         if step not in self._admitting:
             self._usual_s.append(step_s)
-        elif self._usual_s:
+            return
+        self._admitting.discard(step)
+        if self._usual_s:
             self._admission_s = max(0.0, step_s - median(self._usual_s))
 
     def consider(self, culprit: Culprit, step_s: float, absent: Collection[GroupId], now_s: float) -> None:

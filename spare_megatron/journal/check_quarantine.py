@@ -50,8 +50,10 @@ def _why_not_decided(record: LadderRecord) -> Iterator[Finding]:
     if record.replacement == "none" and num_staying:
         gain_s -= record.step_s * record.num_leaving / num_staying
     wrong = []
-    if not isclose(gain_s, record.gain_s, rel_tol=1e-6, abs_tol=1e-9):
-        wrong.append(f"a step gains {record.gain_s:g} s, by its inputs {gain_s:g} s")
+    cost_s = 2 * max(record.admission_s, record.step_s)
+    for what, written_s, found_s in (("a step gains", record.gain_s, gain_s), ("it costs", record.cost_s, cost_s)):
+        if not isclose(written_s, found_s, rel_tol=1e-6, abs_tol=1e-9):
+            wrong.append(f"{what} {written_s:g} s, by its inputs {found_s:g} s")
     if record.rule == "drain":
         too_few = num_staying < 2 or (record.least_hosts is not None and record.least_hosts < 2)
         is_early = record.since_drain_s is not None and record.since_drain_s < 3600.0
@@ -62,8 +64,8 @@ def _why_not_decided(record: LadderRecord) -> Iterator[Finding]:
                 (record.num_leaving == 0, "no group of it takes part"),
                 (is_early, "it was drained less than an hour before"),
                 (too_few, "fewer than two groups or hosts of a shard stay"),
-                (gain_s * record.steps_left < 2 * record.cost_s, "the steps left gain less than twice the cost"),
-                (gain_s * record.lost_steps < record.cost_s, "it has not cost as much as the change"),
+                (gain_s * record.steps_left < 2 * cost_s, "the steps left gain less than twice the cost"),
+                (gain_s * record.lost_steps < cost_s, "it has not cost as much as the change"),
             )
             if is_so
         ]

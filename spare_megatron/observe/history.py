@@ -100,38 +100,35 @@ class GroupLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run.
-
-    Attributes:
-        figures: Figures by their names in `summary.json`.
-        goodput: Where its time went; None if it has no step.
-        began_s: When the run began, in seconds since the epoch; None for a simulated run.
-        lasted_s: Seconds from then to its end, or to now.
-        checkpoints: How saves ended, each with its seconds since the run's record.
-        pace_changes: Index of a committed step, and the paces by which it and later ones are dealt, over those of most
-            groups; groups that are as fast as most are not named.
-        culprits: What held the run back, as it was named.
-        num_places_taken: By machines that replaced others or moved to make groups whole.
-        evaluations: Validation set -> committed steps and loss of each evaluation, the last one of a step.
-        params: As `RunState.params` returns them, as far as they have been read.
-    """
+    """A run."""
 
     run: RunRecord
     verdict: str
     figures: dict[str, object]
+    """By their names in `summary.json`."""
     goodput: Goodput | None
+    """Where its time went; None if it has no step."""
     steps: CommittedSteps
     paces: Paces
     pace_changes: Sequence[tuple[int, Mapping[int, float]]]
+    """Index of a committed step, and the paces by which it and later ones are dealt, over those of most groups; groups
+    that are as fast as most are not named."""
     losses: Sequence[GroupLoss]
     recoveries: Sequence[Recovery]
     began_s: float | None
+    """When the run began, in seconds since the epoch; None for a simulated run."""
     lasted_s: float
+    """Seconds from then to its end, or to now."""
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    """How saves ended, each with its seconds since the run's record."""
     culprits: Sequence[CulpritRecord]
+    """What held the run back, as it was named."""
     num_places_taken: int
+    """By machines that replaced others or moved to make groups whole."""
     evaluations: Mapping[str, Mapping[int, float]]
+    """Validation set -> committed steps and loss of each evaluation, the last one of a step."""
     params: Mapping[tuple[int, str], frozenset[str]]
+    """As `RunState.params` returns them, as far as they have been read."""
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""

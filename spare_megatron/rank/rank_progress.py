@@ -10,39 +10,36 @@ from spare_megatron.stacking.plans import Microbatch, Numbered
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """The step or evaluation under way.
-
-    Attributes:
-        started_s: Monotonic time.
-        makespan: Largest load of the plan, in microbatches.
-        computed: The microbatches in the rank's local sums.
-        plans: Digests of the plans that are computed.
-        is_evaluation: It is the evaluation after `step` committed steps.
-        num_recomputed: Microbatches recomputed by all groups.
-        epoch: Epoch of the last attempt.
-        has_audits: Some group audits another one in this step.
-        audited: The microbatches of which this group has digests.
-        num_planned: Of these, audited by the plan of the step; they come first.
-        losses: Of the microbatches that this rank has counted, as far as it knows them.
-        suspects: Those of them whose losses are suspect.
-        questioned: The microbatches about whose losses this group was asked.
-    """
+    """The step or evaluation under way."""
 
     step: int
     started_s: float
+    """Monotonic time."""
     makespan: int
+    """Largest load of the plan, in microbatches."""
     num_alive: int
     computed: list[Microbatch] = field(default_factory=list)
+    """The microbatches in the rank's local sums."""
     plans: list[str] = field(default_factory=list)
+    """Digests of the plans that are computed."""
     num_recomputed: int = 0
+    """Microbatches recomputed by all groups."""
     epoch: int = 0
+    """Of the last attempt."""
     is_evaluation: bool = False
+    """It is the evaluation after `step` committed steps."""
     has_audits: bool = False
+    """Some group audits another one in this step."""
     audited: list[Microbatch] = field(default_factory=list)
+    """The microbatches of which this group has digests."""
     num_planned: int = 0
+    """Of these, audited by the plan of the step; they come first."""
     losses: dict[Numbered, float] = field(default_factory=dict)
+    """Of the microbatches that this rank has counted, as far as it knows them."""
     suspects: set[Microbatch] = field(default_factory=set)
+    """Those of them whose losses are suspect."""
     questioned: set[Microbatch] = field(default_factory=set)
+    """The microbatches about whose losses this group was asked."""
 
     @property
     def spent_s(self) -> float:

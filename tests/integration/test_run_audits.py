@@ -47,6 +47,12 @@ def test_a_lane_that_drifts_is_found_in_the_step(text_corpus: Path, tmp_path: Pa
     assert "first wrong at stage 0, forward pass, rank 1" in fences[0]["reason"] or num_experts is None
     records = [record for record in run.journal.of(AuditRecord) if record.step == AUDITED]
     assert {record.num_added for record in records} >= {4}
+    found = json.loads(
+        CliRunner().invoke(app, ["replay", str(tmp_path / "run"), "--step", str(AUDITED), "--json"]).output
+    )
+    assert found["is_confirmed"]
+    differing = {group["group"] for one in found["microbatches"] for group in one["groups"] if not group["agrees"]}
+    assert differing == {1}
 
 
 def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_run(

@@ -40,7 +40,7 @@ def test_an_outvoted_machine_stays_out_until_its_examination_passes_and_no_bit_c
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """Its layer drifts for some seconds, in which its matrix products do, too."""
-    fault = FaultConfig(phase=FaultPoint.FORWARD, step=AUDITED, group=2, kind="drift", seconds=6.0)
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=AUDITED, group=2, kind="drift", seconds=10.0)
     config = tiny_config(
         text_corpus,
         LayoutConfig(num_groups=4),

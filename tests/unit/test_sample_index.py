@@ -109,3 +109,4 @@ def test_a_folder_that_cannot_be_written_is_left_to_its_builder(config: RunConfi
     (tmp_path / "cache").touch()
     with leased(config):
         pass
+    assert (tmp_path / "cache").is_file()

@@ -32,7 +32,8 @@ from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep, UpdateModel
 from spare_megatron.core.audits import AuditPolicy, AuditWord, default_every_steps, word_of
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Fence
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote

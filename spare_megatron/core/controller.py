@@ -3,8 +3,8 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from spare_megatron.core.actions import (
     Action,
@@ -33,61 +33,26 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.audits import AuditPolicy, Dispute, draw_audits, saver_of
-from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
+from spare_megatron.core.audit_course import AuditCourse
+from spare_megatron.core.audits import Dispute
+from spare_megatron.core.checkpoint_policy import LogClock, Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.decision import decide
 from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, GiveUp, Halt, Restart, Resume, Retry
-from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EndRequested, EntryRead, Event, HostsRead, RunStarted, VotesRead, WaitingRead
 from spare_megatron.core.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
-from spare_megatron.core.restart import RestartLimits, Restarts
-from spare_megatron.core.snapshot_policy import SnapshotPolicy
-from spare_megatron.core.suspects import Named, QuestionBudget, named_in
+from spare_megatron.core.restart import Restarts
 from spare_megatron.core.votes import Attempted
-from spare_megatron.stacking.audited_steps import AuditedSteps, Computed
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
-from spare_megatron.stacking.order import Dealing, Granularity, initial_order
-from spare_megatron.stacking.paces import EVEN, Paces, Rounds, slack_of
-from spare_megatron.stacking.placement import Placement
-from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, Work, make_plan
-from spare_megatron.stacking.state_partitions import Ownership, PartitionSetup, first_ownership
+from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.paces import EVEN, Paces
+from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
+from spare_megatron.stacking.state_partitions import Ownership, first_ownership
 from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerSetup:
-    placement: Placement
-    microbatches_per_shard: int
-    num_steps: int
-    granularity: Granularity = "microbatch"
-    saves: SavePolicy | None = None
-    first_step: int = 0
-    """Committed steps of the checkpoint that the run begins with."""
-    last_resort: bool = False
-    """All groups can read all data, so any may compute any microbatch. Microbatch granularity only."""
-    fetch: int = 0
-    """With `last_resort`, time until a group has data of shards that it does not host, as in `stacking.reorder`: 0 in
-    runs, whose ranks read every microbatch when they compute it."""
-    ends_at_s: float | None = None
-    """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
-    partitions: PartitionSetup | None = None
-    """How the optimizer state is partitioned over the groups; None if each holds all of it."""
-    restarts: RestartLimits | None = None
-    """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
-    pause_s: float | None = None
-    """Longest wait for the return of hosts while a whole copy of the state lives; None if no group comes back."""
-    snapshots: SnapshotPolicy | None = None
-    evaluation: EvaluationPolicy | None = None
-    audits: AuditPolicy | None = None
-    ramp: BatchRamp | None = None
-    """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
-    rounds: Rounds | None = None
-    """What the time of a group's work follows from; None deals the same work to slow groups as to fast ones."""
-
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without a loss; one more halts the run."""
@@ -124,12 +89,8 @@ class Controller:
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
-        self._disputes: tuple[Dispute, ...] = ()  # of this attempt
-        self._questioned: frozenset[Named] = frozenset()  # suspects of this step
-        self._questions = QuestionBudget()
-        self._to_audit: frozenset[GroupId] = frozenset()  # soon: they are new, or of another pace than before
-        self._audited = AuditedSteps(setup.first_step)
-        self._is_dispute_saved = False  # of this step
+        self._hosts = None if setup.last_resort else setup.placement.hosts
+        self._audits = AuditCourse(setup.audits, self._hosts, setup.first_step)
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(
@@ -172,8 +133,7 @@ class Controller:
 
     @property
     def audited_steps(self) -> int | None:
-        """As `AuditedSteps.num_steps`; None without audits."""
-        return None if self._setup.audits is None else self._audited.num_steps
+        return self._audits.audited_steps
 
     @property
     def deals_by_pace(self) -> bool:
@@ -239,7 +199,7 @@ class Controller:
         self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if fence.discard:
-            self._audited.on_wrong(group)
+            self._audits.on_wrong(group)
         if len(left) == len(self.voters):
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_decision()
@@ -266,18 +226,15 @@ class Controller:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
-        self._audited.on_commit(self.step, self._computed_twice(), self.members)
-        self._is_dispute_saved = False
+        self._audits.on_commit(self.step, self._plans, self.members)
         dealt = dict(self._paces.dealt)
         has_changed = self._paces.fold(commit.paces, self.members, self._idle())
-        self._note_audits(dealt)
+        self._audits.on_paces(dealt, self._paces.dealt, self.members)
         self.step += 1
         self.attempt += 1
-        self._wrong_sums, self._disputes = (), ()
+        self._wrong_sums = ()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
-        self._questioned = frozenset()
-        self._questions.on_commit()
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
@@ -320,7 +277,7 @@ class Controller:
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
             self._saves.on_admission(admitted)
-            self._to_audit |= {member.group for member in admitted}
+            self._audits.on_admitted(admitted)
             actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
         actions.append(self._build_communicator())
         return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
@@ -350,10 +307,8 @@ class Controller:
         )
         self.step = step
         self.attempt += 1
-        self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
-        self._to_audit, self._questioned = frozenset(self.members), frozenset()
-        self._audited.on_restart(step)
-        self._is_dispute_saved = False
+        self._is_discarded, self._wrong_sums = False, ()
+        self._audits.on_restart(step, self.members)
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
@@ -367,17 +322,17 @@ class Controller:
     def _resume(self, resume: Resume) -> tuple[Action, ...]:
         self.attempt += 1
         self.pause = None
-        self._is_discarded, self._wrong_sums, self._disputes = False, (), ()
-        self._questioned = frozenset()
+        self._is_discarded, self._wrong_sums = False, ()
+        self._audits.on_resume()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
-        self._wrong_sums, self._disputes = retry.wrong_sums, retry.disputes
+        self._wrong_sums = retry.wrong_sums
         self._is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
-        self._question(retry)
+        self._audits.on_retry(retry)
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build) and not retry.disputes
@@ -407,12 +362,6 @@ class Controller:
             compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
 
-    def _question(self, retry: Retry) -> None:
-        """Counts suspects that are computed again; if everything is, they may be found anew."""
-        if any(one.is_suspicion and one.num_rounds == 1 and not one.differs for one in retry.disputes):
-            self._questions.on_question()
-        self._questioned = frozenset() if retry.recompute else self._questioned | named_in(retry.disputes)
-
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
 
@@ -435,10 +384,10 @@ class Controller:
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
-            disputes=self._disputes,
-            questioned=self._questioned,
-            may_question=self._setup.audits is not None and self._questions.is_left,
-            hosts=None if self._setup.last_resort else self._setup.placement.hosts,
+            disputes=self._audits.disputes,
+            questioned=self._audits.questioned,
+            may_question=self._audits.may_question,
+            hosts=self._hosts,
         )
         is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
         is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
@@ -553,31 +502,10 @@ class Controller:
         probe = None if self._is_evaluating else self._paces.probe
         work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        audits = self._draw_audits(work)
+        audits = () if self._is_evaluating else self._audits.draw(self.step, work, self.members, self._paces.dealt)
         plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating, audits=audits)
         self._plans = [plan]
         return plan
-
-    def _draw_audits(self, work: Work) -> tuple[Audit, ...]:
-        """Of all groups in a step in which audits are due, else of those that have to be audited; others use slack."""
-        policy = self._setup.audits
-        if policy is None or self._is_evaluating:
-            return ()
-        asked = self.members if policy.is_due(self.step) else self._to_audit
-        hosts = None if self._setup.last_resort else self._setup.placement.hosts
-        slack = slack_of(work, Paces(permille=dict(self._paces.dealt), rounds=policy.rounds))
-        return draw_audits(policy, self.step, work, hosts, asked, slack)
-
-    def _note_audits(self, dealt: Mapping[GroupId, int]) -> None:
-        """At a commit: those that were to be audited and were not still are, and those whose pace has changed."""
-        now = self._paces.dealt
-        changed = {group for group in {*dealt, *now} if dealt.get(group) != now.get(group)}
-        done = {group for plan in self._plans for audit in plan.audits for group in (audit.auditor, audit.owner)}
-        self._to_audit = frozenset((self._to_audit - done) | changed) & frozenset(self.members)
-
-    def _computed_twice(self) -> list[Computed]:
-        audits = self._plans[0].audits
-        return [(group, audit.microbatch) for audit in audits for group in (audit.auditor, audit.owner)]
 
     def _plan_patch(self) -> StepPlan:
         patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest
@@ -608,11 +536,9 @@ class Controller:
         return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
 
     def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[SaveDispute, ...]:
-        """Once per step: its parameters are the same in all attempts."""
-        if self._is_dispute_saved:
+        member = self._audits.saver(self.voters, disputes)
+        if member is None:
             return ()
-        self._is_dispute_saved = True
-        member = saver_of(self.voters, disputes)
         return (SaveDispute(step=self.step, attempt=self.attempt, member=member, epoch=self.epoch),)
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
@@ -644,7 +570,7 @@ class Controller:
             plan_digest=self._plan_digest,
             kept=kept,
             ownership=self.ownership,
-            disputed=tuple(dispute.microbatch for dispute in self._disputes),
+            disputed=tuple(dispute.microbatch for dispute in self._audits.disputes),
         )
 
     def _await_decision(self) -> tuple[Action, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from spare_megatron.core.actions import AwaitHosts
-from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Fence, decode_entry
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.core.places import Holding, Quarantine

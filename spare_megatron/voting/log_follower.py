@@ -9,7 +9,8 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Restart, Resume, decode_entry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.events import EntryRead, RunStarted

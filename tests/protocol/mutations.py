@@ -15,7 +15,8 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.bucket_window import BucketWindow
 from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Retry
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.core.events import Event, VotesRead, WaitingRead
@@ -462,10 +463,10 @@ class CommitsWhatIsDisputed(Controller):
     """Asks a third group, and commits the sum with what it has found wrong."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        if self._disputes:
+        if self._audits.disputes:
             self._is_discarded = False
             votes = {group: replace(vote, audits=()) for group, vote in event.votes.items()}
-            self._disputes, event = (), replace(event, votes=votes)
+            self._audits.disputes, event = (), replace(event, votes=votes)
         return super()._decide(event, now_s)
 
 
@@ -473,18 +474,19 @@ class CommitsSuspectsUnheard(Controller):
     """Asks about suspects, and commits the sum whatever the answers are."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        if self._disputes and all(one.is_suspicion for one in self._disputes):
+        if self._audits.disputes and all(one.is_suspicion for one in self._audits.disputes):
             votes = {group: replace(vote, losses=()) for group, vote in event.votes.items()}
-            self._disputes, event = (), replace(event, votes=votes)
+            self._audits.disputes, event = (), replace(event, votes=votes)
         return super()._decide(event, now_s)
 
 
 class AsksAboutAllSuspects(Controller):
     """Asks about suspects in every step."""
 
-    def _question(self, retry: Retry) -> None:
-        super()._question(retry)
-        self._questions = QuestionBudget()
+    def _retry(self, retry: Retry) -> tuple[Action, ...]:
+        actions = super()._retry(retry)
+        self._audits._budget = QuestionBudget()
+        return actions
 
 
 @dataclass(frozen=True, slots=True)

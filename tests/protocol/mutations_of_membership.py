@@ -6,7 +6,8 @@ from dataclasses import replace
 from spare_megatron.core.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
 from spare_megatron.core.checkpoint_policy import Saves
 from spare_megatron.core.checkpoint_validity import CheckpointValidity
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Resume, Retry
 from spare_megatron.core.events import HostsRead
 from spare_megatron.stacking.layout import Member

@@ -13,7 +13,7 @@ from typing import Any
 
 from spare_megatron.core.audits import AuditPolicy
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.core.evaluation import EvaluationPolicy
 from spare_megatron.core.restart import RestartLimits

@@ -33,7 +33,8 @@ from spare_megatron.core.audits import (
     word_of,
 )
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.pace_evidence import PaceException

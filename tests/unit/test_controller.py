@@ -21,7 +21,8 @@ from spare_megatron.core.actions import (
     UpdateModel,
 )
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
+from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.decision import fence_silent_voters
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead

@@ -21,7 +21,8 @@ from spare_megatron.core.actions import (
     StopWipeOut,
 )
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.evaluation import FRACTION_BITS, EvaluationPolicy, SetSum
 from spare_megatron.core.events import RunStarted, VotesRead

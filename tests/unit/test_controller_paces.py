@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from spare_megatron.core.actions import AppendEntry, ChangePaces, ComputePatch
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.pace_evidence import PROBE_STEPS, PaceException

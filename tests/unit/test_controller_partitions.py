@@ -21,7 +21,8 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote

@@ -16,7 +16,8 @@ from spare_megatron.core.actions import (
     GatherParams,
     StopWipeOut,
 )
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import (
     VERSION,
     Commit,

@@ -12,7 +12,8 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.validate import problems
 from spare_megatron.core.actions import ComputeStep, TakeSnapshot
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.departures import departures
 from spare_megatron.core.entries import Commit
 from spare_megatron.core.events import EntryRead, RunStarted

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal

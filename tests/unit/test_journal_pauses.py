@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.cli.run_view import lines_of
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import VERSION, decode_entry
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.journal.fold import Fold, Folding, fold_log

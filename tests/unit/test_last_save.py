@@ -14,7 +14,8 @@ from spare_megatron.core.actions import (
     UpdateModel,
 )
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Halt, Restart, Retry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.restart import RestartLimits

@@ -11,7 +11,8 @@ import pytest
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.core.actions import AppendEntry, LoadCheckpoint
 from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.restart import RestartLimits

@@ -14,7 +14,8 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     WithdrawCandidates,
 )
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Entry, Fence, GiveUp, Restart
 from spare_megatron.core.events import EntryRead, RestartState, RunStarted, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement

@@ -6,7 +6,8 @@ import pytest
 
 from spare_megatron.core.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
 from spare_megatron.core.audits import AuditPolicy, AuditWord, Boundary, Dispute, Statement
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Retry, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.suspects import MOST_AT_ONCE, MOST_QUESTIONS, STEPS_PER_QUESTION, QuestionBudget
@@ -82,7 +83,7 @@ def test_a_suspect_is_computed_by_another_host_and_if_both_agree_the_sum_is_comm
     commit = decided(controller, {OWNER: [7, 7], 0: [7]})
     assert isinstance(commit, Commit)
     fold(controller, commit)
-    assert controller._disputes == ()
+    assert controller._audits.disputes == ()
 
 
 def test_without_audits_a_suspect_is_committed() -> None:
@@ -210,7 +211,7 @@ def test_noisy_losses_hold_up_no_more_than_their_share_of_steps() -> None:
     controller = started(num_groups=3, redundancy=3)
     num_questions = num_steps = 0
     while num_steps < 4 * STEPS_PER_QUESTION:
-        entry = decided(controller, {2: [controller.step]} if not controller._disputes else {2: [1, 1], 0: [1]})
+        entry = decided(controller, {2: [controller.step]} if not controller._audits.disputes else {2: [1, 1], 0: [1]})
         num_questions += isinstance(entry, Retry)
         num_steps += isinstance(entry, Commit)
         if isinstance(entry, Retry):

@@ -138,19 +138,7 @@ class Assembly:
             probe=probe,
         )
         audits = GroupAudits(trainer=self.trainer, agreement=self.agreement, reports=reports, progress=progress)
-        reduction = Reduction(
-            buckets=self.buckets,
-            voting=self._voting,
-            audits=audits,
-            repairs=repairs,
-            digests=digests,
-            reports=reports,
-            num_chunks=self._config.layout.virtual_pipeline,
-            suspicions=Suspicions(self.trainer, reports, progress, has_audits=audit_policy(self._config) is not None),
-            overlaps=self._config.reduce.overlap,
-            probe=probe,
-            progress=progress,
-        )
+        reduction = self._build_reduction(audits, repairs)
         steps = StepExecutor(
             group=self._spec.group,
             trainer=self.trainer,
@@ -181,6 +169,22 @@ class Assembly:
             restorer=self._build_restorer(),
             saves=saves,
             stacked=None if repairs is None else self._build_stacked(repairs, saves),
+        )
+
+    def _build_reduction(self, audits: GroupAudits, repairs: GroupRepairs | None) -> Reduction:
+        reports, progress = self._reports, self._progress
+        return Reduction(
+            buckets=self.buckets,
+            voting=self._voting,
+            audits=audits,
+            repairs=repairs,
+            digests=self.digests,
+            reports=reports,
+            num_chunks=self._config.layout.virtual_pipeline,
+            suspicions=Suspicions(self.trainer, reports, progress, has_audits=audit_policy(self._config) is not None),
+            overlaps=self._config.reduce.overlap,
+            probe=self._probe,
+            progress=progress,
         )
 
     def _build_profile(self) -> StepProfile | None:

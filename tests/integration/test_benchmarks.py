@@ -156,5 +156,5 @@ def test_a_command_with_a_model_of_its_own(name: str) -> None:
         assert (result["found"], result["bitwise"], result["false_alarms"]) == (result["cases"], result["cases"], 0)
     elif name == "peers.corruption":  # a layer that drifts
         assert (result["cases"], result["ways"]["ours_each_step"]["right_group"]) == (1, 1)
-    else:
-        assert result["steps_to_deal"] == 3
+    elif name == "slow_group":  # what it measures is a matter of times, which other tests disturb
+        assert result["optimum"] == 1.25

@@ -243,12 +243,13 @@ def by_hand(config: RunConfig, etcd_cluster: EtcdCluster) -> RunConfig:
 @pytest.mark.parametrize(
     ("num_lost", "driver_at", "supervisor_at", "re_formed"),
     [
-        (3, "assign", "leave", Member(GroupId(0), 1)),
-        (3, "assigned", "assign", Member(GroupId(1), 1)),
+        (3, "assign", "leave", {0}),
+        # Group 0, where the losses of the other two groups are found first: machine 2 is the lowest then.
+        (3, "assigned", "assign", {0, 1}),
         # Of three that break, the two that are found first make a whole one: any of them.
-        (2, "start", "", Member(GroupId(0), 1)),
+        (2, "start", "", {0}),
     ],
-    ids=["the driver before, who moves", "the driver after, the lowest machine", "the driver while a group joins"],
+    ids=["the driver before, who moves", "the driver after, who assigns", "the driver while a group joins"],
 )
 def test_machines_are_re_formed_alone_whatever_is_lost_meanwhile(
     by_hand: RunConfig,
@@ -257,10 +258,10 @@ def test_machines_are_re_formed_alone_whatever_is_lost_meanwhile(
     num_lost: int,
     driver_at: str,
     supervisor_at: str,
-    re_formed: Member,
+    re_formed: set[int],
 ) -> None:
     by_hand = replace(by_hand, faults=FaultsConfig(trace=by_hand.faults.trace[:num_lost]))
-    watch = Watch(awaited=frozenset({(RE_FORMED[0], re_formed)}))
+    watch = Watch(awaited_first=frozenset((RE_FORMED[0], Member(GroupId(group), 1)) for group in re_formed))
     run_dir = tmp_path / "run"
     with started(by_hand, run_dir, watch, Struck(driver_at, supervisor_at, tmp_path)) as processes:
         end_s = time.monotonic() + END_S
@@ -277,5 +278,5 @@ def test_machines_are_re_formed_alone_whatever_is_lost_meanwhile(
     assert {end.outcome for end in run.journal.of(EndRecord)} == {"finished"}
     assert run.summary.groups_rejoined == 1
     assert len(groups_at_the_end(run)) == 5 - num_lost
-    assert re_formed.group in {place // 2 for found in holdings(run).values() for _, place, _ in found}
+    assert re_formed & {place // 2 for found in holdings(run).values() for _, place, _ in found}
     assert run.summary.params_sha256 == plain.summary.params_sha256

@@ -67,6 +67,8 @@ class Watch:
             to it only when the log has moved on.
         awaited: Steps at whose end members are taken in: before, these do not ask for it, and all who take part
             enter the reduction only when they have.
+        awaited_first: Likewise, where which of these members is there to be taken in depends on the order of losses:
+            the first one is waited for.
         leaving: Steps and groups that are asked to leave: their votes of the step are the first to say so, and are cast
             only once they are asked.
         late_groups: Groups that begin to train, and report that they are ready, only when the first entry is written.
@@ -83,6 +85,7 @@ class Watch:
     in_second_attempt: frozenset[Moment] = frozenset()
     unfinished_reduces: frozenset[Moment] = frozenset()
     awaited: frozenset[tuple[int, Member]] = frozenset()
+    awaited_first: frozenset[tuple[int, Member]] = frozenset()
     leaving: frozenset[tuple[int, int]] = frozenset()
     late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
@@ -194,7 +197,7 @@ class _TimelyAgreement(GroupAgreement):
 
     def __init__(self, watch: Watch, *parts: Any, **settings: Any) -> None:
         super().__init__(*parts, **settings)
-        self._steps = {member: step for step, member in watch.awaited}
+        self._steps = {member: step for step, member in watch.awaited | watch.awaited_first}
 
     def announce(self) -> None:
         if self.is_leader and self.member in self._steps:
@@ -208,12 +211,12 @@ def _is_commit(entry: Entry, step: int) -> bool:
     return isinstance(entry, Commit) and entry.step == step
 
 
-def _wait_until_waiting(spec: RankSpec, member: Member) -> None:
+def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
     log = DecisionLog(open_store(spec.store))
     end_s = time.monotonic() + _RESTART_TIMEOUT_S
-    while member not in log.waiting([member.group]):
+    while not set(one_of) & set(log.waiting([member.group for member in one_of])):
         if time.monotonic() > end_s:
-            raise TimeoutError(f"{member} does not wait to be taken in")
+            raise TimeoutError(f"none of {one_of} waits to be taken in")
         time.sleep(_POLL_S)
 
 
@@ -312,7 +315,10 @@ class _WatchedReduction(Reduction):
         self._attempts.attempt(action)
         for member in [member for step, member in self._watch.awaited if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_waiting(self._attempts.spec, member)
+                _wait_until_waiting(self._attempts.spec, [member])
+        if first := [member for step, member in self._watch.awaited_first if step == action.step]:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_until_waiting(self._attempts.spec, first)
         if (action.step, self._attempts.spec.group) in self._watch.leaving:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_until_asked(self._is_leave_asked)

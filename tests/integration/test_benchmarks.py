@@ -77,7 +77,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
 
 ALONE = {
     "audit": (
-        "--cases 3 --calm-steps 3 --blocks 2",
+        "--cases 3 --calm-steps 3 --pairs 2",
         {"cases", "found", "right_rank", "bitwise", "false_alarms", "ratio"},
     ),
     "peers.corruption": ("--cases 1 --batch 1 --ways ours_each_step", {"cases", "ways", "without_effect"}),

@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--calm-steps", type=int, default=900, help="steps without faults; each has up to 4 audits")
     parser.add_argument("--pairs", type=int, default=200, help="steps with an audit, each beside one without")
+    parser.add_argument("--tokens", type=int, default=512, help="of a microbatch of these steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -194,7 +195,7 @@ def main() -> None:
                 print(dict(calm), file=sys.stderr)
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        large = config_of(prefix, 16, {}, hidden_size=64, num_attention_heads=4, seq_length=128)
+        large = config_of(prefix, 16, {}, hidden_size=64, num_attention_heads=4, seq_length=arguments.tokens)
         ratios, digest_share = measure(large, arguments.pairs)
         dist.destroy_process_group()
     result = (

@@ -30,6 +30,7 @@ from spare_megatron.driver.slurm.steps import node_step, start_step
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process.lock import locked
+from spare_megatron.process.processes import set_environment_of_ranks
 from spare_megatron.process.specs import device_of
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import tcp_store
@@ -139,6 +140,7 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mappi
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
     """
+    set_environment_of_ranks()
     remote = _remote(config, parts, where)
     if where.group is not None and config.cluster.launcher == "hand":
         where.on_awaited(f"this machine acts as node {parts[0].node} of group {where.group}")

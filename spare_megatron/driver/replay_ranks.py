@@ -18,6 +18,7 @@ from typing import Any
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.process.node_connection import connect
+from spare_megatron.process.processes import set_environment_of_ranks
 
 _POLL_S = 0.05
 _SHOWN = 2000
@@ -60,11 +61,12 @@ class PartFailed:
 
 def serve_part(folder: Path, node: int, wait_s: float) -> None:
     """Main function of the process on a machine other than the command's. ValueError: no command awaits it."""
+    set_environment_of_ranks()
     answer_requests(connect(folder, node, wait_s))
 
 
 def answer_requests(asking: Connection) -> None:
-    """Returns when the connection is closed, and leaves no rank behind."""
+    """Returns when the connection is closed, and leaves no rank behind. Ranks have the environment of this process."""
     with asking, contextlib.suppress(EOFError, OSError):
         while True:
             match asking.recv():
@@ -99,11 +101,8 @@ def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed
 
 def _start(task: Mapping[str, Any], output: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", "-m", "spare_megatron.rank.replay_rank", json.dumps(task)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as ranks of a run
     with output.open("wb") as out:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
 
 def _await(ranks: "Mapping[int, subprocess.Popen[bytes]]", folder: Path, asking: Connection) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.process.processes import die_with
+from spare_megatron.process.processes import die_with, set_gpu_environment
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.open_store import open_store
@@ -74,11 +74,13 @@ def replayed(config: RunConfig, task: ReplayTask) -> list[dict[str, Any]]:
 def main() -> None:
     task = ReplayTask(**json.loads(sys.argv[1]))
     die_with(task.parent)  # before the imports, which take seconds
+    config = load_run_config(Path(task.config)).config
+    if config.cluster.device == "gpu":
+        set_gpu_environment(config.parallel)
     import torch
 
     from spare_megatron.mcore.data import prepare_index
 
-    config = load_run_config(Path(task.config)).config
     torch.set_num_threads(config.cluster.threads_per_rank)
     if task.rank == 0:
         prepare_index(config)  # the other ranks wait for this one

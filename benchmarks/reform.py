@@ -32,7 +32,6 @@ from spare_megatron.journal.summary import Summary
 from spare_megatron.process.reports import GroupRejoined, RankKey, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.stacking.layout import GroupId
 
-FIRST_KILL, STEPS_BETWEEN = 20, 20
 MOST_STEPS = 100_000
 SETTINGS = (  # a model whose ranks share two processors, and yet are heard within half a second
     "spare.redundancy=3",
@@ -57,13 +56,14 @@ SHARDINGS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """What is lost of how many groups and machines of each: after `rejoins` single ranks, a machine each of the first
-    `losses` groups. The group after those loses nothing.
+    `losses` groups, `steps_between` apart. The group after those loses nothing.
     """
 
     groups: int
     machines: int
     losses: int
     rejoins: int
+    steps_between: int
 
     @property
     def settings(self) -> list[str]:
@@ -98,8 +98,15 @@ class Killer:
     pids: dict[RankKey, int] = field(default_factory=dict)
     killed_at_s: list[float] = field(default_factory=list)
     rejoined: list[GroupRejoined] = field(default_factory=list)
-    next_step: int = FIRST_KILL
+    next_step: int = 0
     is_ending: bool = False
+
+    def __post_init__(self) -> None:
+        self.next_step = self._steps_between
+
+    @property
+    def _steps_between(self) -> int:
+        return self.scene.steps_between if self.scene else 0
 
     def __call__(self, event: RunEvent) -> None:
         match event:
@@ -107,7 +114,7 @@ class Killer:
                 self.pids |= pids
             case GroupRejoined(step=step):
                 self.rejoined.append(event)
-                self.next_step = step + STEPS_BETWEEN
+                self.next_step = step + self._steps_between
             case StepCommitted(step=step):
                 self._on_commit(step)
 
@@ -122,7 +129,7 @@ class Killer:
             rank = psutil.Process(self.pids[self.scene.victims[num_kills]])
             self.killed_at_s.append(time.time())
             (rank if num_kills < self.scene.rejoins else rank.parent()).send_signal(signal.SIGKILL)
-            self.next_step = step + STEPS_BETWEEN
+            self.next_step = step + self._steps_between
 
     def end_run(self) -> None:
         """Asks all supervisors to end it with the step under way."""
@@ -161,7 +168,7 @@ def pauses_of(scene: Scene, killer: Killer, commits: dict[int, dict[int, float]]
         if number and numbers[number - 1] == rejoined:
             continue  # a machine that is lost alone
         step = killer.rejoined[rejoined].step
-        window = [other for other in gaps_s if at_s[other] > killed_at_s and other < step + STEPS_BETWEEN // 2]
+        window = [other for other in gaps_s if at_s[other] > killed_at_s and other < step + scene.steps_between // 2]
         usual_s = statistics.median(gaps_s[other] for other in window)
         found.append(
             {
@@ -239,7 +246,8 @@ def measure(config_file: Path, overrides: list[str], sharding: str, scene: Scene
 
 
 def scene_of(options: argparse.Namespace) -> Scene:
-    scene = Scene(groups=options.groups, machines=options.machines, losses=options.losses, rejoins=options.rejoins)
+    names = ("groups", "machines", "losses", "rejoins", "steps_between")
+    scene = Scene(**{name: getattr(options, name) for name in names})
     if scene.machines < 2 or scene.losses < 2 or scene.rejoins < 1 or scene.groups < scene.losses + 2:
         raise SystemExit(
             f"--machines {scene.machines} --losses {scene.losses} --rejoins {scene.rejoins} --groups {scene.groups}: "
@@ -257,6 +265,7 @@ def main() -> None:
     parser.add_argument("--machines", type=int, default=2, help="of each group, with one rank each")
     parser.add_argument("--losses", type=int, default=2, help="machines that are lost for good, of as many groups")
     parser.add_argument("--rejoins", type=int, default=3, help="groups that lose a rank, and rejoin, before")
+    parser.add_argument("--steps-between", type=int, default=20, help="from one loss or return to the next loss")
     parser.add_argument("--runs", type=int, default=3, help="figures are medians of so many")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -129,14 +129,7 @@ class Reduction:
         computed, step = self._progress.now.computed, action.step
 
         if not self._is_early:
-            self._probe(FaultPoint.BEFORE_REDUCE)
-            self._buckets.measure_all(step, len(computed))
-            finding = self._buckets.judge(step, len(computed))
-            self._suspicions.judge(step, action.attempt)  # before an unsound gradient ends this attempt
-            self._agree_on(finding, step)  # before the record: a group that raises here contributes nothing
-            self._write_contribution(action, computed)
-            # No rank sends before the leader's record: a sum may be kept though the leader is lost.
-            self._agree_on(finding, step)
+            self._contribute(action)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
         wrong = self._buckets.first_wrong_sum()
@@ -171,6 +164,18 @@ class Reduction:
         votes = self._cast(action, opinion, work_digest, digests, restored=restored, audits=words, losses=losses)
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)
         return votes
+
+    def _contribute(self, action: AttemptReduce) -> None:
+        """Records what this group is about to contribute, once its gradients are found sound."""
+        computed, step = self._progress.now.computed, action.step
+        self._probe(FaultPoint.BEFORE_REDUCE)
+        self._buckets.measure_all(step, len(computed))
+        finding = self._buckets.judge(step, len(computed))
+        self._suspicions.judge(step, action.attempt)  # before an unsound gradient ends this attempt
+        self._agree_on(finding, step)  # before the record: a group that raises here contributes nothing
+        self._write_contribution(action, computed)
+        # No rank sends before the leader's record: a sum may be kept though the leader is lost.
+        self._agree_on(finding, step)
 
     def _is_decided(self) -> bool:
         """Whether the next log entry is written, or the sums cannot complete.

@@ -284,51 +284,56 @@ class StoreLink:
         """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
-            self._beat(store)
-            if self._layout.num_nodes > 1:
-                self._poll_quarantines(store)
-            if self._parts.are_broken:
-                if self._is_replaced():
-                    return False
-                if self._reforming is not None:
-                    assigned = self._reforming.poll(store, self._assignments, self._holding.place)
-                    if assigned is not None:
-                        self._outbox.send(assigned)
-                        return True  # its own place may be another
-            self._parts.poll(store, self._assignments.read)
-            self._poll_log(store)
-            return True
+            return self._on_beat(store)
         try:
             wanted = self._wanted.get(timeout=left_s)
         except queue.Empty:
             return True
         if self._is_replaced():
             return False
-        if wanted is None:
-            store.put(keys.beat(self._node), ENDED)
-            return False
-        if isinstance(wanted, Member):
-            store.put(keys.group_incarnation(wanted.group), str(wanted.incarnation))
-            self._parts.note_started(wanted)
-            self._follower = None
-            return True
-        if isinstance(wanted, _Ready):
-            self._parts.publish_ready(store, wanted.member)
-            return True
-        if isinstance(wanted, _Left):
-            store.put(keys.has_left(wanted.member, self._node), "yes")
-            return True
-        if isinstance(wanted, _GivenUp):
-            store.put(keys.given_up(self._holding.machine), "yes")
-            return True
-        if isinstance(wanted, ControllerSetup):
-            self._follower = LogFollower(log, wanted)
-            return True
+        match wanted:
+            case None:
+                store.put(keys.beat(self._node), ENDED)
+                return False
+            case Member():
+                store.put(keys.group_incarnation(wanted.group), str(wanted.incarnation))
+                self._parts.note_started(wanted)
+                self._follower = None
+            case _Ready():
+                self._parts.publish_ready(store, wanted.member)
+            case _Left():
+                store.put(keys.has_left(wanted.member, self._node), "yes")
+            case _GivenUp():
+                store.put(keys.given_up(self._holding.machine), "yes")
+            case ControllerSetup():
+                self._follower = LogFollower(log, wanted)
+            case FenceWanted():
+                self._fence(store, log, wanted)
+        return True
+
+    def _on_beat(self, store: ControlStore) -> bool:
+        """Beats, and reads what others have written. Returns False if the machine's place is another's."""
+        self._beat(store)
+        if self._layout.num_nodes > 1:
+            self._poll_quarantines(store)
+        if self._parts.are_broken:
+            if self._is_replaced():
+                return False
+            if self._reforming is not None:
+                assigned = self._reforming.poll(store, self._assignments, self._holding.place)
+                if assigned is not None:
+                    self._outbox.send(assigned)
+                    return True  # its own place may be another
+        self._parts.poll(store, self._assignments.read)
+        self._poll_log(store)
+        return True
+
+    def _fence(self, store: ControlStore, log: DecisionLog, wanted: FenceWanted) -> None:
         member = wanted.member or present_members(store, [wanted.group])[0]
         index = self._parts.find_fence(store, member)
         if index is None and wanted.member is None and store.exists(keys.has_left(member, self._node)):
             self._outbox.send(HasLeft(member=member))
-            return True
+            return
         if index is None:
             keep_beating = partial(self._keep_beating, store)
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
@@ -339,7 +344,6 @@ class StoreLink:
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(keys.ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_home_groups)
-        return True
 
     def _quarantine_if_outvoted(self, log: DecisionLog, member: Member, index: int) -> None:
         """Puts this machine into quarantine if the fence says that one of its ranks has computed wrongly."""

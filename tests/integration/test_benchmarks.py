@@ -58,7 +58,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "peers.fault_free": ("--runs 1 --steps 13 --peers", {"ratio", "step_s", "processor_over_plain"}, TWO_GROUPS),
     "recovery": ("--kills 1", {"phases"}, TWO_GROUPS),
     "reform": (
-        "--runs 1 --rejoins 1",
+        "--runs 1 --rejoins 1 --steps-between 8",
         {"groups_before", "groups_after", "seconds", "longest_pause_s", "bitwise"},
         ("control.heartbeat_interval_s=1", UNHURRIED),
     ),
@@ -77,7 +77,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
 
 ALONE = {
     "audit": (
-        "--cases 3 --calm-steps 3 --blocks 2",
+        "--cases 2 --calm-steps 1 --pairs 2 --tokens 32",
         {"cases", "found", "right_rank", "bitwise", "false_alarms", "ratio"},
     ),
     "peers.corruption": ("--cases 1 --batch 1 --ways ours_each_step", {"cases", "ways", "without_effect"}),

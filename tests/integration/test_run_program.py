@@ -27,8 +27,12 @@ from tests.integration.whole_run import (
 pytestmark = pytest.mark.timeout(150)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sums"
-STEPS = 24
-"""Rather than 40, of which two losses are in steps 10 and 20."""
+STEPS = 12
+TRACE = (
+    'faults.trace=[{step=4, group=3, rank=0, phase="backward", kind="kill"}, '
+    '{step=8, group=1, rank=0, phase="in_reduce", kind="kill"}]'
+)
+"""The losses of the example, in earlier steps."""
 CALL = """
 heard = []
 summary = pretrain(
@@ -63,7 +67,7 @@ def run_without_losses(folder: Path) -> tuple[Run, list[tuple[int, bool, float]]
 
 def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) -> None:
     calm, heard = run_without_losses(tmp_path)
-    own = [f"program.file={EXAMPLE / 'program.py'}", "train.params_check_every_steps=1", f"train.steps={STEPS}"]
+    own = [f"program.file={EXAMPLE / 'program.py'}", "train.params_check_every_steps=1", f"train.steps={STEPS}", TRACE]
     hit = complete_run(load_run_config(EXAMPLE / "config.toml", own).config, tmp_path / "hit")
     assert_masked(hit)
     assert (fenced_groups(hit.journal), fenced_groups(calm.journal)) == ({1, 3}, set())

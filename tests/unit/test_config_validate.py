@@ -1,4 +1,4 @@
-"""Every problem and every warning that validation knows."""
+"""Every problem that validation knows."""
 
 import dataclasses
 from typing import Any
@@ -6,20 +6,14 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.corpus import CorpusFacts
-from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 from spare_megatron.supervisor.group_reforming import reform_after_s
+from tests.unit.configured import CPU, configured
 
-CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
 NO_RETURNS = ("spare.rejoins=0", "checkpoint.max_restarts=0")
 STACKED = ("optimizer.sharding=stacked", "optimizer.redundancy=2")
-GOLOMB = ("layout.num_groups=7", "spare.redundancy=3")
-
-
-def configured(*overrides: str) -> RunConfig:
-    return load_run_config(None, ["data.corpus=c", *overrides]).config
 
 
 def only_problem(*overrides: str, machine: Machine = CPU) -> str:
@@ -507,74 +501,10 @@ def test_auto_takes_gpus_when_there_are_any() -> None:
     assert resolve_device(configured("cluster.device=cpu"), dataclasses.replace(CPU, num_gpus=1)) == "cpu"
 
 
-def test_a_comfortable_run_raises_no_warning() -> None:
-    assert warnings(configured(*GOLOMB), CPU) == []
-
-
-def test_lanes_that_wait_for_others_raise_a_warning() -> None:
-    overrides = ("layout.data_parallel=3", "layout.num_groups=2", "spare.redundancy=2")
-    (warning,) = warnings(configured(*overrides), CPU)
-    assert "spare.microbatches_per_shard=4 is no multiple of layout.data_parallel=3" in warning
-    assert "2 lanes of each group wait" in warning
-    assert warnings(configured(*overrides, "spare.microbatches_per_shard=6"), CPU) == []
-
-
-def test_tensor_ranks_on_several_machines_raise_a_warning() -> None:
-    by_hand = ("cluster.launcher=hand", "cluster.num_nodes=4", "layout.tensor_parallel=2", "layout.data_parallel=2")
-    several = ("layout.num_groups=3", "layout.tensor_parallel=4", "cluster.num_nodes=4", "cluster.launcher=hand")
-    texts = [[one for one in warnings(configured(*run), CPU) if "tensor" in one] for run in (by_hand, several)]
-    assert texts[0] == []
-    assert "layout.tensor_parallel=4 does not divide the 3 ranks of a node" in texts[1][0]
-
-
-def test_more_threads_than_cores_raise_a_warning() -> None:
-    config, few = configured(*GOLOMB, "cluster.threads_per_rank=3"), dataclasses.replace(CPU, num_cores=2)
-    (text,) = warnings(config, few)
-    assert "7 ranks with cluster.threads_per_rank=3 share 2 cores" in text
-    assert warnings(config, dataclasses.replace(CPU, num_cores=3)) == [], "as ranks of the demo share cores"
-
-
-def test_redundancy_of_one_masks_nothing() -> None:
-    (text,) = warnings(configured("spare.redundancy=1"), CPU)
-    assert "masks nothing" in text
-
-
-def test_hosts_that_share_a_domain_raise_a_warning() -> None:
-    crowded = configured("layout.num_groups=12", "spare.redundancy=3", "spare.groups_per_domain=6")
-    [text, *_] = [text for text in warnings(crowded, CPU) if "domain" in text]
-    assert "2 of the spare.redundancy=3 hosts of some shard stand in one domain" in text
-    apart = configured("layout.num_groups=12", "spare.redundancy=3", "spare.groups_per_domain=4")
-    assert not any("domain" in text for text in warnings(apart, CPU))
-
-
-def test_shards_that_share_hosts_raise_a_warning() -> None:
-    (text,) = warnings(configured("layout.num_groups=7", "spare.redundancy=3", "spare.placement=consecutive"), CPU)
-    assert "share 2 of their spare.redundancy=3 hosts" in text
-    assert "with spare.placement=golomb no two share more than 1" in text
-
-
-def test_groups_that_all_host_every_shard_cannot_do_better() -> None:
-    assert warnings(configured("layout.num_groups=5", "spare.redundancy=5"), CPU) == []
-    assert warnings(configured("layout.num_groups=5", "spare.redundancy=4"), CPU) == []
-    assert warnings(configured("layout.num_groups=5", "spare.redundancy=4", "spare.placement=consecutive"), CPU) == []
-    in_twos = configured("layout.num_groups=6", "spare.redundancy=6", "spare.groups_per_domain=2")
-    assert warnings(in_twos, CPU) == []
-
-
 def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
     machine = dataclasses.replace(CPU, corpus=corpus_with(vocab_size=300))
     (problem,) = problems(RunConfig(data=DataConfig(corpus="text")), machine)
     assert "model.vocab_size=256 is below the vocabulary of data.corpus=text, 300 tokens" in problem
-
-
-def test_a_store_that_others_can_reach_without_a_secret_raises_a_warning() -> None:
-    (text,) = warnings(configured(*GOLOMB, "control.listen_address=10.0.0.5"), CPU)
-    assert "control.listen_address=10.0.0.5: the embedded store has no authentication" in text
-    etcd = (*GOLOMB, "control.store=etcd")
-    (text,) = warnings(configured(*etcd, 'control.endpoints=["http://etcd-0:2379"]'), CPU)
-    assert "passwords and decisions travel unencrypted" in text
-    assert warnings(configured(*etcd, 'control.endpoints=["http://127.0.0.1:2379"]'), CPU) == []
-    assert warnings(configured(*etcd, 'control.endpoints=["https://etcd-0:2379"]'), CPU) == []
 
 
 def test_a_password_in_an_endpoint_is_refused_and_not_shown() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import NodeFinding
     from spare_megatron.config.node_facts import NodeMeasurements, Rate
     from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.driver.examination import StartNode
+    from spare_megatron.driver.node_processes import StartNode
 
 
 def doctor(
@@ -109,12 +109,10 @@ def _examine(
 def _start_step(
     slurm: "SlurmConfig", names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path
 ) -> "subprocess.Popen[bytes]":
-    from spare_megatron.driver.slurm.steps import node_step
+    from spare_megatron.driver.slurm.steps import node_step, start_step
 
     words = ("doctor", "--node", str(node), "--folder", str(folder), "--wait-s", str(wait_s))
-    with log.open("wb") as file:
-        step = node_step(slurm, f"doctor-{node}", names[node], words)
-        return subprocess.Popen(step, start_new_session=True, stdout=file, stderr=file)
+    return start_step(node_step(slurm, f"doctor-{node}", names[node], words), log)
 
 
 def _as_json(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.driver.replay import GroupCompared, MicrobatchReplay, Replay
@@ -20,30 +22,62 @@ _ORDER = ("forward", "backward", "gradients")
 
 def replay(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
-    step: Annotated[int, typer.Option(help="A step with a mismatch, as spare audit lists them.")],
+    step: Annotated[
+        int | None, typer.Option(help="A step with a mismatch, as spare audit lists them.", show_default=False)
+    ] = None,
     microbatch: Annotated[
         str | None,
         typer.Option(metavar="SHARD.INDEX", help="One of the microbatches in dispute. [default: all of them]"),
     ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(help="Compute on the machines of this group, with its devices. [default: on this machine]"),
+    ] = None,
+    node: Annotated[
+        int | None, typer.Option(help="Act as this node for the `spare replay --group` on another.", min=0)
+    ] = None,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for other nodes, in seconds.", min=0)] = 300,
     as_json: Annotated[bool, typer.Option("--json", help="Print the replay as JSON.")] = False,
 ) -> None:
     """Compute the disputed microbatches of a step again.
 
-    Starts the ranks of one group on this machine, with the parameters that the run saved at the mismatch, and compares
-    the digests along the stages with what each group has stated.
+    Starts the ranks of one group, with the parameters that the run saved at the mismatch, and compares the digests
+    along the stages with what each group has stated.
+
+    With --group it is computed where that group stands: in a Slurm job (cluster.launcher=srun) on its nodes, beside
+    what trains there, with cluster.launcher=hand on this machine, the first of the group, and on those where
+    `spare replay RUN_DIR --node` runs, otherwise on this machine.
 
     Exit codes: 0 each came out as some group has stated it, 1 one did not, 2 it cannot be computed.
     """
     with explained_errors("replay"):
+        if node is not None:
+            _serve(run_dir, node, wait_s, others=(step, microbatch, group))
+            return
+        if step is None:
+            raise ValueError("--step is missing; `spare audit RUN_DIR` lists steps with a mismatch")
         from spare_megatron.driver import replay as replays
+        from spare_megatron.driver.replay_parts import Where
 
-        found = replays.replay(run_dir, step, None if microbatch is None else _address(microbatch))
+        where = Where(group=group, wait_s=wait_s, on_awaited=partial(typer.echo, err=True))
+        with raising():
+            found = replays.replay(run_dir, step, None if microbatch is None else _address(microbatch), where)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "is_confirmed": found.is_confirmed}))
     else:
         for line in lines_of(found):
             typer.echo(line)
     raise typer.Exit(0 if found.is_confirmed else 1)
+
+
+def _serve(run_dir: Path, node: int, wait_s: float, others: Sequence[object]) -> None:
+    if any(value is not None for value in others):
+        raise ValueError("--node takes RUN_DIR alone, that of the `spare replay --group` elsewhere")
+    from spare_megatron.driver.replay_parts import folder_of_replay
+    from spare_megatron.driver.replay_ranks import serve_part
+
+    with raising():
+        serve_part(folder_of_replay(run_dir), node, wait_s)
 
 
 def _address(text: str) -> tuple[int, int]:
@@ -55,7 +89,7 @@ def _address(text: str) -> tuple[int, int]:
 
 def lines_of(found: "Replay") -> Iterator[str]:
     """The replay as text: of each microbatch which groups differ and where, then all digests side by side."""
-    yield f"step {found.step}, with the parameters of {found.path}, computed on {found.device}"
+    yield f"step {found.step}, with the parameters of {found.path}, computed on {found.device} by {_machines(found)}"
     if found.params:
         by_digest: dict[str, list[int]] = {}
         for group, digest in sorted(found.params.items()):
@@ -64,6 +98,12 @@ def lines_of(found: "Replay") -> Iterator[str]:
         yield f"parameters before the step: {equal}{'' if len(by_digest) == 1 else ' (they differ)'}"
     for one in found.microbatches:
         yield from _lines_of_microbatch(one)
+
+
+def _machines(found: "Replay") -> str:
+    if found.group is None:
+        return f"this machine ({found.machines[0].host})"
+    return f"group {found.group}: {', '.join(f'node {one.node} ({one.host})' for one in found.machines)}"
 
 
 def _lines_of_microbatch(one: "MicrobatchReplay") -> Iterator[str]:

@@ -1,36 +1,26 @@
-"""Computes the disputed microbatches of a step again, on this machine, and compares with what the groups have stated.
+"""Computes the disputed microbatches of a step again and compares with what the groups have stated.
 
 The parameters are those that the run has saved (`state.checkpoint.dispute_saver`); the ranks of one group compute.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.loader import ConfigError, load_run_config
-from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.run_terms import terms_in
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits import Boundary, first_difference, word_of
+from spare_megatron.driver.replay_parts import Where, compute, parts_of
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, checkpoint_path, disputes_of
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify
 
-_TIMEOUT_S = 1800.0
-_POLL_S = 0.05
-_SHOWN = 2000
-"""Characters of what a rank has printed before it failed."""
+_HERE = Where()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +55,29 @@ class MicrobatchReplay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayMachine:
+    """A machine that has computed ranks of the replay."""
+
+    node: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """The replay of a step.
 
     Attributes:
         path: Folder of the parameters.
+        group: Whose machines have computed it; None if it is this one.
+        machines: Those, by the number of their supervisor, 0 for this one.
         params: Group -> digest of its parameters before the step, where the journal has it.
     """
 
     step: int
     path: str
     device: str
+    group: int | None
+    machines: list[ReplayMachine]
     params: dict[int, str]
     microbatches: list[MicrobatchReplay]
 
@@ -85,11 +87,11 @@ class Replay:
         return all(any(group.agrees for group in one.groups) for one in self.microbatches)
 
 
-def replay(run_dir: Path, step: int, microbatch: Address | None = None) -> Replay:
+def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: Where = _HERE) -> Replay:
     """Computes the disputed microbatches of a step again, or one of them.
 
-    Raises ValueError if there is no such dispute, its parameters are not there or damaged, or this machine cannot
-    compute as the run did.
+    Raises ValueError if there is no such dispute, its parameters are not there or damaged, or a machine is not there or
+    cannot compute as the run did.
     """
     view = JournalIndex(run_dir, settings=terms_in(run_dir))
     run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)
@@ -107,14 +109,17 @@ def replay(run_dir: Path, step: int, microbatch: Address | None = None) -> Repla
     _require_parameters(path, disputed, step)
     config = _config_of(run_dir, path)
     wanted = list(disputed.stated) if microbatch is None else [microbatch]
-    of_ranks = _compute(config, step, wanted)
+    task = {"step": step, "microbatches": wanted}
+    computed = compute(config, run_dir, parts_of(config, view, where.group), task, where)
     return Replay(
         step=step,
         path=str(path),
         device=config.cluster.device,
+        group=where.group,
+        machines=[ReplayMachine(node=node, host=host) for node, host in computed.hosts.items()],
         params=dict(disputed.params),
         microbatches=[
-            _compared(address, [of_rank[number] for of_rank in of_ranks], disputed.stated[address])
+            _compared(address, [of_rank[number] for of_rank in computed.of_ranks], disputed.stated[address])
             for number, address in enumerate(wanted)
         ],
     )
@@ -144,82 +149,12 @@ def _require_parameters(path: Path, disputed: DisputedStep, step: int) -> None:
 
 
 def _config_of(run_dir: Path, parameters: Path) -> RunConfig:
-    """The run's configuration, with these parameters. ValueError: this machine lacks the run's devices."""
+    """The run's configuration, with these parameters."""
     try:
         config = load_run_config(run_dir / "config.toml").config
     except ConfigError as error:
         raise ValueError(f"{run_dir} is no run's directory: {error}") from error
-    cluster, num_ranks = config.cluster, config.parallel.ranks_per_group
-    if cluster.device == "gpu":
-        num_needed, num_here = -(-num_ranks // cluster.ranks_per_gpu), len(visible_gpus())
-        if num_here < num_needed:
-            raise ValueError(
-                f"the run has computed on GPUs, and CPUs give other bits: a group needs {num_needed}, and this machine "
-                f"shows {num_here}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
-            )
-    return replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(parameters)))
-
-
-# ------------------------------------------------------------------------------------------------------------ compute
-
-
-def _compute(config: RunConfig, step: int, microbatches: Sequence[Address]) -> list[list[dict[str, Any]]]:
-    """What each rank of a group finds of each microbatch."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.toml").write_text(dump_run_config(config))
-        tasks = [
-            {
-                "config": str(folder / "config.toml"),
-                "meeting": str(folder / "meeting"),
-                "rank": rank,
-                "device": f"cuda:{rank // config.cluster.ranks_per_gpu}" if config.cluster.device == "gpu" else "cpu",
-                "step": step,
-                "microbatches": list(microbatches),
-            }
-            for rank in range(config.parallel.ranks_per_group)
-        ]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for task in tasks:
-                processes.append(_start(task, folder / f"rank-{task['rank']}"))
-            _await(processes, folder)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return [_found(folder / f"rank-{rank}") for rank in range(len(tasks))]
-
-
-def _start(task: Mapping[str, Any], output: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-P", "-m", "spare_megatron.rank.replay_rank", json.dumps(task)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as ranks of a run
-    with output.open("wb") as out:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
-        )
-
-
-def _await(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None:
-    ends_at_s = time.monotonic() + _TIMEOUT_S
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes) or time.monotonic() > ends_at_s:
-            break
-        time.sleep(_POLL_S)
-    for rank, process in enumerate(processes):
-        if process.returncode:
-            text = (folder / f"rank-{rank}").read_text(errors="replace")[-_SHOWN:]
-            raise ValueError(f"rank {rank} of the replay has ended with {process.returncode}:\n{text}")
-    if any(process.returncode is None for process in processes):
-        raise ValueError(f"the replay has not ended within {_TIMEOUT_S:g} s; name one --microbatch")
-
-
-def _found(output: Path) -> list[dict[str, Any]]:
-    lines = output.read_text(errors="replace").splitlines()
-    found: list[dict[str, Any]] = json.loads(
-        next(line.partition(" ")[2] for line in reversed(lines) if line.startswith("replayed "))
-    )
-    return found
+    return replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(parameters.absolute())))
 
 
 # ------------------------------------------------------------------------------------------------------------ compare

@@ -91,7 +91,7 @@ def connect(run_dir: Path, node: int, timeout_s: float) -> Connection:
         if time.monotonic() >= end_s:
             raise ValueError(
                 f"node {node} is not awaited by a driver ({file}): {reason}; start `spare train` (or "
-                f"`spare doctor`) with this directory on the first node, on storage that all nodes share"
+                f"`spare doctor`, `spare replay`) with this directory on the first node, on storage that they share"
             )
         time.sleep(_POLL_S)
 

@@ -63,6 +63,12 @@ def devices_on(config: RunConfig, node: int) -> list[str]:
     return [f"cuda:{index}" if cluster.device == "gpu" else "cpu" for index in indices]
 
 
+def device_of(config: RunConfig, group: GroupId, rank: int) -> str:
+    """The device of a rank of a group, on the machine that holds its place."""
+    node = config.parallel.node_of(group, rank)
+    return devices_on(config, node)[config.parallel.ranks_on(node).index((group, rank))]
+
+
 RankMain = Callable[[RankSpec, Connection], None]
 
 

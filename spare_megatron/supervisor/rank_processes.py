@@ -29,7 +29,7 @@ from spare_megatron.process.processes import (
     start_child,
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
-from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, devices_on
+from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, device_of
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
@@ -188,7 +188,7 @@ class RankProcesses:
             group=group,
             incarnation=self._incarnations[group],
             rank=rank,
-            device=self._device_of(key),
+            device=device_of(self._spec.config, *key),
             store=self._spec.store,
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
@@ -203,11 +203,8 @@ class RankProcesses:
 
     def device_index(self, key: RankKey) -> int | None:
         """Which of the machine's GPUs the rank computes on; None on CPUs."""
-        _, _, index = self._device_of(key).partition(":")
+        _, _, index = device_of(self._spec.config, *key).partition(":")
         return int(index) if index else None
-
-    def _device_of(self, key: RankKey) -> str:
-        return devices_on(self._spec.config, self._spec.node)[self._keys.index(key)]
 
     def ask_to_end(self) -> None:
         """Ends the run after the current step. Safe in a signal handler."""

@@ -1,13 +1,19 @@
 """Groups that compute wrongly without losing precision: audits find them before the step is committed."""
 
 import json
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, FaultRecord
@@ -85,7 +91,8 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
         tuple(one["microbatch"]) for one in asked["disputes"]
     }
     assert run.summary.params_sha256 == calm.summary.params_sha256
-    replay_names_the_culprit(run, tmp_path / "run", {tuple(one["microbatch"]) for one in asked["disputes"]})
+    found = replay_names_the_culprit(run, tmp_path / "run", {tuple(one["microbatch"]) for one in asked["disputes"]})
+    machines_of_a_group_replay_the_same(tmp_path / "run", found)
 
 
 def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_nothing_had_been_wrong(
@@ -119,7 +126,7 @@ def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_n
     assert run.summary.params_sha256 == calm.summary.params_sha256
 
 
-def replay_names_the_culprit(run: Run, run_dir: Path, disputed: set[tuple[int, int]]) -> None:
+def replay_names_the_culprit(run: Run, run_dir: Path, disputed: set[tuple[int, int]]) -> dict[str, Any]:
     [saved] = run.journal.of(DisputeRecord)
     assert (saved.step, saved.outcome, saved.reason) == (AUDITED, "saved", "")
     assert saved.group != 2, "another group can save what is right"
@@ -143,3 +150,25 @@ def replay_names_the_culprit(run: Run, run_dir: Path, disputed: set[tuple[int, i
     ):
         refused = CliRunner().invoke(app, ["replay", str(run_dir), *arguments])
         assert (refused.exit_code, message in refused.output) == (2, True), refused.output
+    return found  # type: ignore[no-any-return]
+
+
+def machines_of_a_group_replay_the_same(run_dir: Path, found: dict[str, Any]) -> None:
+    """As if each rank had had a machine of its own, started by hand: two processes compute a stage each."""
+    config = load_run_config(run_dir / "config.toml").config
+    cluster = replace(config.cluster, num_nodes=config.parallel.num_ranks, launcher="hand")
+    (run_dir / "config.toml").write_text(dump_run_config(replace(config, cluster=cluster)))
+    command = [sys.executable, "-m", "spare_megatron.cli.main", "replay", str(run_dir), "--node", "5"]
+    other = subprocess.Popen(command)
+    try:
+        words = ["replay", str(run_dir), "--step", str(AUDITED), "--group", "2", "--json"]
+        asked_for = CliRunner().invoke(app, words)
+        assert asked_for.exit_code == 0, asked_for.output
+        assert f"on node 5: spare replay {run_dir} --node 5" in asked_for.stderr
+        assert other.wait(20.0) == 0
+    finally:
+        other.kill()
+        other.wait()
+    host = socket.gethostname()
+    machines = [{"node": node, "host": host} for node in (4, 5)]
+    assert json.loads(asked_for.stdout) == {**found, "group": 2, "machines": machines}

@@ -1,6 +1,7 @@
 """What a journal says about microbatches that groups have computed differently, and what `spare replay` makes of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.events import EntryRead, RunStarted
-from spare_megatron.driver.replay import MicrobatchReplay, Replay, compared_group
+from spare_megatron.driver.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
 from spare_megatron.journal.audits import audit_history
 from spare_megatron.journal.disputes import DisputedStep, Place, Stated, disputed_step
 from spare_megatron.journal.files import Journal
@@ -178,9 +179,21 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
         boundaries=[(one.kind, one.stage, one.rank, f"{one.digest:016x}") for one in right],
         groups=[agreeing, differing, fickle, silent],
     )
-    found = Replay(step=2, path="p", device="cpu", params={0: "aa", 1: "bb"}, microbatches=[microbatch])
+    here = [ReplayMachine(node=0, host="one")]
+    found = Replay(
+        step=2,
+        path="p",
+        device="cpu",
+        group=None,
+        machines=here,
+        params={0: "aa", 1: "bb"},
+        microbatches=[microbatch],
+    )
     assert found.is_confirmed
     text = list(lines_of(found))
+    assert text[0] == "step 2, with the parameters of p, computed on cpu by this machine (one)"
+    there = replace(found, group=2, machines=[ReplayMachine(node=4, host="four"), ReplayMachine(node=5, host="five")])
+    assert next(lines_of(there)).endswith("computed on cpu by group 2: node 4 (four), node 5 (five)")
     assert text[1] == "parameters before the step: aa in groups 0; bb in groups 1 (they differ)"
     assert "  group 0 agrees" in text
     [said] = [row for row in text if row.startswith("  group 2")]
@@ -240,7 +253,7 @@ def test_parameters_that_are_damaged_and_devices_that_are_not_here_are_refused(
     assert f"{tmp_path} is no run's directory" in refusal()
     config = RunConfig(cluster=ClusterConfig(device="gpu"), layout=LayoutConfig(pipeline_parallel=4))
     (tmp_path / "config.toml").write_text(dump_run_config(config))
-    monkeypatch.setattr("spare_megatron.driver.replay.visible_gpus", lambda: ("one", "two"))
+    monkeypatch.setattr("spare_megatron.driver.replay_ranks.visible_gpus", lambda: ("one", "two"))
     assert "CPUs give other bits: a group needs 4, and this machine shows 2; use a machine of the run" in refusal()
     cut_short(saved / "0.distcp")
     assert "its parameters in" in refusal()

@@ -101,7 +101,7 @@ def test_a_node_that_ends_under_way_is_reported_and_the_others_are_measured_with
     serving(folder, 2)
     reports = examined(config, folder, 3)
     thread.join(WAIT_S)
-    assert "its process ended during the examination" in reports[1].failure
+    assert "its process ended before its answer" in reports[1].failure
     assert (reports[0].link_to, reports[2].link_to) == ("node 2", "node 0")
 
 

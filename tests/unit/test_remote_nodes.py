@@ -91,7 +91,8 @@ def test_a_client_without_the_key_is_not_served(tmp_path: Path) -> None:
 
 def test_a_node_that_is_not_awaited_is_answered_with_what_to_start(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"node 1 is not awaited by a driver .* start `spare train` \(or `spare doctor`\) with this"
+        ValueError,
+        match=r"node 1 is not awaited by a driver .* start `spare train` \(or `spare doctor`, ",
     ):
         connect(tmp_path, 1, 0.0)
 

@@ -1,11 +1,12 @@
 """The nodes of a job, and which supervisor runs on which of them."""
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.slurm.commands import JobId, call, job_fields, own_job
+from spare_megatron.driver.slurm.commands import JobId, call, job_fields, job_of, own_job
 from spare_megatron.driver.slurm.racks import nodes_per_domain, order_by_rack
 
 
@@ -18,6 +19,27 @@ def this_job() -> JobId:
             "set cluster.launcher to local or hand"
         )
     return job_id
+
+
+def job_with(names: Sequence[str], run_dir: Path) -> JobId:
+    """The job of this process or that of the run, whichever has all of these Slurm nodes. ValueError: neither has."""
+    jobs, reasons = [own_job()], []
+    with contextlib.suppress(ValueError):  # `spare submit` has not started the run
+        jobs.append(job_of(run_dir.parent))
+    for job_id in [job_id for job_id in dict.fromkeys(jobs) if job_id is not None]:
+        try:
+            present = nodes_of(job_id)
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        missing = [name for name in names if name not in present]
+        if not missing:
+            return job_id
+        reasons.append(f"job {job_id} does not have {', '.join(missing)}")
+    raise ValueError(
+        f"{'; '.join(reasons) or 'this process is in no Slurm job'}: start it in one that has {', '.join(names)}, as "
+        f"by `salloc --nodelist={','.join(names)}`"
+    )
 
 
 def nodes_of(job_id: JobId) -> tuple[str, ...]:
@@ -75,6 +97,8 @@ class Claims:
             return False
         with os.fdopen(fd, "w") as file:
             file.write(str(node))
+        with contextlib.suppress(OSError):  # a disk that is full
+            self._last(node).write_text(name)
         return True
 
     def release(self, name: str) -> None:
@@ -82,6 +106,16 @@ class Claims:
 
     def taken(self) -> tuple[str, ...]:
         return tuple(sorted(path.name.removeprefix("on-") for path in self._folder.glob("on-*")))
+
+    def last_of(self, node: int) -> str:
+        """The Slurm node that this node's supervisor has used last; empty if it has used none."""
+        try:
+            return self._last(node).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def _last(self, node: int) -> Path:
+        return self._folder / f"last-{node}"
 
     def _path(self, name: str) -> Path:
         return self._folder / f"on-{name}"

@@ -41,11 +41,19 @@ def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
     return ("srun", *options, *command)
 
 
-def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> tuple[str, ...]:
-    """The srun command of a step `name` that runs a `spare` command on this node, in the container if there is one."""
+def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str], job: str | None = None) -> tuple[str, ...]:
+    """The srun command of a step `name` that runs a `spare` command on this node, in the container if there is one.
+    `job`: the number of a job that this process may not belong to.
+    """
     command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron.cli.main", *words)
     srun, *rest = step_command(name, on, command)
-    return (srun, *slurm.step_options, *rest)
+    return (srun, *(() if job is None else (f"--jobid={job}",)), *slurm.step_options, *rest)
+
+
+def start_step(step: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Starts a step with its output in the file."""
+    with log.open("wb") as file:
+        return subprocess.Popen(step, start_new_session=True, stdout=file, stderr=file)
 
 
 @dataclass(slots=True)

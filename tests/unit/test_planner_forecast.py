@@ -46,7 +46,7 @@ def facts_of(n: int, interval_s: float, rejoin: RejoinTimes | None, **others: An
 
 
 def simulated_stretch(facts: ClusterFacts, redundancy: int) -> float:
-    """Mean step between wipe-outs over that without losses, in two simulated runs of 1500 steps."""
+    """Mean step between wipe-outs over that without losses, in two simulated runs of 1000 steps."""
     rejoin = facts.rejoin
     assert rejoin is not None
     costs = CostModel(
@@ -66,7 +66,7 @@ def simulated_stretch(facts: ClusterFacts, redundancy: int) -> float:
         name="planned",
         num_groups=facts.num_groups,
         redundancy=redundancy,
-        num_steps=1500,
+        num_steps=1000,
         costs=costs,
         failures=failures,
         repair_s=rejoin.repair_s,

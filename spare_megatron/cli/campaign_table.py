@@ -68,7 +68,7 @@ def _rows(
     yield "spare check", summary.verdict
     yield "steps committed", str(summary.steps_committed)
     yield "losses, admissions of groups", f"{figures.losses}, {figures.admissions}"
-    yield "microbatches recomputed", str(summary.microbatches_recomputed)
+    yield "microbatches computed again", str(summary.microbatches_recomputed)
     if figures.recovery_p50_s is not None and figures.recovery_p99_s is not None:
         yield (
             "recovery, median and p99",

@@ -242,7 +242,7 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
         "steps lost": summary.steps_lost,
         "groups lost": summary.groups_lost,
         "groups rejoined": summary.groups_rejoined,
-        "microbatches recomputed": summary.microbatches_recomputed,
+        "microbatches computed again": summary.microbatches_recomputed,
     }
     yield from ((name, str(count)) for name, count in counts.items() if count is not None)
     if summary.verdict != NOT_RUN:

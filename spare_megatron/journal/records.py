@@ -207,6 +207,7 @@ class RecoveryRecord:
     reduce_s: float
     """From the new communicator to the commit."""
     num_patched: int
+    """Microbatches that the group has computed for it, of patches and of the step begun anew if sums were discarded."""
     num_restarts: int = 0
 
 

@@ -21,7 +21,8 @@ class Recovery:
         agree_s: To the decision whether the sum was complete.
         rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
         reduce_s: From the new communicator to the commit.
-        num_patched: Microbatches of the lost groups computed again, over all survivors.
+        num_patched: Microbatches that all survivors have computed for it: what the lost groups still owed, or the
+            whole step if its sums were discarded.
         phase: Fault point of the injected fault; None if the loss was not injected.
     """
 
@@ -38,9 +39,14 @@ class Recovery:
 
 
 class Recoveries:
-    """Collects lines in any order; returns the recoveries in the order of their steps."""
+    """Collects lines in any order; returns the recoveries in the order of their steps.
+
+    `num_recomputed` is `Recovery.num_patched`, summed over all of them. Steps that are begun anew without a loss (wrong
+    sums) or after a pause or a restart are not in it.
+    """
 
     def __init__(self) -> None:
+        self.num_recomputed = 0
         self._by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
         self._struck: dict[int, list[tuple[float, FaultRecord | LossRecord]]] = defaultdict(list)
         self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, incarnation, minus its time
@@ -50,6 +56,7 @@ class Recoveries:
         match line.record:
             case RecoveryRecord() as record:
                 self._by_step[record.num_restarts, record.step].append(record)
+                self.num_recomputed += record.num_patched
             case FaultRecord() | LossRecord() as record:
                 self._struck[record.group].append((line.at_s, record))
             case EntryRecord(entry={"admit": [_, *_] as members, "step": step, "entry": kind}):
@@ -107,8 +114,12 @@ class Recoveries:
         return -admitted[before - 1][2] if before else -math.inf
 
 
-def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
+def read_recoveries(journal: Journal) -> Recoveries:
     recoveries = Recoveries()
     for line in journal.lines:
         recoveries.add_line(line)
-    return recoveries.found()
+    return recoveries
+
+
+def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
+    return read_recoveries(journal).found()

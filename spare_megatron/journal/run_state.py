@@ -182,8 +182,7 @@ class RunState:
     """State of a run by the lines added so far; lines of one file must come in order.
 
     Lines before the run record `run` are ignored. `storage` is set while storage does not accept the journal, or has
-    lost some of it; `num_recomputed` counts microbatches that groups contributed to a later attempt of a step but not
-    to its first; `newest` is the first update record of the last applied attempt.
+    lost some of it; `newest` is the first update record of the last applied attempt.
     """
 
     def __init__(self) -> None:
@@ -201,7 +200,7 @@ class RunState:
         # restarts and committed steps before it, and kind of digest
         self._params: dict[tuple[int, int, str], set[str]] = {}
         self.evaluated: LastLosses = {}
-        self.num_rejoined = self.num_recomputed = 0
+        self.num_rejoined = 0
         self.num_lines = 0
         self.damage: list[str] = []
         self.entry_times = EntryTimes()
@@ -234,8 +233,7 @@ class RunState:
         self._started: dict[int, int] = {}  # highest incarnation of each group that has started
         self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
         self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
-        # Incarnation, step, first and most microbatches
-        self._last_contribution: dict[int, tuple[int, int, int, int]] = {}
+        self._last_contribution: dict[int, tuple[int, int]] = {}  # incarnation and step
         self._updated_at_s: dict[int, float] = {}
         self._microbatch_s: dict[int, deque[float]] = {}
 
@@ -421,18 +419,14 @@ class RunState:
         load = sum(map(len, record.microbatches.values()))
         self.steps.add_contribution(record, load)
         before = self._last_contribution.get(group)
-        if before is not None and before[:2] == (incarnation, record.step):
-            first, most = before[2], max(before[3], load)
-            self.num_recomputed += most - before[3]
-        else:
-            first = most = load
+        if before != (incarnation, record.step):
             began_s = self._updated_at_s.pop(group, None)
             if began_s is not None and load:
                 self._microbatch_s.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
             if incarnation and (before is None or before[0] != incarnation):
                 self.num_rejoined += 1
                 self._microbatch_s.pop(group, None)
-        self._last_contribution[group] = (incarnation, record.step, first, most)
+        self._last_contribution[group] = incarnation, record.step
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -569,4 +563,4 @@ class RunState:
         yield "eval", self.evaluated
         yield "groups_lost", len(self._fenced)
         yield "groups_rejoined", self.num_rejoined
-        yield "microbatches_recomputed", self.num_recomputed
+        yield "microbatches_recomputed", self.recoveries.num_recomputed

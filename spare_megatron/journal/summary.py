@@ -18,7 +18,7 @@ from spare_megatron.journal.losses import LastLosses, last_losses
 from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import EndRecord, EntryRecord, ParamsRecord, Record, RepairRecord, UpdateRecord
-from spare_megatron.journal.recoveries import Recovery, find_recoveries
+from spare_megatron.journal.recoveries import Recovery, read_recoveries
 from spare_megatron.journal.run_record import RunRecord
 
 NOT_RUN = "not run"
@@ -47,6 +47,7 @@ class Summary:
     groups_rejoined: int | None = None
     """Incarnations of groups that came back and voted."""
     microbatches_recomputed: int | None = None
+    """`Recoveries.num_recomputed`."""
     final_loss: float | None = None
     eval: LastLosses = field(default_factory=dict)
     """Validation set -> `step` (committed ones) and `loss` of its last evaluation; no loss if it was not finite."""
@@ -67,6 +68,7 @@ def sum_up(view: JournalView) -> Summary:
     counts = _Counts()
     verdict = check(view, counts)
     rare = Journal(lines=tuple(view.rare))
+    recoveries = read_recoveries(rare)
     left = [run.num_steps - run.first_step - verdict.steps_committed for run in rare.of(RunRecord)]
     ends, entries = rare.of(EndRecord), view.entries.values()
     fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
@@ -80,11 +82,11 @@ def sum_up(view: JournalView) -> Summary:
         restarts=sum(entry["entry"] == "restart" for entry in entries),
         groups_lost=len(fenced),
         groups_rejoined=len(counts.rejoined),
-        microbatches_recomputed=counts.num_recomputed,
+        microbatches_recomputed=recoveries.num_recomputed,
         final_loss=None if counts.update is None else counts.update.loss,
         eval=last_losses(view.entries),
         params_sha256=None if counts.params is None else counts.params.sha256 or None,
-        recoveries=find_recoveries(rare),
+        recoveries=recoveries.found(),
         slices_repaired=sum(not record.is_move for record in rare.of(RepairRecord)),
         slices_moved=sum(record.is_move for record in rare.of(RepairRecord)),
         full_redundancy_s=full_redundancy_s(rare),
@@ -111,19 +113,12 @@ def with_end(summary: Summary, end: EndRecord) -> Summary:
 
 
 class _Counts:
-    """Figures that are counted while a journal is checked.
-
-    `rejoined` has (group, incarnation) of lost groups that voted again; `num_recomputed` is as in `RunState`, without
-    steps computed again after a restart.
-    """
+    """Figures counted while a journal is checked; `rejoined` has (group, incarnation) of groups that voted again."""
 
     def __init__(self) -> None:
         self.update: UpdateRecord | None = None
         self.params: ParamsRecord | None = None
         self.rejoined: set[tuple[int, int]] = set()
-        self.num_recomputed = 0
-        # (group, incarnation) -> step, most microbatches
-        self._last_contribution: dict[tuple[int, int], tuple[int, int]] = {}
 
     def add_part(self, part: Attempts | Steps) -> None:
         if isinstance(part, Steps):
@@ -133,13 +128,6 @@ class _Counts:
         updates = [*([self.update] if self.update else ()), *(record for _, record in part.updates)]
         self.update = max(updates, key=lambda record: record.attempt, default=None)
         self.rejoined |= {(record.group, record.incarnation) for _, record in part.votes if record.incarnation}
-        for _, record in part.contributions:
-            member, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
-            step, most = self._last_contribution.get(member, (None, 0))
-            if step == record.step:
-                self.num_recomputed += max(num_microbatches - most, 0)
-                num_microbatches = max(num_microbatches, most)
-            self._last_contribution[member] = record.step, num_microbatches
 
 
 PROOF_S = 60.0

@@ -16,7 +16,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.records import AuditRecord, DisputeRecord, FaultRecord
+from spare_megatron.journal.records import AuditRecord, ContributionRecord, DisputeRecord, FaultRecord
 from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
 from spare_megatron.state.checkpoint.loading import resumed
 from tests.integration.fault_free import FaultFreeRuns
@@ -81,6 +81,14 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     assert (fence["group"], fence["discard"], fence["is_outvoted"]) == (2, True, True)
     assert "agree on other values; first wrong at stage 1, forward pass, rank 1" in fence["reason"]
     assert again["recompute"]
+    last_attempts = [
+        r for r in run.journal.of(ContributionRecord) if r.step == AUDITED and r.attempt > again["attempt"]
+    ]
+    again_by_group = {r.group: sum(map(len, r.microbatches.values())) for r in last_attempts}
+    assert sorted(again_by_group) == [0, 1, 3]
+    assert run.summary.microbatches_recomputed == sum(again_by_group.values()), (
+        "the whole step, and not what it grew by"
+    )
     assert losses_of(run.journal) == losses_of(calm.journal)
     asked_for = CliRunner().invoke(app, ["audit", str(tmp_path / "run"), "--json"])
     found = json.loads(asked_for.output)

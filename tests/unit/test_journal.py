@@ -1,16 +1,21 @@
 """Journal lines, files, and the figures drawn from them. Whole runs are checked in tests/integration."""
 
 import errno
+import io
 import json
 import os
+import re
 import threading
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from spare_megatron.cli.progress import print_summary
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
@@ -19,6 +24,7 @@ from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, 
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, decode_line, encode_line
 from spare_megatron.journal.records import (
+    ContributionRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
@@ -29,6 +35,7 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import check_journal, run_record, summarize
@@ -266,6 +273,40 @@ def test_a_recovery_is_that_of_the_survivor_that_finished_computing_last() -> No
     assert found.detect_s == 0.5
     assert found.total_s == 0.5 + 0.25 + 0.5 + 0.125 + 0.0625
     assert (found.num_patched, found.lost, found.phase) == (4, (3,), "forward")
+
+
+def test_what_is_computed_again_is_one_number_for_losses_and_for_discarded_sums() -> None:
+    """Two survivors patch step 7; in step 9 the sum is discarded, and they compute all of it again, 4 + 2 each.
+
+    Growth of what they contribute to later attempts would be 2 each in both steps.
+    """
+    records: list[tuple[float, Record]] = [(0.0, RUN)]
+    for step, at_s, work in ((7, 10.0, [4, 4, 6]), (9, 20.0, [4, 4, 6])):
+        for group, (number, load) in product((0, 1), enumerate(work)):
+            contribution = ContributionRecord(
+                group=group,
+                step=step,
+                attempt=step + number,
+                epoch=0,
+                members=[0, 1],
+                microbatches={str(group): list(range(load))},
+            )
+            records.append((at_s + number, contribution))
+        num_patched = 2 if step == 7 else 6
+        records += [
+            (at_s + 5.0, replace(recovery(group, at_s, at_s + 1.0, num_patched), step=step)) for group in (0, 1)
+        ]
+    journal, run_state = journal_of(*records), RunState()
+    for line in journal.lines:
+        run_state.add_line(line)
+    summary, console = summarize(journal), Console(file=io.StringIO(), width=120)
+    assert [found.num_patched for found in summary.recoveries] == [4, 12]
+    assert summary.microbatches_recomputed == dict(run_state.figures())["microbatches_recomputed"] == 16
+    print_summary(summary, Path("run"), console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert re.search(r"microbatches computed again +16 *\n", text)
+    assert re.findall(r"^ *[79] +3 .* (\d+) *$", text, re.MULTILINE) == ["4", "12"]
 
 
 def test_detection_starts_at_the_loss_if_the_survivor_was_waiting_already() -> None:

@@ -36,10 +36,13 @@ def consequence_of(code: int, *, is_group_lost: bool, is_store_given_up: bool) -
     return Consequence.GROUP_LOST_LATER if code == ExitCode.STORE_LOST else Consequence.GROUP_LOST
 
 
+FOUND_FENCED = "found itself fenced"
+"""Cause of a loss that an entry of the log declares; the loss is reported with the entry's reason."""
+
 _CAUSES: dict[int, str] = {
     ExitCode.GROUP_BROKEN: LOST_A_PEER,
     ExitCode.JOIN_FAILED: "could not copy the state; its log says why",
-    ExitCode.FENCED: "found itself fenced; the log entry says why",
+    ExitCode.FENCED: FOUND_FENCED,
     ExitCode.STORE_LOST: "lost the control store",
 }
 """Causes of loss by exit code."""

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -39,6 +39,7 @@ from spare_megatron.supervisor.group_rendezvous import (
     present_members,
 )
 from spare_megatron.supervisor.quarantine import Examinations, Examined
+from spare_megatron.supervisor.rank_exits import FOUND_FENCED
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import LogFollower, Stop
 
@@ -339,7 +340,10 @@ class StoreLink:
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
             error = wanted.error if wanted.error and store.exists(keys.ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
+            wanted = _with_reason(wanted, log, index)
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
+        else:
+            wanted = _with_reason(wanted, log, index)
         self._quarantine_if_outvoted(log, member, index)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(keys.ALL_GROUPS_READY):
@@ -493,3 +497,12 @@ class StoreWatch:
             away_s, self._away_since_s = now_s - self._away_since_s, None
             return StoreBack(node=self._node, away_s=away_s)
         return None
+
+
+def _with_reason(wanted: FenceWanted, log: DecisionLog, index: int) -> FenceWanted:
+    """The request, with the reason of the entry as the cause if the group has found itself fenced by it."""
+    if wanted.cause != FOUND_FENCED:
+        return wanted
+    (text,) = log.entries(range(index, index + 1))
+    entry = None if text is None else decode_entry(text)
+    return replace(wanted, cause=f"fenced: {entry.reason}") if isinstance(entry, Fence) else wanted

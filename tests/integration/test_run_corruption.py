@@ -142,7 +142,7 @@ def test_a_flipped_bit_of_the_state_is_found_by_the_next_comparison(
     fence = fences_of(run)[3]
     assert (fence["discard"], fence["error"]) == (True, "")
     assert re.search(rf"its {what} before step 2 differs? from (those|that) of 3 groups", fence["reason"])
-    assert [loss.cause for loss in run.journal.of(LossRecord)] == ["found itself fenced; the log entry says why"]
+    assert [loss.cause for loss in run.journal.of(LossRecord)] == [f"fenced: {fence['reason']}"]
 
 
 def test_parameters_are_compared_after_a_recovery_whatever_the_setting(text_corpus: Path, tmp_path: Path) -> None:

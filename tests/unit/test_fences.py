@@ -1,8 +1,10 @@
 """Fences and beats when the log is long, or others are always faster: no live group may be fenced meanwhile."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -14,9 +16,12 @@ from spare_megatron.core.entries import Commit, Entry, Fence, Retry, encode_entr
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.supervisor.group_rendezvous import publish_fence
+from spare_megatron.supervisor.rank_exits import FOUND_FENCED
 from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import controller_setup
+from tests.unit.memory_store import MemoryStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -231,6 +236,30 @@ def test_who_follows_a_long_log_goes_on_beating_and_knows_that_the_store_answers
     assert store.num_turns > 1
     assert store.num_beats >= NUM_BEATS
     assert max(unanswered_s[1:]) < 1e6
+
+
+@pytest.mark.parametrize(
+    ("cause", "reported"), [(FOUND_FENCED, "fenced: audit of microbatch 1"), ("SIGKILL", "SIGKILL")]
+)
+def test_a_group_that_finds_itself_fenced_is_reported_with_the_reason_of_the_entry(cause: str, reported: str) -> None:
+    """Also where it is divided among nodes, and another of them has published the fence."""
+    verdict = Fence(group=LOST.group, incarnation=LOST.incarnation, reason="audit of microbatch 1", is_outvoted=True)
+    for layout in (Layout(num_groups=3), Layout(num_groups=3, pipeline_parallel=2, num_nodes=6)):
+        for is_published in (False, True):
+            store = MemoryStore({keys.entry(0): encode_entry(Fence(group=GroupId(0))), keys.ALL_GROUPS_READY: "yes"})
+            store.put(keys.entry(1), encode_entry(verdict))
+            if is_published:
+                publish_fence(store, LOST, 1, 0, "a peer is lost")
+            inbox, outbox = Pipe(duplex=False)
+            node = layout.num_nodes - 1
+            link = StoreLink(node=node, layout=layout, interval_s=1.0, connect=lambda store=store: store, outbox=outbox)
+            link._fence(store, link._begin(store), replace(wanted(LOST), cause=cause))
+            events = [next_event(inbox)]
+            while not isinstance(events[-1], FenceWritten):
+                events.append(next_event(inbox))
+            assert (events[-1].wanted.cause, events[-1].entry_index) == (reported, 1)
+            if layout.num_nodes > 1 and not is_published:
+                assert store.values[keys.part_fenced(LOST)] == json.dumps([1, 0, reported])
 
 
 def test_a_link_that_breaks_in_whatever_way_says_so() -> None:

@@ -44,14 +44,16 @@ def audit(
 
 
 def _print(history: "AuditHistory", run_dir: Path) -> None:
+    from spare_megatron.journal.audits import text_of_spoiled
+    from spare_megatron.journal.events import text_of_audited
+
     if not history.steps:
         every = history.every_steps
         typer.echo(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
     else:
-        typer.echo(
-            f"{history.compared} microbatches compared in {history.steps} steps, equal; every group is audited up to "
-            f"step {history.audited_steps}"
-        )
+        compared = f"{history.compared} microbatch{'' if history.compared == 1 else 'es'}"
+        steps = f"{history.steps} step{'' if history.steps == 1 else 's'}"
+        typer.echo(f"{compared} compared in {steps}, equal; {text_of_audited(history.audited_steps)}")
     for suspect in history.suspects:
         groups = ", ".join(map(str, suspect.asked))
         typer.echo(
@@ -76,5 +78,7 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
         typer.echo(
             f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}"
         )
+    if history.spoiled is not None:
+        typer.echo(text_of_spoiled(history.spoiled))
     if history.halted:
         typer.echo(f"halted: {history.halted}")

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.audits import text_of_spoiled
 from spare_megatron.journal.events import and_others, text_of_culprit, text_of_entry, text_of_loss, text_of_pause
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
@@ -228,6 +229,8 @@ def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
     console.print(table)
     if summary.recoveries:
         console.print(_recovery_table(summary.recoveries))
+    if summary.spoiled is not None:
+        console.print(Text(text_of_spoiled(summary.spoiled)))
     for reason in summary.reasons[:_MOST_REASONS]:
         console.print(Text(reason))
     if len(summary.reasons) > _MOST_REASONS:

@@ -19,6 +19,7 @@ from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
+    from spare_megatron.journal.audits import Spoiled
     from spare_megatron.journal.run_state import RunState, SavePlan
 
 _POLLS_PER_S = 4
@@ -76,14 +77,30 @@ def _newest_run(folder: Path) -> Path:
 
 def _print_run(run_dir: Path, *, as_json: bool) -> None:
     from spare_megatron.cli.run_view import lines_of
+    from spare_megatron.journal.audits import text_of_spoiled
     from spare_megatron.journal.follow import read_run_state
 
     run_state, plan, now_s = read_run_state(run_dir), save_plan(run_dir), time.time()
+    spoiled = _spoiled_in(run_dir, run_state)
     if as_json:
-        typer.echo(json.dumps(_as_json(run_dir, run_state, plan, now_s)))
+        left = None if spoiled is None else dataclasses.asdict(spoiled)
+        typer.echo(json.dumps(_as_json(run_dir, run_state, plan, now_s) | {"spoiled": left}))
         return
-    for text in (*lines_of(run_state, plan, now_s), *_notes(run_dir, run_state, now_s)):
+    notes = [] if spoiled is None else [text_of_spoiled(spoiled)]
+    for text in (*lines_of(run_state, plan, now_s), *notes, *_notes(run_dir, run_state, now_s)):
         typer.echo(text)
+
+
+def _spoiled_in(run_dir: Path, run_state: "RunState") -> "Spoiled | None":
+    """What groups that were found wrong have left in the parameters; the journal is read again if there was one."""
+    from spare_megatron.journal.audits import find_spoiled
+    from spare_megatron.journal.check import fold_view
+    from spare_megatron.journal.journal_index import JournalIndex
+
+    if run_state.run is None or run_state.folding is None or not run_state.folding.discarded:
+        return None
+    view = JournalIndex(run_dir)
+    return find_spoiled(view, run_state.run, fold_view(view, run_state.run))
 
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:

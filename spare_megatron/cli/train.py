@@ -128,6 +128,7 @@ def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
 
 def _go_back(config: "RunConfig", *, resume: bool) -> None:
     """Refuses the checkpoints after the newest audited one in the run's folder, and says so."""
+    from spare_megatron.journal.events import text_of_audited
     from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
 
     if not (resume and config.checkpoint.folder):
@@ -140,7 +141,7 @@ def _go_back(config: "RunConfig", *, resume: bool) -> None:
         return
     later = ", ".join(path.name for path in found.refused) or "none"
     typer.echo(
-        f"spare train: --restart-from=audited: {found.audited_steps} steps are audited, {found.path} is the newest "
+        f"spare train: --restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest "
         f"checkpoint of so many; later ones, refused from now on: {later}",
         err=True,
     )

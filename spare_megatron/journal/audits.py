@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from spare_megatron.journal.disputes import saved_disputes
-from spare_megatron.journal.fold import Fold, differs
+from spare_megatron.journal.events import groups_named, text_of_audited
+from spare_megatron.journal.fold import Committed, Fold, differs
 from spare_megatron.journal.journal_view import JournalView, attempts_of
 from spare_megatron.journal.records import AuditRecord, SuspicionRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -65,6 +66,21 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spoiled:
+    """Committed steps that groups which were found wrong may have spoiled.
+
+    Attributes:
+        audited_steps: As `AuditedSteps.num_steps`: the steps before these are not spoiled.
+        num_steps: Committed steps.
+        groups: As `AuditedSteps.spoiled_by`.
+    """
+
+    audited_steps: int
+    num_steps: int
+    groups: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditHistory:
     """Audits of a run.
 
@@ -73,6 +89,7 @@ class AuditHistory:
         steps: Committed steps with audits, those that a restart undid included.
         compared: Microbatches in them that two or more groups have computed to equal digests.
         audited_steps: As `AuditedSteps.num_steps` at the end of the journal.
+        spoiled: What groups that were found wrong have left in the parameters; None if nothing, or without audits.
         saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.disputes`).
         halted: Why the run halted over an audit; empty if it did not.
     """
@@ -81,6 +98,7 @@ class AuditHistory:
     steps: int
     compared: int
     audited_steps: int
+    spoiled: Spoiled | None
     suspects: list[SuspectAudit]
     mismatches: list[Mismatch]
     culprits: list[Culprit]
@@ -88,10 +106,40 @@ class AuditHistory:
     halted: str
 
 
-def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
-    num_compared, steps, audited = 0, 0, AuditedSteps(run.first_step)
-    agreed: set[tuple[int, int, int]] = set()  # step and microbatch
-    samples: dict[tuple[int, int, int], list[str]] = {}
+def find_spoiled(view: JournalView, run: RunRecord, fold: Fold) -> Spoiled | None:
+    """What groups that were outvoted or fenced for wrong state have left in the parameters; None without such a group.
+
+    Reads the audits of the journal only if a group was found wrong.
+    """
+    if not run.audit_every_steps or not any(entry.get("discard", False) for entry in fold.entries.values()):
+        return None
+    audited = AuditedSteps(run.first_step)
+    for _ in _audited_commits(view, fold, audited):
+        pass
+    return _spoiled(audited, fold)
+
+
+def _spoiled(audited: AuditedSteps, fold: Fold) -> Spoiled | None:
+    groups = list(map(int, audited.spoiled_by))
+    return Spoiled(audited_steps=audited.num_steps, num_steps=fold.next_step, groups=groups) if groups else None
+
+
+def text_of_spoiled(spoiled: Spoiled) -> str:
+    """Says which steps are clean, what is in the parameters beside them, and how to go back.
+
+    >>> text_of_spoiled(Spoiled(audited_steps=6, num_steps=12, groups=[2])).split("; ")[1]
+    'what group 2 computed since is in the parameters'
+    """
+    return (
+        f"{text_of_audited(spoiled.audited_steps, spoiled.num_steps)}; what {groups_named(spoiled.groups)} computed "
+        f"since is in the parameters; to go back: spare train ... --resume --restart-from audited"
+    )
+
+
+def _audited_commits(
+    view: JournalView, fold: Fold, audited: AuditedSteps
+) -> Iterator[tuple[Committed, list[AuditRecord]]]:
+    """Yields all commits with the audits of their attempts, and folds them and what lies between into `audited`."""
     turns = _Turns(fold)
     for part in attempts_of(view, fold):
         by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
@@ -105,13 +153,21 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
                 for record in records
                 for shard, index, _ in record.digests[: record.num_planned]
             ]
-            times = Counter((shard, index) for record in records for shard, index, _ in record.digests)
-            equal = {microbatch for microbatch, count in times.items() if count > 1}
-            num_compared += len(equal)
-            agreed |= {(commit.step, *microbatch) for microbatch in equal}
-            steps += bool(records)
             audited.on_commit(commit.step, computed, frozenset(map(GroupId, commit.members)))
+            yield commit, records
     turns.before(math.inf, audited)
+
+
+def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
+    num_compared, steps, audited = 0, 0, AuditedSteps(run.first_step)
+    agreed: set[tuple[int, int, int]] = set()  # step and microbatch
+    samples: dict[tuple[int, int, int], list[str]] = {}
+    for commit, records in _audited_commits(view, fold, audited):
+        times = Counter((shard, index) for record in records for shard, index, _ in record.digests)
+        equal = {microbatch for microbatch, count in times.items() if count > 1}
+        num_compared += len(equal)
+        agreed |= {(commit.step, *microbatch) for microbatch in equal}
+        steps += bool(records)
     mismatches, culprits, halted = _found(fold)
     for line in view.rare:
         if isinstance(record := line.record, SuspicionRecord):
@@ -121,6 +177,7 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
         steps=steps,
         compared=num_compared,
         audited_steps=audited.num_steps,
+        spoiled=_spoiled(audited, fold) if run.audit_every_steps else None,
         suspects=_suspects(fold, agreed, samples),
         mismatches=mismatches,
         culprits=culprits,

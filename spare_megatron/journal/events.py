@@ -44,6 +44,20 @@ def shards_named(shards: Collection[int]) -> str:
     return f"shard{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"
 
 
+def text_of_audited(num_audited: int, num_steps: int | None = None) -> str:
+    """Says how many steps are audited, of the committed ones if their number is given.
+
+    >>> text_of_audited(6), text_of_audited(1, 12), text_of_audited(0)
+    ('the first 6 steps are audited', 'the first of 12 steps is audited', 'no step is audited')
+    """
+    of = "" if num_steps is None else f"of {num_steps} "
+    if num_audited == 0:
+        return f"none {of}steps is audited" if of else "no step is audited"
+    if num_audited == 1:
+        return f"the first {of}{'steps' if of else 'step'} is audited"
+    return f"the first {num_audited} {of}steps are audited"
+
+
 class FaultLike(Protocol):
     @property
     def kind(self) -> str: ...

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spare_megatron.journal.check import check
+from spare_megatron.journal.audits import Spoiled, find_spoiled
+from spare_megatron.journal.check import check, fold_view
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.journal_index import JournalIndex
@@ -53,6 +54,8 @@ class Summary:
     """Validation set -> `step` (committed ones) and `loss` of its last evaluation; no loss if it was not finite."""
     params_sha256: str | None = None
     """Of the parameters at the end; None also if no group was left to record it."""
+    spoiled: Spoiled | None = None
+    """What groups that were found wrong have left in the parameters."""
     recoveries: tuple[Recovery, ...] = ()
     slices_repaired: int = 0
     """Copies of state partitions that replaced lost ones."""
@@ -69,7 +72,8 @@ def sum_up(view: JournalView) -> Summary:
     verdict = check(view, counts)
     rare = Journal(lines=tuple(view.rare))
     recoveries = read_recoveries(rare)
-    left = [run.num_steps - run.first_step - verdict.steps_committed for run in rare.of(RunRecord)]
+    runs = rare.of(RunRecord)
+    left = [run.num_steps - run.first_step - verdict.steps_committed for run in runs]
     ends, entries = rare.of(EndRecord), view.entries.values()
     fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
     summary = Summary(
@@ -86,6 +90,7 @@ def sum_up(view: JournalView) -> Summary:
         final_loss=None if counts.update is None else counts.update.loss,
         eval=last_losses(view.entries),
         params_sha256=None if counts.params is None else counts.params.sha256 or None,
+        spoiled=find_spoiled(view, runs[0], fold_view(view, runs[0])) if runs else None,
         recoveries=recoveries.found(),
         slices_repaired=sum(not record.is_move for record in rare.of(RepairRecord)),
         slices_moved=sum(record.is_move for record in rare.of(RepairRecord)),

@@ -25,30 +25,37 @@ class AuditedSteps:
         self._first_step = first_step
         self._of_group: dict[GroupId, int] = {}  # committed steps with its last audit in which it agreed
         self._members: Collection[GroupId] = ()
-        self._limit: int | None = None  # what a group that was wrong has spoiled since is in all later states
+        self._num_committed = first_step
+        self._spoiled_after: dict[GroupId, int] = {}  # what a wrong group has computed since is in all later states
 
     @property
     def num_steps(self) -> int:
-        """Committed steps up to which all groups have been audited."""
+        """The number of committed steps, from the beginning, in which all groups have been audited since."""
         least = min((self._of_group.get(group, self._first_step) for group in self._members), default=self._first_step)
-        return least if self._limit is None else min(least, self._limit)
+        return min(least, *self._spoiled_after.values()) if self._spoiled_after else least
+
+    @property
+    def spoiled_by(self) -> list[GroupId]:
+        """The groups that were found wrong, and have computed committed steps since their last audit."""
+        return sorted(self._spoiled_after)
 
     def on_commit(self, step: int, computed: Iterable[Computed], members: Collection[GroupId]) -> None:
         """The members commit the step, in which groups have computed audited microbatches to equal values."""
-        self._members = members
+        self._members, self._num_committed = members, step + 1
         for group in compared(computed, members):
             self._of_group[group] = step + 1
 
     def on_wrong(self, group: GroupId) -> None:
         """The group is fenced, as what it has computed or the state that it holds is wrong."""
         last = self._of_group.get(group, self._first_step)
-        self._limit = last if self._limit is None else min(self._limit, last)
+        if last < self._num_committed:
+            self._spoiled_after[group] = min(last, self._spoiled_after.get(group, last))
 
     def on_restart(self, step: int) -> None:
         """Training restarts from the state after this many committed steps."""
+        self._num_committed = step
         self._of_group = {group: min(last, step) for group, last in self._of_group.items()}
-        if self._limit is not None and step <= self._limit:
-            self._limit = None
+        self._spoiled_after = {group: last for group, last in self._spoiled_after.items() if last < step}
 
 
 def compared(computed: Iterable[Computed], members: Collection[GroupId]) -> set[GroupId]:

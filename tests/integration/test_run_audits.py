@@ -4,7 +4,7 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     assert (fence["group"], fence["discard"], fence["is_outvoted"]) == (2, True, True)
     assert "agree on other values; first wrong at stage 1, forward pass, rank 1" in fence["reason"]
     assert again["recompute"]
+    assert run.summary.spoiled is not None
     last_attempts = [
         r for r in run.journal.of(ContributionRecord) if r.step == AUDITED and r.attempt > again["attempt"]
     ]
@@ -126,6 +127,12 @@ def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_n
     assert {one["audited_steps"] for one in listed if one["step"] > found_in} == {AUDITED + 1}, "though all have agreed"
     history = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path / "spoiled"), "--json"]).output)
     assert history["audited_steps"] == AUDITED + 1
+    expected = {"audited_steps": AUDITED + 1, "num_steps": config.train.steps, "groups": [2]}
+    status = json.loads(CliRunner().invoke(app, ["status", str(tmp_path / "spoiled"), "--json"]).output)
+    assert history["spoiled"] == status["spoiled"] == asdict(spoiled.summary.spoiled) == expected
+    line = f"the first {AUDITED + 1} of {config.train.steps} steps are audited; what group 2 computed since is in the"
+    for command in ("status", "audit"):
+        assert line in CliRunner().invoke(app, [command, str(tmp_path / "spoiled")]).output
     went_back = go_back_to_audited(Path(config.checkpoint.folder))
     assert went_back is not None
     run = complete_run(resumed(config, Path(config.checkpoint.folder)), tmp_path / "again")

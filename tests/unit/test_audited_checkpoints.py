@@ -36,7 +36,7 @@ def test_a_checkpoint_of_an_earlier_version_says_nothing_and_can_be_read(tmp_pat
     (path / MANIFEST).write_text(json.dumps({**content, "sha256": digest_of(content)}))
     assert read_manifest(path).audited_steps is None
     assert audited_in(tmp_path) is None
-    with pytest.raises(ValueError, match=r"no checkpoint in .* says up to which step it is audited"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* says how many steps are audited"):
         go_back_to_audited(tmp_path)
 
 
@@ -66,7 +66,7 @@ def test_a_training_goes_back_to_the_newest_audited_checkpoint_and_stays_there(t
         assert found is not None
         assert (found.path.name, [path.name for path in found.refused]) == ("step-00000010", refused)
         assert begun_with(tmp_path) == "step-00000010"
-    assert "later than the 14 steps that are audited" in refusal_of(tmp_path / "step-00000015")
+    assert "it is later: the first 14 steps are audited" in refusal_of(tmp_path / "step-00000015")
     save(tmp_path, 15, audited_steps=11)
     assert audited_in(tmp_path) == 11, "the run that went back takes what it began with for audited"
     assert begun_with(tmp_path) == "step-00000015"
@@ -85,7 +85,7 @@ def test_checkpoints_that_cannot_be_used_are_passed_over(tmp_path: Path) -> None
 def test_a_folder_without_an_audited_checkpoint_is_refused_and_an_empty_one_is_none(tmp_path: Path) -> None:
     assert go_back_to_audited(tmp_path) is None
     save(tmp_path, 10, audited_steps=7)
-    with pytest.raises(ValueError, match=r"7 steps are audited, and no valid checkpoint in .* is of so few"):
+    with pytest.raises(ValueError, match=r"the first 7 steps are audited, and no valid checkpoint in .* is of so few"):
         go_back_to_audited(tmp_path)
     assert refusal_of(tmp_path / "step-00000010") == ""
     with locked(tmp_path), pytest.raises(ValueError, match="is in use by"):
@@ -106,5 +106,5 @@ def test_going_back_says_what_is_loaded_and_what_is_refused(tmp_path: Path, caps
         save(tmp_path, step, audited_steps=5)
     _go_back(config, resume=True)
     text = capsys.readouterr().err
-    assert f"5 steps are audited, {tmp_path}/step-00000005 is the newest checkpoint of so many" in text
+    assert f"the first 5 steps are audited, {tmp_path}/step-00000005 is the newest checkpoint of so many" in text
     assert text.endswith("later ones, refused from now on: step-00000010\n")

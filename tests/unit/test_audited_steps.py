@@ -41,6 +41,7 @@ def test_what_a_wrong_group_has_computed_since_its_last_audit_spoils_all_later_s
     audited.on_commit(0, [*shared(0, 1), *shared(2, 3)], ALL)
     audited.on_commit(1, [*shared(0, 1)], ALL)
     audited.on_wrong(GroupId(3))
+    assert audited.spoiled_by == [3]
     left = ALL[:3]
     audited.on_commit(2, shared(0, 1, 2), left)
     assert audited.num_steps == 1
@@ -48,8 +49,17 @@ def test_what_a_wrong_group_has_computed_since_its_last_audit_spoils_all_later_s
     audited.on_commit(2, shared(0, 1, 2, 3), ALL)
     assert audited.num_steps == 1, "that state has it, too"
     audited.on_restart(1)
-    assert audited.num_steps == 1
+    assert (audited.num_steps, audited.spoiled_by) == (1, [])
     audited.on_commit(1, shared(0, 1, 2, 3), ALL)
+    assert audited.num_steps == 2
+
+
+def test_a_group_that_was_audited_in_the_last_step_has_spoiled_nothing() -> None:
+    audited = AuditedSteps(0)
+    audited.on_commit(0, shared(0, 1, 2, 3), ALL)
+    audited.on_wrong(GroupId(3))
+    assert audited.spoiled_by == []
+    audited.on_commit(1, shared(0, 1, 2), ALL[:3])
     assert audited.num_steps == 2
 
 
@@ -75,6 +85,8 @@ class History:
     wrong_in: list[set[GroupId]] = field(default_factory=list)
     """Of each committed step, the broken groups that have computed in it."""
     found: set[GroupId] = field(default_factory=set)
+    known: set[tuple[int, GroupId]] = field(default_factory=set)
+    """Committed steps with wrong numbers of a group that has been found since."""
 
     def step(self) -> None:
         draw = self.random.random()
@@ -99,6 +111,7 @@ class History:
     def _restart(self, step: int) -> None:
         self.audited.on_restart(step)
         del self.wrong_in[step:]
+        self.known = {(index, group) for index, group in self.known if index < step}
         self.broken -= self.found  # mended
         self.members, self.away, self.new = set(ALL), set(), set(ALL)
 
@@ -108,6 +121,7 @@ class History:
             seen = self.members if is_due else self.new | set(sorted(self.members)[: 1 if self.new else 0])
             if wrong := sorted(seen & self.broken):
                 self.found.add(wrong[0])
+                self.known |= {(index, wrong[0]) for index, groups in enumerate(self.wrong_in) if wrong[0] in groups}
                 self.audited.on_wrong(wrong[0])
                 self._leave(wrong[0])
                 continue
@@ -117,6 +131,9 @@ class History:
             self.new.clear()
             return
         self._restart(0)
+
+    def known_to_be_spoiled(self) -> set[GroupId]:
+        return {group for _, group in self.known}
 
     def spoiled(self) -> set[GroupId]:
         """Groups with wrong numbers in states that count as audited, those left out that are lost unseen."""
@@ -131,6 +148,7 @@ def test_no_state_that_counts_as_audited_has_numbers_of_a_group_that_takes_part_
         for _ in range(150):
             history.step()
             assert history.spoiled() == set(), seed
+            assert history.known_to_be_spoiled() <= set(history.audited.spoiled_by), seed
             assert history.audited.num_steps <= len(history.wrong_in)
         num_found += len(history.found)
         reached.append(history.audited.num_steps)

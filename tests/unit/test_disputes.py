@@ -19,7 +19,7 @@ from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.driver.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
-from spare_megatron.journal.audits import audit_history
+from spare_megatron.journal.audits import Spoiled, audit_history, find_spoiled, text_of_spoiled
 from spare_megatron.journal.disputes import DisputedStep, Place, Stated, disputed_step
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
@@ -142,12 +142,19 @@ def test_audited_steps_of_the_journal_are_those_of_the_controller() -> None:
     view = journal_of(*entries(*LOG), *shared, *later, *last)
     history = audit_history(view, RUN, fold_log(view.entries, RUN))
     assert (history.audited_steps, history.compared, history.steps) == (1, 3, 3)
+    assert history.spoiled == Spoiled(audited_steps=1, num_steps=3, groups=[1])
+    assert history.spoiled == find_spoiled(view, RUN, fold_log(view.entries, RUN))
+    assert text_of_spoiled(history.spoiled) == (
+        "the first of 3 steps is audited; what group 1 computed since is in the parameters; to go back: spare train "
+        "... --resume --restart-from audited"
+    )
     restart = {"entry": "restart", "step": 1, "members": [[0, 1], [1, 1], [2, 1]]}
     again = [audit(group, 6, RIGHT, step=1) for group in range(3)]
     view = journal_of(
         *entries({**LOG[0], "save": True}, *LOG[1:], restart, commit(1, 6)), *shared, *later, *last, *again
     )
-    assert audit_history(view, RUN, fold_log(view.entries, RUN)).audited_steps == 2
+    history = audit_history(view, RUN, fold_log(view.entries, RUN))
+    assert (history.audited_steps, history.spoiled) == (2, None), "what it has computed since is undone"
 
 
 def test_a_replay_says_which_groups_differ_and_where_first() -> None:

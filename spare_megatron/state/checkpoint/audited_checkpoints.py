@@ -1,6 +1,6 @@
 """Which checkpoints of a folder are audited: clean of lasting faults of the groups. Loads without torch.
 
-A manifest says up to which step all groups were audited when the checkpoint was saved (`stacking.audited_steps`), which
+A manifest says how many of the first steps were audited when the checkpoint was saved (`stacking.audited_steps`), which
 is before its own step. So the newest one says it of the others.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.config.terms import step_of
+from spare_megatron.journal.events import text_of_audited
 from spare_megatron.process.lock import locked
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.verification import (
@@ -27,7 +28,7 @@ class WentBack:
     """The newest audited checkpoint of a folder, and the later ones, which no run loads any more.
 
     Attributes:
-        audited_steps: Steps up to which all groups are audited.
+        audited_steps: The first so many steps are audited.
     """
 
     path: Path
@@ -36,7 +37,7 @@ class WentBack:
 
 
 def audited_steps_in(checkpoints: Sequence[Path]) -> int | None:
-    """Steps up to which all groups are audited, by these checkpoints, newest first; None if none of them says."""
+    """How many of the first steps are audited, by these checkpoints, newest first; None if none of them says."""
     found: list[int] = []
     for path in checkpoints:
         steps = _audited_steps_of(path)
@@ -68,7 +69,7 @@ def go_back_to_audited(folder: Path) -> WentBack | None:
     steps = audited_steps_in(checkpoints)
     if steps is None:
         raise ValueError(
-            f"--restart-from=audited: no checkpoint in {folder} says up to which step it is audited: they were saved "
+            f"--restart-from=audited: no checkpoint in {folder} says how many steps are audited: they were saved "
             f"without audits (audit.every_steps); leave it out to start from the newest"
         )
     with locked(folder):
@@ -85,11 +86,11 @@ def _go_back(folder: Path, checkpoints: Sequence[Path], steps: int) -> WentBack:
         if found.manifest.step > steps:
             later.append(path)
             continue
-        reason = f"it is later than the {steps} steps that are audited, and a run went back to {path.name}"
+        reason = f"it is later: {text_of_audited(steps)}, and a run went back to {path.name}"
         for one in later:
             mark_refused(one, reason, audited_steps=found.manifest.step)
         return WentBack(path=path, audited_steps=steps, refused=later)
     raise ValueError(
-        f"--restart-from=audited: {steps} steps are audited, and no valid checkpoint in {folder} is of so few; leave "
+        f"--restart-from=audited: {text_of_audited(steps)}, and no valid checkpoint in {folder} is of so few; leave "
         f"it out to start from the newest, or set checkpoint.folder to an empty one to start from the beginning"
     )

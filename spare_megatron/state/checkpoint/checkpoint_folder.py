@@ -66,7 +66,7 @@ class Manifest:
         log_head: Log entries folded at the save.
         run_id: The training's id where its metrics go.
         optimizer: How the optimizer state was spread over the groups, and which of them wrote parts of it.
-        audited_steps: Steps up to which all groups were audited when it was begun; None without audits.
+        audited_steps: How many of the first steps were audited when it was begun; None without audits.
     """
 
     step: int

@@ -140,8 +140,8 @@ def _go_back(config: "RunConfig", *, resume: bool) -> None:
         return
     later = ", ".join(path.name for path in found.refused) or "none"
     typer.echo(
-        f"spare train: --restart-from=audited: {found.audited_steps} steps are audited, {found.path} is the newest "
-        f"checkpoint of so many; later ones, refused from now on: {later}",
+        f"spare train: --restart-from=audited: the first {found.audited_steps} steps are audited, {found.path} is the "
+        f"newest checkpoint of at most so many that no run has refused; later ones, refused from now on: {later}",
         err=True,
     )
 

@@ -149,10 +149,9 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
         yield f"paused: no group left hosts {shards_named(run_state.awaited)}"
     if run_state.culprit is not None and run_state.end is None:
         yield f"held back: {text_of_culprit(run_state.culprit)}"
-    if run_state.end is None:
-        for machine, one in sorted(run_state.quarantined.items()):
-            failed = f"; last examination: {one.failed}" if one.failed else ""
-            yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
+    for machine, one in sorted(run_state.quarantined.items()):  # also at the end: it is still to be mended
+        failed = f"; last examination: {one.failed}" if one.failed else ""
+        yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
     for name, last in run_state.evaluated.items():
         yield f"loss of {name}: {text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)

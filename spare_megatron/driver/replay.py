@@ -100,7 +100,7 @@ def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: W
         raise ValueError(f"the journal of {run_dir} does not say how the run began")
     disputed = disputed_step(view, fold_view(view, run), step)
     if disputed is None or not disputed.stated:
-        raise ValueError(f"--step={step}: groups do not differ in this step; {_replayable(view, run_dir)}")
+        raise ValueError(f"--step={step}: the run has no mismatch in this step; {_replayable(view, run_dir)}")
     if microbatch is not None and microbatch not in disputed.stated:
         named = ", ".join(f"{shard}.{index}" for shard, index in disputed.stated)
         raise ValueError(

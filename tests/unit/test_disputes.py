@@ -211,7 +211,7 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
         (
             (),
             ["--step", "1"],
-            "--step=1: groups do not differ in this step; the run has saved the parameters of no step",
+            "--step=1: the run has no mismatch in this step; the run has saved the parameters of no step",
         ),
         (("saved",), ["--step", "1"], "choose one whose parameters were saved: 2"),
         (

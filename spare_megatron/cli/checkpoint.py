@@ -47,9 +47,8 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     for entry in entries:
         what = entry["damage"] or f"{entry['step']} steps  {format_bytes(entry['num_bytes'])}"
         if entry["audited_steps"] is not None:
-            what += (
-                f"  {'audited' if entry['is_audited'] else 'not audited'} ({entry['audited_steps']} steps at its save)"
-            )
+            of_steps = "audited" if entry["is_audited"] else "not audited"
+            what += f"  of steps that are {of_steps} ({entry['audited_steps']} were at its save)"
         typer.echo(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
 
 
@@ -83,6 +82,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 
     damage: dict[str, str] = {}
     with explained_errors("checkpoint verify"):
+        path = _folder_of_run(path)
         unfinished = {str(aside): _unfinished(aside) for aside in leftovers(path)}
         for checkpoint in checkpoints_at(path) if unfinished else _checkpoints(path):
             try:
@@ -221,12 +221,22 @@ def _unfinished(path: Path) -> str:
     return f"an unfinished save, which nothing uses; to remove it: rm -r {shlex.quote(str(path))}"
 
 
+def _folder_of_run(path: Path) -> Path:
+    """Where the checkpoints of a run are, if the path is its directory and it has set checkpoint.folder."""
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+
+    file = path / "config.toml"
+    return folder_of(load_run_config(file).config.checkpoint, path) if file.is_file() else path
+
+
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint at the path, or all below it, newest first. Raises ValueError if there is none, and OSError."""
     from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at
 
-    found = checkpoints_at(path)
+    folder = _folder_of_run(path)
+    found = checkpoints_at(folder)
     if not found:
-        what = "holds no checkpoint (step-NNNNNNNN)" if path.is_dir() else "is no directory"
-        raise ValueError(f"{path} {what}; name a checkpoint, checkpoint.folder, or the directory of a run")
+        what = "holds no checkpoint (step-NNNNNNNN)" if folder.is_dir() else "is no directory"
+        raise ValueError(f"{folder} {what}; name a checkpoint, checkpoint.folder, or the directory of a run")
     return found

@@ -38,7 +38,7 @@ class Answer:
 
 def as_figures(answer: Answer) -> dict[str, Any]:
     """The figures of `--json`; the first five keys are a contract."""
-    from spare_megatron.planner.audits import audit_curve, audit_price
+    from spare_megatron.planner.audits import audit_curve, audit_price, num_judges
     from spare_megatron.planner.plan import closed_form_redundancy
 
     plan, limits = answer.plan, answer.limits
@@ -57,7 +57,9 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "read_s_per_step": read_s(answer),
         "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
         "slices": asdict(answer.slices),
-        "audits": asdict(audit_price(answer.facts.num_microbatches))
+        "audits": None
+        if num_judges(plan.redundancy, last_resort=answer.facts.last_resort) == 1
+        else asdict(audit_price(answer.facts.num_microbatches))
         | {"curve": [asdict(one) for one in audit_curve(answer.facts.num_microbatches)]},
         "facts": _as_facts(answer.facts),
         "assumed": sorted(answer.assumed),

@@ -285,6 +285,8 @@ def slow_rate_of(question: Question) -> "SlowRate | None":
                 "--slow-for and --slow-factor need --slow-every, the mean time until a given group is slow"
             )
         return None
+    if factor is not None and not 1 <= factor < math.inf:
+        raise ValueError(f"--slow-factor {factor:g} has to be 1 or more: how often as long a microbatch takes")
     return SlowRate(
         group_interval_s=parse_duration_s("--slow-every", every),
         duration_s=parse_duration_s("--slow-for", lasting or ASSUMED_SLOW),

@@ -8,7 +8,7 @@ from rich.table import Table
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.plan_answer import Answer, read_s
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
-from spare_megatron.planner.audits import audit_price
+from spare_megatron.planner.audits import audit_price, num_judges
 from spare_megatron.planner.plan import closed_form_redundancy
 
 _DESCRIPTIONS = {
@@ -58,9 +58,7 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "availability", f"{plan.availability:.1%}"
     yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"
     yield "restart every", format_duration(plan.time_to_wipe_out_s)
-    audits = audit_price(answer.facts.num_microbatches)
-    yield "audits every", f"{audits.every_steps} steps: {audits.price:.1%} of a step"
-    yield "they find", f"lasting faults of a group by then, and {audits.found_share:.1%} of those in one microbatch"
+    yield from _audit_rows(answer)
     if plan.policy in ("rejoin", "reform") and not answer.facts.last_resort:
         yield "pause for a host every", format_duration(plan.pause_interval_s)
     if limits is None:
@@ -71,6 +69,19 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     reading_s = read_s(answer)
     if reading_s is not None:
         yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
+
+
+def _audit_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    judges = num_judges(answer.plan.redundancy, last_resort=answer.facts.last_resort)
+    if judges == 1:
+        yield "audits", "none: they need 2 hosts per shard, or data that all groups read (--last-resort)"
+        return
+    audits = audit_price(answer.facts.num_microbatches)
+    every = f"{audits.every_steps} steps" if audits.every_steps > 1 else "step"
+    yield "audits every", f"{every}: {audits.price:.1%} of a step more, which is not in the time to train"
+    yield "they find", f"lasting faults of a group within {every}, {audits.found_share:.1%} of those in one microbatch"
+    if judges == 2:
+        yield "a mismatch", "may halt the run: with 3 hosts per shard a third one says who is wrong"
 
 
 def _partition_rows(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 _ORDER = ("forward", "backward", "gradients")
 """Of the digests along the way of a microbatch: forward up the stages, the others down."""
+_WHAT = {"forward": "output of", "backward": "gradient received by", "gradients": "gradients of parameters of"}
 
 
 def replay(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
     step: Annotated[
-        int | None, typer.Option(help="A step with a mismatch, as spare audit lists them.", show_default=False)
+        int | None, typer.Option(help="A step with a mismatch, as spare audit lists them. [required without --node]")
     ] = None,
     microbatch: Annotated[
         str | None,
@@ -34,7 +35,10 @@ def replay(
         typer.Option(help="Compute on the machines of this group, with its devices. [default: on this machine]"),
     ] = None,
     node: Annotated[
-        int | None, typer.Option(help="Act as this node for the `spare replay --group` on another.", min=0)
+        int | None,
+        typer.Option(
+            help="Act as this node for the `spare replay --group` elsewhere; without other options but --wait-s.", min=0
+        ),
     ] = None,
     wait_s: Annotated[float, typer.Option(help="Longest wait for other nodes, in seconds.", min=0)] = 300,
     as_json: Annotated[bool, typer.Option("--json", help="Print the replay as JSON.")] = False,
@@ -72,18 +76,19 @@ def replay(
 
 def _serve(run_dir: Path, node: int, wait_s: float, others: Sequence[object]) -> None:
     if any(value is not None for value in others):
-        raise ValueError("--node takes RUN_DIR alone, that of the `spare replay --group` elsewhere")
-    from spare_megatron.driver.replay_parts import folder_of_replay
-    from spare_megatron.driver.replay_ranks import serve_part
+        raise ValueError("--node takes RUN_DIR and --wait-s alone, those of the `spare replay --group` elsewhere")
+    from spare_megatron.driver.replay import serve_node
 
     with raising():
-        serve_part(folder_of_replay(run_dir), node, wait_s)
+        serve_node(run_dir, node, wait_s, partial(typer.echo, err=True))
 
 
 def _address(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\.(\d+)", text)
     if match is None:
-        raise ValueError(f"--microbatch={text} is no SHARD.INDEX, such as 3.1; spare audit lists those in dispute")
+        raise ValueError(
+            f"--microbatch={text} is not of the form SHARD.INDEX, such as 3.1; spare audit lists those in dispute"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -112,11 +117,11 @@ def _lines_of_microbatch(one: "MicrobatchReplay") -> Iterator[str]:
     yield from (f"  {sample}" for sample in one.samples)
     for group in one.groups:
         yield f"  group {group.group} {_verdict(group)}"
-    rows = [["", "replay", *(f"group {group.group}" for group in one.groups)]]
+    rows = [["(=: as the replay)", "replay", *(f"group {group.group}" for group in one.groups)]]
     for kind, stage, rank, digest in sorted(one.boundaries, key=_along_the_way):
         stated = [_value_at(group, (kind, stage, rank)) for group in one.groups]
         shown = ["=" if value == digest else value for value in stated]
-        rows.append([f"{kind}, stage {stage}, rank {rank}", digest, *shown])
+        rows.append([f"{_WHAT[kind]} stage {stage}, rank {rank}", digest, *shown])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -144,15 +144,14 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
     yield f"{step_line(run_state, now_s)}  ({outcome})"
     if run_state.paces:
         shown = ", ".join(f"group {group} {pace / 1000:.2f}" for group, pace in run_state.paces.items())
-        yield f"work is dealt by pace, in times that of the groups' like: {shown}"
+        yield f"work is dealt by pace; time per microbatch over that of most groups: {shown}"
     if run_state.awaited and run_state.end is None:
         yield f"paused: no group left hosts {shards_named(run_state.awaited)}"
     if run_state.culprit is not None and run_state.end is None:
         yield f"held back: {text_of_culprit(run_state.culprit)}"
-    if run_state.end is None:
-        for machine, one in sorted(run_state.quarantined.items()):
-            failed = f"; last examination: {one.failed}" if one.failed else ""
-            yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
+    for machine, one in sorted(run_state.quarantined.items()):  # also at the end: it is still to be mended
+        failed = f"; last examination: {one.failed}" if one.failed else ""
+        yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
     for name, last in run_state.evaluated.items():
         yield f"loss of {name}: {text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)

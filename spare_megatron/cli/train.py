@@ -142,7 +142,7 @@ def _go_back(config: "RunConfig", *, resume: bool) -> None:
     later = ", ".join(path.name for path in found.refused) or "none"
     typer.echo(
         f"spare train: --restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest "
-        f"checkpoint of so many; later ones, refused from now on: {later}",
+        f"checkpoint of at most so many that no run has refused; later ones, refused from now on: {later}",
         err=True,
     )
 

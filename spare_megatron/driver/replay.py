@@ -3,7 +3,7 @@
 The parameters are those that the run has saved (`state.checkpoint.dispute_saver`); the ranks of one group compute.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.run_terms import terms_in
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits import Boundary, first_difference, word_of
-from spare_megatron.driver.replay_parts import Where, compute, parts_of
+from spare_megatron.driver.replay_parts import Where, compute, folder_of_replay, parts_of
+from spare_megatron.driver.replay_ranks import serve_part
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
 from spare_megatron.journal.journal_index import JournalIndex
@@ -99,15 +100,16 @@ def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: W
         raise ValueError(f"the journal of {run_dir} does not say how the run began")
     disputed = disputed_step(view, fold_view(view, run), step)
     if disputed is None or not disputed.stated:
-        raise ValueError(f"--step={step}: groups do not differ in this step; {_replayable(view, run_dir)}")
+        raise ValueError(f"--step={step}: the run has no mismatch in this step; {_replayable(view, run_dir)}")
     if microbatch is not None and microbatch not in disputed.stated:
         named = ", ".join(f"{shard}.{index}" for shard, index in disputed.stated)
         raise ValueError(
-            f"--microbatch={microbatch[0]}.{microbatch[1]} is not in dispute in step {step}; choose of {named}"
+            f"--microbatch={microbatch[0]}.{microbatch[1]} is not in dispute in step {step}; choose one of {named}"
         )
     path = checkpoint_path(disputes_of(run_dir), step)
     _require_parameters(path, disputed, step)
-    config = _config_of(run_dir, path)
+    config = _config_of_run(run_dir)
+    config = replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(path.absolute())))
     wanted = list(disputed.stated) if microbatch is None else [microbatch]
     task = {"step": step, "microbatches": wanted}
     computed = compute(config, run_dir, parts_of(config, view, where.group), task, where)
@@ -148,13 +150,21 @@ def _require_parameters(path: Path, disputed: DisputedStep, step: int) -> None:
         raise ValueError(f"--step={step}: its parameters in {path.parent} cannot be used: {error}") from error
 
 
-def _config_of(run_dir: Path, parameters: Path) -> RunConfig:
-    """The run's configuration, with these parameters."""
+def serve_node(run_dir: Path, node: int, wait_s: float, on_waiting: Callable[[str], None]) -> None:
+    """Acts as this node for the replay of a group elsewhere. ValueError: none awaits it, or has to come to this run."""
+    if _config_of_run(run_dir).cluster.launcher == "local":
+        raise ValueError(
+            f"--node={node}: with cluster.launcher=local all groups of {run_dir} are on one machine; leave --node out"
+        )
+    on_waiting(f"node {node} waits up to {wait_s:g} s for `spare replay {run_dir} --step N --group G` elsewhere")
+    serve_part(folder_of_replay(run_dir), node, wait_s)
+
+
+def _config_of_run(run_dir: Path) -> RunConfig:
     try:
-        config = load_run_config(run_dir / "config.toml").config
+        return load_run_config(run_dir / "config.toml").config
     except ConfigError as error:
         raise ValueError(f"{run_dir} is no run's directory: {error}") from error
-    return replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(parameters.absolute())))
 
 
 # ------------------------------------------------------------------------------------------------------------ compare

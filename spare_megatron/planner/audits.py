@@ -37,6 +37,13 @@ def audit_price(num_microbatches: int, every_steps: int | None = None) -> AuditP
     return AuditPrice(every_steps=every_steps, price=price, horizon_steps=every_steps, found_share=price)
 
 
+def num_judges(redundancy: int, *, last_resort: bool) -> int:
+    """Groups that can compute a microbatch, up to the three that settle which of two is wrong: its hosts, or any group
+    where all read the same data. With one there are no audits; with two a mismatch may halt the run.
+    """
+    return 3 if last_resort else min(redundancy, 3)
+
+
 def audit_curve(num_microbatches: int) -> tuple[AuditPrice, ...]:
     """Half, one, two, four times the default price and so on, up to audits in every step."""
     default = default_every_steps(num_microbatches)

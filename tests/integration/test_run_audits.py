@@ -161,7 +161,10 @@ def replay_names_the_culprit(run: Run, run_dir: Path, disputed: set[tuple[int, i
         assert len(one["groups"]) == 3
     for arguments, message in (
         (["--step", "0"], f"choose one whose parameters were saved: {AUDITED}"),
-        (["--step", str(AUDITED), "--microbatch", "0.7"], "--microbatch=0.7 is not in dispute in step 2; choose of "),
+        (
+            ["--step", str(AUDITED), "--microbatch", "0.7"],
+            "--microbatch=0.7 is not in dispute in step 2; choose one",
+        ),
     ):
         refused = CliRunner().invoke(app, ["replay", str(run_dir), *arguments])
         assert (refused.exit_code, message in refused.output) == (2, True), refused.output

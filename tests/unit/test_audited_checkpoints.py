@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.cli.train import _go_back
+from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig
 from spare_megatron.process.lock import locked
 from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in, go_back_to_audited
@@ -51,9 +52,13 @@ def test_the_newest_checkpoint_says_of_the_others_whether_they_are_audited(tmp_p
         (10, 7, True),
         (5, 0, True),
     ]
-    text = CliRunner().invoke(app, ["checkpoint", "list", str(tmp_path)]).output
-    assert "20 steps  4 kB  not audited (14 steps at its save)" in text
-    assert "10 steps  4 kB  audited (7 steps at its save)" in text
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    saved_there = replace(CONFIG, checkpoint=CheckpointConfig(folder=str(tmp_path), interval_steps=5))
+    (run_dir / "config.toml").write_text(dump_run_config(saved_there))
+    text = CliRunner().invoke(app, ["checkpoint", "list", str(run_dir)]).output
+    assert "20 steps  4 kB  of steps that are not audited (14 were at its save)" in text
+    assert "10 steps  4 kB  of steps that are audited (7 were at its save)" in text
 
 
 def test_a_training_goes_back_to_the_newest_audited_checkpoint_and_stays_there(tmp_path: Path) -> None:
@@ -106,5 +111,5 @@ def test_going_back_says_what_is_loaded_and_what_is_refused(tmp_path: Path, caps
         save(tmp_path, step, audited_steps=5)
     _go_back(config, resume=True)
     text = capsys.readouterr().err
-    assert f"the first 5 steps are audited, {tmp_path}/step-00000005 is the newest checkpoint of so many" in text
+    assert f"the first 5 steps are audited, {tmp_path}/step-00000005 is the newest checkpoint of at most so" in text
     assert text.endswith("later ones, refused from now on: step-00000010\n")

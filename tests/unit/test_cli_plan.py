@@ -81,6 +81,23 @@ def test_re_forming_is_planned_and_set_beside_what_training_takes_without() -> N
     assert re.search(r"re-forming is worth +0\.\d\d of it: 1\.\d\d x without", table)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--redundancy", "1"), r"audits +none: they need 2 hosts per shard, or data that all groups read"),
+        (("--redundancy", "2"), r"audits every +7 steps: 0\.9% of a step more.*a mismatch +may halt the run"),
+        (("--redundancy", "3"), r"they find +lasting faults of a group within 7 steps, 0\.9% of those in one micro"),
+    ],
+)
+def test_audits_are_planned_where_another_group_can_compute(options: tuple[str, str], said: str) -> None:
+    options = ("--microbatches", "16", *options)
+    table = spare_plan(*EXAMPLE, *options).output
+    assert re.search(said, table, re.DOTALL), table
+    audits = figures(*options)["audits"]
+    assert audits is None if options[-1] == "1" else audits["every_steps"] == 7
+    assert ("may halt" in table) == (options[-1] == "2")
+
+
 def test_every_policy_has_its_figures_in_one_place() -> None:
     """Both `stack` as in the paper and what `spare train` does are shown, whichever is asked for."""
     contract = {"redundancy", "cadence_s", "endured_losses", "time_to_train_ratio", "availability"}
@@ -198,7 +215,7 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --redundancy 601", "--redundancy 601 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --slice-copy 0s", "--slice-copy 0s: a duration here has to be above 0"),
         ("--mtbf 300s --slow-for 2h", "--slow-for and --slow-factor need --slow-every"),
-        ("--mtbf 300s --slow-every 3d --slow-factor 0.5", "factor=0.5 1 or more"),
+        ("--mtbf 300s --slow-every 3d --slow-factor 0.5", "--slow-factor 0.5 has to be 1 or more"),
         ("--mtbf 300s --redundancy 0", "--redundancy 0 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --groups 0", "--groups 0 is below 1"),
         ("--mtbf 300s --groups 10000001", "--groups 10000001: at most 10000000 groups are planned for"),

@@ -205,8 +205,8 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
     assert "  group 0 agrees" in text
     [said] = [row for row in text if row.startswith("  group 2")]
     assert said.startswith("  group 2 contradicts itself")
-    rows = [row.split() for row in text if row.startswith(("  forward, stage 0", "  forward, stage 1"))]
-    assert [row[5:] for row in rows] == [
+    rows = [row.split() for row in text if row.startswith(("  output of stage 0", "  output of stage 1"))]
+    assert [row[6:] for row in rows] == [
         ["0" * 15 + "5", "=", "=", "=", "unknown"],
         ["0" * 15 + "5", "=", "0" * 15 + "6", "0" * 15 + "6", "unknown"],
     ]
@@ -218,11 +218,15 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
         (
             (),
             ["--step", "1"],
-            "--step=1: groups do not differ in this step; the run has saved the parameters of no step",
+            "--step=1: the run has no mismatch in this step; the run has saved the parameters of no step",
         ),
         (("saved",), ["--step", "1"], "choose one whose parameters were saved: 2"),
-        ((), ["--step", "2", "--microbatch", "0.1.2"], "--microbatch=0.1.2 is no SHARD.INDEX, such as 3.1"),
-        ((), ["--step", "2", "--microbatch", "1.0"], "--microbatch=1.0 is not in dispute in step 2; choose of 0.1"),
+        (
+            (),
+            ["--step", "2", "--microbatch", "0.1.2"],
+            "--microbatch=0.1.2 is not of the form SHARD.INDEX",
+        ),
+        ((), ["--step", "2", "--microbatch", "1.0"], "--microbatch=1.0 is not in dispute in step 2; choose one of 0.1"),
         ((), ["--step", "2"], "the run ended, or the group that was to save them, before they were saved"),
         (("saved",), ["--step", "2"], "the run keeps those of the newest 3 steps with disputes"),
         (("failed",), ["--step", "2"], "their save failed: OSError: [Errno 28] No space left on device"),

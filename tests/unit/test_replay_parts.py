@@ -231,6 +231,7 @@ def silent_store() -> Iterator[tuple[str, int]]:
 def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
     tmp_path: Path, silent_store: tuple[str, int], how: str
 ) -> None:
+    (tmp_path / "config.toml").write_text(dump_run_config(config_of(1, 2)))
     listener = Listener(folder_of_replay(tmp_path), 1, LOOPBACK)
     command = [sys.executable, "-m", "spare_megatron.cli.main", "replay", str(tmp_path), "--node", "1"]
     part = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -248,10 +249,11 @@ def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
         else:
             part.send_signal(signal.Signals[how])
         _, stderr = part.communicate(timeout=WAIT_S)
-        assert (part.returncode, stderr.strip()) == {
-            "the command ends": (0, ""),
-            "SIGTERM": (130, "spare replay: interrupted"),
-            "SIGKILL": (-signal.SIGKILL, ""),
+        waits = f"node 1 waits up to 300 s for `spare replay {tmp_path} --step N --group G` elsewhere"
+        assert (part.returncode, stderr.splitlines()) == {
+            "the command ends": (0, [waits]),
+            "SIGTERM": (130, [waits, "spare replay: interrupted"]),
+            "SIGKILL": (-signal.SIGKILL, [waits]),
         }[how]
         assert psutil.wait_procs([rank], WAIT_S) == ([rank], [])
     finally:
@@ -272,10 +274,16 @@ def until(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
     ("words", "message"),
     [
         ([], "--step is missing; `spare audit RUN_DIR` lists steps with a mismatch"),
-        (["--node", "1", "--group", "2"], "--node takes RUN_DIR alone, that of the `spare replay --group` elsewhere"),
+        (
+            ["--node", "1", "--group", "2"],
+            "--node takes RUN_DIR and --wait-s alone",
+        ),
         (["--node", "1", "--wait-s", "0"], "node 1 is not awaited by a driver"),
+        (["--node", "1"], "--node=1: with cluster.launcher=local all groups of"),
     ],
 )
 def test_what_cannot_be_started_is_explained(tmp_path: Path, words: list[str], message: str) -> None:
+    launcher = "local" if "launcher=local" in message else "hand"
+    (tmp_path / "config.toml").write_text(dump_run_config(config_of(1, 2, launcher)))
     refused = CliRunner().invoke(app, ["replay", str(tmp_path), *words])
     assert (refused.exit_code, message in refused.output) == (2, True), refused.output

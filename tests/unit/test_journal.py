@@ -20,6 +20,7 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
 from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.journal.audits import Spoiled
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, decode_line, encode_line
@@ -307,6 +308,16 @@ def test_what_is_computed_again_is_one_number_for_losses_and_for_discarded_sums(
     text = console.file.getvalue()
     assert re.search(r"microbatches computed again +16 *\n", text)
     assert re.findall(r"^ *[79] +3 .* (\d+) *$", text, re.MULTILINE) == ["4", "12"]
+
+
+def test_the_summary_says_which_steps_a_wrong_group_may_have_spoiled() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    summary = summarize(journal_of((0.0, RUN)))
+    assert summary.spoiled is None
+    print_summary(replace(summary, spoiled=Spoiled(audited_steps=6, num_steps=12, groups=[2])), Path("run"), console)
+    assert isinstance(console.file, io.StringIO)
+    line = "the first 6 of 12 steps are audited; what group 2 computed since is in the parameters; to go back: "
+    assert line in console.file.getvalue()
 
 
 def test_detection_starts_at_the_loss_if_the_survivor_was_waiting_already() -> None:

@@ -29,7 +29,7 @@ from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.mcore.versions import installed_version
 from spare_megatron.process.processes import set_gpu_environment
-from spare_megatron.process.specs import NodeSpec, RankSpec
+from spare_megatron.process.specs import NodeSpec, RankSpec, device_of
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store.spec import TcpStoreSpec
@@ -534,11 +534,11 @@ def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pyte
     monkeypatch.setenv("NCCL_HOSTID", "")
     config = RunConfig(cluster=ClusterConfig(device="gpu", ranks_per_gpu=2))
     common = {"config": config, "run_dir": tmp_path, "store": TcpStoreSpec(host="127.0.0.1", port=1), "faults": ()}
-    node = RankProcesses(NodeSpec(node=0, rank_main=lambda *_: None, **common))
+    RankProcesses(NodeSpec(node=0, rank_main=lambda *_: None, **common))
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"  # before any rank imports what uses a GPU
     placed = []
     for group in config.parallel.groups_on(0):
-        spec = RankSpec(group=group, incarnation=0, rank=0, device=node._device_of((group, 0)), **common)
+        spec = RankSpec(group=group, incarnation=0, rank=0, device=device_of(config, group, 0), **common)
         device = choose_device(config, spec.device, spec.number)
         placed.append((device.index, os.environ["NCCL_HOSTID"].rpartition("-")[2]))
     assert placed == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]

@@ -335,25 +335,27 @@ class StoreLink:
         if index is None and wanted.member is None and store.exists(keys.has_left(member, self._node)):
             self._outbox.send(HasLeft(member=member))
             return
+        is_published = index is not None
         if index is None:
             keep_beating = partial(self._keep_beating, store)
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
             error = wanted.error if wanted.error and store.exists(keys.ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
-            wanted = _with_reason(wanted, log, index)
+        (text,) = log.entries(range(index, index + 1))
+        entry = None if text is None else decode_entry(text)
+        if isinstance(entry, Fence) and wanted.cause == FOUND_FENCED:
+            wanted = replace(wanted, cause=f"fenced: {entry.reason}")
+        if not is_published:
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
-        else:
-            wanted = _with_reason(wanted, log, index)
-        self._quarantine_if_outvoted(log, member, index)
+        if isinstance(entry, Fence) and self._layout.num_nodes > 1:
+            self._quarantine_if_outvoted(entry, member)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(keys.ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_home_groups)
 
-    def _quarantine_if_outvoted(self, log: DecisionLog, member: Member, index: int) -> None:
+    def _quarantine_if_outvoted(self, entry: Fence, member: Member) -> None:
         """Puts this machine into quarantine if the fence says that one of its ranks has computed wrongly."""
-        (text,) = log.entries(range(index, index + 1)) if self._layout.num_nodes > 1 else (None,)
-        entry = None if text is None else decode_entry(text)
-        if not isinstance(entry, Fence) or not entry.is_outvoted or not entry.hits(member):
+        if not entry.is_outvoted or not entry.hits(member):
             return
         here = {rank for group, rank in self._layout.ranks_on(self._node) if group == member.group}
         if entry.wrong_ranks and here.isdisjoint(entry.wrong_ranks):
@@ -497,12 +499,3 @@ class StoreWatch:
             away_s, self._away_since_s = now_s - self._away_since_s, None
             return StoreBack(node=self._node, away_s=away_s)
         return None
-
-
-def _with_reason(wanted: FenceWanted, log: DecisionLog, index: int) -> FenceWanted:
-    """The request, with the reason of the entry as the cause if the group has found itself fenced by it."""
-    if wanted.cause != FOUND_FENCED:
-        return wanted
-    (text,) = log.entries(range(index, index + 1))
-    entry = None if text is None else decode_entry(text)
-    return replace(wanted, cause=f"fenced: {entry.reason}") if isinstance(entry, Fence) else wanted

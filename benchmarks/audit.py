@@ -98,7 +98,7 @@ def play_calm(config: RunConfig, num_steps: int, seed: int) -> Counter[str]:
     found: Counter[str] = Counter()
     while found["steps"] < num_steps:
         first_step = random.randrange(config.train.steps)
-        played = groups.calm(first_step, min(STEPS_PER_START, num_steps - found["steps"]), random)
+        played = groups.through_losses(first_step, min(STEPS_PER_START, num_steps - found["steps"]), random)
         found["steps"] += played.num_steps
         found["audits"] += played.num_compared
         found["losses"] += played.num_losses

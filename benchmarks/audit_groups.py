@@ -99,7 +99,7 @@ class Played:
     """What has become of some steps.
 
     Attributes:
-        sums: Over all groups, of each time that a step was computed; the last one is committed. Not of calm steps.
+        sums: Over all groups, of each time that a step was computed; the last one is committed. None through losses.
         fences: Those that the controller has decided.
         num_disputes: Microbatches that groups have computed to different digests.
         num_compared: Digests of committed steps that were compared with that of another group.
@@ -161,9 +161,9 @@ class PlayedGroups:
         """Runs a step from its plan to the commit."""
         return self._run(step, 1, case, None)
 
-    def calm(self, first_step: int, num_steps: int, random: Random) -> Played:
-        """Runs steps without faults from a start at `first_step`, in which groups are lost and come back."""
-        return self._run(first_step, num_steps, None, Losses(random))
+    def through_losses(self, first_step: int, num_steps: int, random: Random, case: Case | None = None) -> Played:
+        """Runs steps from a start at `first_step`, in which groups are lost and come back."""
+        return self._run(first_step, num_steps, case, Losses(random))
 
     def _run(self, first_step: int, num_steps: int, case: Case | None, losses: Losses | None) -> Played:
         controller = Controller(replace(self._setup, first_step=first_step))

@@ -17,7 +17,7 @@ from spare_megatron.journal.records import (
     LadderRecord,
     PlacesRecord,
 )
-from spare_megatron.process.reports import MachineExamined, MachineQuarantined
+from spare_megatron.process.reports import MachineExamined, MachineQuarantined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
@@ -87,7 +87,7 @@ SLOW_STEPS, SLOW_FROM = 120, 4
 def test_a_slow_machine_is_drained_examined_and_replaced_by_a_spare_one_and_no_bit_changes(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Its passes are slow for as long as the run lasts, so it stays out."""
+    """Its passes are slow for as long as the run lasts, so it stays out. The last step waits for its examination."""
     fault = FaultConfig(
         phase=FaultPoint.FORWARD, step=SLOW_FROM, group=1, rank=0, kind="slow", factor=40.0, seconds=600.0
     )
@@ -108,7 +108,14 @@ def test_a_slow_machine_is_drained_examined_and_replaced_by_a_spare_one_and_no_b
         data=replace(config.data, access="shared"),
     )
     assert problems(config, look_at_machine(config)) == []
-    run = complete_run(config, tmp_path / "run")
+    is_examined = tmp_path / "examined"
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, MachineExamined):
+            is_examined.touch()
+
+    watch = Watch(files=frozenset({(SLOW_STEPS - 1, is_examined)}))
+    run = complete_run(config, tmp_path / "run", watch, on_event)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert [record.kind for record in run.journal.of(FaultRecord)] == ["slow"]
     (drain,) = [record for record in run.journal.of(LadderRecord) if record.rule == "drain"]

@@ -76,6 +76,7 @@ class Watch:
         whole_spares: Steps in which a rank enters the reduction only when all ranks and spares of its node are there.
         whole_copies: Steps in which a rank enters the reduction only when its copies of state partitions are whole.
         windows: Steps in which a rank enters the reduction only when this node has written some of its timeline.
+        files: Steps in which a rank enters the reduction only when this file is there.
         no_pieces_before: Committed steps up to which no donor gives anything of a state partition.
         scatters: Whether gradients of partitions go only to the groups that update them, as they do over NCCL.
     """
@@ -92,6 +93,7 @@ class Watch:
     whole_spares: frozenset[int] = frozenset()
     whole_copies: frozenset[int] = frozenset()
     windows: frozenset[tuple[int, int]] = frozenset()
+    files: frozenset[tuple[int, Path]] = frozenset()
     no_pieces_before: int = 0
     scatters: bool = False
 
@@ -220,6 +222,14 @@ def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
         time.sleep(_POLL_S)
 
 
+def _wait_for_file(file: Path) -> None:
+    end_s = time.monotonic() + _RESTART_TIMEOUT_S
+    while not file.exists():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{file} is not there")
+        time.sleep(_POLL_S)
+
+
 def _wait_until_asked(is_asked: Callable[[], bool]) -> None:
     end_s = time.monotonic() + _TIMEOUT_S
     while not is_asked():
@@ -319,6 +329,9 @@ class _WatchedReduction(Reduction):
         if first := [member for step, member in self._watch.awaited_first if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_until_waiting(self._attempts.spec, first)
+        for file in [file for step, file in self._watch.files if step == action.step]:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_for_file(file)
         if (action.step, self._attempts.spec.group) in self._watch.leaving:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_until_asked(self._is_leave_asked)

@@ -39,7 +39,7 @@ class TokenizedBatch:
 def tokenize(batch: Batch, tokenizer: Tokenizer) -> TokenizedBatch:
     """ValueError: as `documents_in`."""
     skipped = Skipped()
-    texts = list(documents_in(batch, skipped, is_byte_0_text=tokenizer.is_byte_0_text))
+    texts = [document.text for document in documents_in(batch, skipped, is_byte_0_text=tokenizer.is_byte_0_text)]
     end = np.array([tokenizer.end_of_document], np.int32)
     parts: list[npt.NDArray[np.int32]] = []
     lengths = []

@@ -202,6 +202,24 @@ def test_compressed_text_that_is_cut_short_or_damaged_is_refused(tmp_path: Path,
     assert f"{tmp_path / name} cannot be decompressed" in refusal(tmp_path / name, "byte")
 
 
+def zstd_frame(text: bytes, window_log: int) -> bytes:
+    """Written by hand (RFC 8878): a header with the window alone, and the text as it is in one block."""
+    block = (len(text) << 3 | 1).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd\0" + bytes([(window_log - 10) << 3]) + block + text
+
+
+def test_every_window_that_zstd_writes_is_read_and_a_larger_one_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    for window_log in (27, 28, 31):
+        path.write_bytes(zstd_frame(lines_of(["one", "two"]), window_log))
+        assert preprocess(path, "byte")[1]["tokens"] == 8
+    path.write_bytes(zstd_frame(lines_of(["one", "two"]), 32))
+    expected = (
+        "requires too much memory for decoding; copy or write it anew with a smaller window, as of zstd --long=27"
+    )
+    assert expected in spare("preprocess", "--input", path, "--json-key", "text", "--output-prefix", path).stderr
+
+
 def test_text_files_and_json_lines_are_read_together(tmp_path: Path, hf: Path) -> None:
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "e.txt").write_text("last")
@@ -229,7 +247,7 @@ def test_lines_without_text_are_counted_and_odd_ones_read(tmp_path: Path) -> Non
         (b'{"text": "a"', "is not JSON"),
         (b'{"text": "\xff"}', "is not JSON"),
         (b'{"text": "\\ud800"}', "has half of a surrogate pair"),
-        (b'{"body": "a", "id": 1}', "has no --json-key text; its keys are body, id"),
+        (b'{"body": "a", "id": 1}', "has no --json-key text; its keys are 'body', 'id'"),
         (b'{"text": ["a"]}', "has list under --json-key text; give the key of a string"),
         (b"[1]", "is not a JSON object"),
     ],
@@ -343,7 +361,7 @@ def test_workers_take_no_more_than_two_batches_each_ahead(lines: Path, monkeypat
     monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
     monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)
     taken = []
-    batches = documents_module.batches_of([lines], frozenset([lines]), "text", frozenset())
+    batches = documents_module.batches_of([lines], {lines: "lines"}, "text", frozenset())
     counted = (taken.append(batch) or batch for batch in batches)
     with tokenizing(counted, read_tokenizer("byte"), 2) as results:
         for number, _ in enumerate(results, 1):

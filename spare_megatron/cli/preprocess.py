@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from spare_megatron.text.documents import Skipped
     from spare_megatron.text.tokenizer import TokenizerSource
 
-INPUTS = Annotated[
-    list[Path], typer.Option("--input", help="Text file, file of JSON lines, or folder of them. Repeatable.")
-]
+INPUTS = Annotated[list[Path], typer.Option("--input", help="Text file, file of JSON, or folder of them. Repeatable.")]
 SUFFIX = Annotated[
     list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
 ]
 EXCLUDE = Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")]
-JSON_KEY = Annotated[str | None, typer.Option(help="Key of the text in each line of JSON, as in text.")]
+JSON_KEY = Annotated[str | None, typer.Option(help="Key of the text in each object of JSON, as in text.")]
 
 
 def preprocess(
@@ -53,9 +51,9 @@ def preprocess(
 ) -> None:
     """Convert text to the dataset that `spare train` reads.
 
-    Each text file becomes one document, as does the text in each line of a file of JSON lines (.jsonl, .ndjson or
-    .json; also with .gz or .zst), in sorted order of the paths. Text files in folders are skipped and counted if they
-    are not UTF-8 or contain byte 0; a file that is named itself is refused.
+    Each text file becomes one document, as does the text in each object of a file of JSON lines or of a JSON array
+    (.jsonl, .ndjson or .json; also with .gz or .zst), in sorted order of the paths. Text files in folders are skipped
+    and counted if they are not UTF-8 or contain byte 0; a file that is named itself is refused.
 
     Example: `spare preprocess --input docs.jsonl.zst --json-key text --tokenizer hf:tokenizer.json --workers 8
     --output-prefix data/corpus`
@@ -90,7 +88,7 @@ def _convert(
     """Writes the dataset. Returns its figures and what was skipped. ValueError: it cannot be made."""
     from spare_megatron.config.corpus_writer import write_corpus
     from spare_megatron.journal.output import named_errors
-    from spare_megatron.text.documents import Skipped, batches_of, find_files, json_lines_among
+    from spare_megatron.text.documents import Skipped, batches_of, find_files, json_among
     from spare_megatron.text.tokenization import tokenizing
     from spare_megatron.text.tokenizer import build
 
@@ -98,8 +96,8 @@ def _convert(
     check_output(output_prefix, overwrite=overwrite)
     paths = find_files(reading.inputs, suffixes=reading.suffixes, excluded_folders=frozenset(reading.excluded_folders))
     check_apart([*paths, *source.paths], output_prefix)
-    json_lines = json_lines_among(paths, reading.json_key)
-    batches = batches_of(paths, json_lines, reading.json_key, frozenset(reading.inputs))
+    json_forms = json_among(paths, reading.json_key)
+    batches = batches_of(paths, json_forms, reading.json_key, frozenset(reading.inputs))
     skipped = Skipped()
     num_text_bytes = 0
 

@@ -41,7 +41,7 @@ def train(
     """
     with explained_errors("tokenizer train"):
         from spare_megatron.journal.output import whole_file
-        from spare_megatron.text.documents import Skipped, batches_of, documents_in, find_files, json_lines_among
+        from spare_megatron.text.documents import Skipped, batches_of, documents_in, find_files, json_among
         from spare_megatron.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, read_tokenizer
         from spare_megatron.text.training import LEAST_VOCAB_SIZE, tokenizer_config, train_bpe
 
@@ -51,15 +51,15 @@ def train(
         if found.exists() and not overwrite:
             raise ValueError(f"{found} exists; choose another --output or give --overwrite")
         paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
-        batches = batches_of(paths, json_lines_among(paths, json_key), json_key, frozenset(inputs))
+        batches = batches_of(paths, json_among(paths, json_key), json_key, frozenset(inputs))
         num_documents = 0
 
         def texts() -> Iterator[str]:
             nonlocal num_documents
             for batch in batches:
-                for text in documents_in(batch, Skipped(), is_byte_0_text=True):
+                for document in documents_in(batch, Skipped(), is_byte_0_text=True):
                     num_documents += 1
-                    yield text
+                    yield document.text
                 progress.advance(batch.num_input_bytes)
 
         try:

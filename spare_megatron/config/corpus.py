@@ -31,7 +31,8 @@ _LONG_BYTES = 1 << 28
 """Reading more than this takes a second or longer."""
 _DIGEST_DIGITS = 16
 _MOST_NOTE_BYTES = 1 << 16
-_STATE = "state"
+_STATE = "checked"
+"""Under another name where a check was added: what earlier versions noted is then read again."""
 _FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
 _AND = " + "
 
@@ -316,12 +317,26 @@ def _check_sequences(path: Path, file: BinaryIO, count: int, itemsize: int) -> i
 
 
 def _check_documents(path: Path, file: BinaryIO, num_sequences: int, count: int) -> None:
+    """Checks that the documents cover all sequences, in order. The list has where each begins, and where the last ends.
+
+    Megatron asserts the end alone, and would train on sequences before the first document, too.
+    """
+    has = f"has {num_sequences} sequences, and"
     last, offset = 0, _HEADER.size + 12 * num_sequences
     for first in range(0, count, _CHUNK):
         begins = _integers(path, file, "<i8", offset + 8 * first, min(_CHUNK, count - first))
-        if begins[0] < last or (np.diff(begins) < 0).any() or begins[-1] > num_sequences:
-            raise _damaged(path, "has documents that are out of order or begin after the last sequence")
+        if first == 0 and begins[0] > 0:
+            raise _damaged(path, f"{has} its first document begins at sequence {begins[0]}")
+        wrong = np.flatnonzero(np.diff(begins, prepend=last) < 0)
+        if wrong.size:
+            number = int(wrong[0])
+            where = f"document {first + number} begins at sequence {begins[number]}"
+            raise _damaged(path, f"has documents that are out of order: {where}")
         last = int(begins[-1])
+    if not count:
+        raise _damaged(path, f"{has} no documents")
+    if last != num_sequences:
+        raise _damaged(path, f"{has} its documents end at sequence {last}")
 
 
 def _integers(path: Path, file: BinaryIO, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
@@ -394,7 +409,7 @@ def _note_beside(prefix: str) -> Mapping[str, Any]:
 
 
 def _json_in(path: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         with path.open("rb") as file:
             note = json.loads(file.read(_MOST_NOTE_BYTES))  # Megatron's own tools use this name for files of text
         if isinstance(note, dict):

@@ -1,27 +1,41 @@
-"""Text files and files of JSON lines, cut into batches that can be read in any process.
+"""Text files and files of JSON, cut into batches that can be read in any process.
 
-A text file is one document; each JSON line holds one under a key. Batches come in the sorted order of the paths.
+A text file is one document; each JSON object holds one under a key. Batches come in the sorted order of the paths.
 """
 
 import json
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import msgspec
 
-JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+JSON_LINES, JSON = (".jsonl", ".ndjson", ".jsonlines"), ".json"
 _READ = (".gz", ".zst")
 _COMPRESSED = (*_READ, ".bz2", ".xz", ".lz4", ".zip")
 _BATCH_BYTES = 1 << 18
 _CHUNK_BYTES = 1 << 16
 """Read from a file at once; compressed text can be a thousand times as long."""
-_MOST_NAMED = 3
+_MOST_VALUE_BYTES = 1 << 28
+"""Longest JSON value that is read as a whole: an array, or an object over several lines."""
+_ZSTD_WINDOW_BYTES = 1 << 31
+"""Of `zstd --long=31`, the largest that zstd writes."""
+_MOST_NAMED, _MOST_KEYS = 3, 8
+_ONE_A_LINE = "write each document as a JSON object on a line of its own"
+_LINES_TRIED = 100
+_MARK = "\ufeff"
+_BLANK = " \t\r\n" + _MARK
+
+Form = Literal["lines", "value"]
+"""How a file holds JSON: an object on each line, or one value, an array of objects or an object."""
 
 
 class NoText(Exception):
@@ -51,16 +65,31 @@ class TextFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines:
-    """Consecutive lines of a file; `num_input_bytes` is their share of the file, which may be compressed."""
+    """Consecutive objects of a file, one on a line; `num_input_bytes` is their share of it, which may be compressed.
+
+    Attributes:
+        unit: What messages count in the file: its lines, or the items of its array.
+        first: Number of the first one, from 1.
+    """
 
     path: Path
     key: str
-    first_line: int
+    unit: str
+    first: int
     lines: bytes
     num_input_bytes: int
 
 
 Batch = TextFiles | JsonLines
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that is not empty, and where it stands, for messages."""
+
+    where: str
+    text: str
+
 
 # ------------------------------------------------------------------------------------------------------------- files
 
@@ -94,18 +123,22 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: froz
                 yield path
 
 
-def json_lines_among(paths: Sequence[Path], json_key: str | None) -> frozenset[Path]:
-    """The files of JSON lines. ValueError: there are some and no key is given, or their compression is not read."""
-    found = [path for path in paths if _is_json_lines(path, has_key=json_key is not None)]
+def json_among(paths: Sequence[Path], json_key: str | None) -> dict[Path, Form]:
+    """The files of JSON, and their form. ValueError: there are some and no key is given, or a key and none of them, or
+    their compression is not read.
+    """
+    found = {path: form for path in paths if (form := _json_form(path, has_key=json_key is not None))}
     if found and json_key is None:
         raise ValueError(
-            f"{_some(found)}: each line is a document, but the key of its text is not given; give it, as in --json-key "
-            f"text, or choose other files with --suffix and --exclude"
+            f"{_some(list(found))}: each line is a document, but the key of its text is not given; give it, as in "
+            f"--json-key text, or choose other files with --suffix and --exclude"
         )
+    if json_key is not None and not found:
+        raise ValueError(f"--json-key {json_key}: no JSON in {_some(paths)}; leave the key out, or name other files")
     unread = [path for path in found if path.suffix.lower() in _COMPRESSED and path.suffix.lower() not in _READ]
     if unread:
         raise ValueError(f"{_some(unread)}: only {' and '.join(_READ)} are decompressed; compress them so, or unpack")
-    return frozenset(found)
+    return found
 
 
 def _some(paths: Sequence[Path]) -> str:
@@ -113,29 +146,91 @@ def _some(paths: Sequence[Path]) -> str:
     return f"{', '.join(map(str, paths[:_MOST_NAMED]))}{more}"
 
 
-def _is_json_lines(path: Path, *, has_key: bool) -> bool:
-    """By its name, also where it is compressed. A .json file, as Megatron calls JSON lines, by its first line if JSON
-    lines are asked for, else by the first two.
+def _json_form(path: Path, *, has_key: bool) -> Form | None:
+    """By the name, also where it is compressed, and by the content; None: it is text.
+
+    Without a key, .json is JSON lines, as Megatron calls them, if two of its first lines are objects.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    if not suffixes or suffixes[-1] != ".json":
-        return bool(suffixes) and suffixes[-1] in JSON_LINES
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
+    name = suffixes[-1] if suffixes else ""
+    if name in JSON_LINES:
+        return "lines"
     try:
-        lines = next(_line_batches(path))[0].split(b"\n")
-        return all(isinstance(json.loads(line), dict) for line in lines[: 1 if has_key else 2])
-    except (OSError, ValueError, StopIteration):
+        if has_key:
+            return _form_with_key(path, is_json=name == JSON)
+        return "lines" if name == JSON and sum(map(_is_object, islice(_lines_in(path), _LINES_TRIED))) > 1 else None
+    except ValueError:  # reading it says why
+        return "lines" if has_key and name == JSON else None
+
+
+def _form_with_key(path: Path, *, is_json: bool) -> Form | None:
+    """JSON by name or not, it is JSON lines if its first line is an object. ValueError: it cannot be read."""
+    begin = _begin(path, _CHUNK_BYTES).lstrip(_BLANK.encode())[:1]
+    if begin == b"{" and _is_object(next(_lines_in(path))):
+        return "lines"
+    if is_json:
+        return "value" if begin else "lines"
+    return "value" if begin in (b"{", b"[") and _is_value(path) else None
+
+
+def _lines_in(path: Path) -> Iterator[bytes]:
+    """The lines that are not blank."""
+    for lines, _ in _line_batches(path, "lines"):
+        yield from (line for line in lines.split(b"\n") if line.strip(_BLANK.encode()))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(_loads(line.decode("utf-8-sig")), dict)
+    except ValueError:
         return False
+
+
+def _is_value(path: Path) -> bool:
+    """Whether it is one value, or too long for one: then reading it says so."""
+    content = _begin(path, _MOST_VALUE_BYTES)
+    if len(content) <= _MOST_VALUE_BYTES:
+        try:
+            _as_lines(path, [content])
+        except ValueError:
+            return False
+    return True
+
+
+def _begin(path: Path, num_bytes: int) -> bytes:
+    """The content, up to its end or a few more bytes than these."""
+    with _reading(path) as file:
+        return _joined(_decompressed(path, file), num_bytes)
+
+
+def _joined(pieces: Iterable[bytes], num_bytes: int) -> bytes:
+    """The pieces until they have more bytes than these."""
+    found, size = [], 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > num_bytes:
+            break
+    return b"".join(found)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[IO[bytes]]:
+    """ValueError: it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
 
 def batches_of(
-    paths: Sequence[Path], json_lines: frozenset[Path], json_key: str | None, named: frozenset[Path]
+    paths: Sequence[Path], json_forms: Mapping[Path, Form], json_key: str | None, named: frozenset[Path]
 ) -> Iterator[Batch]:
-    """The input in batches of about 256 KiB of text. ValueError: a file of JSON lines is damaged."""
+    """The input in batches of about 256 KiB of text. ValueError: a file cannot be read, or one of JSON is damaged."""
     waiting: list[Path] = []
     size = 0
 
@@ -143,28 +238,30 @@ def batches_of(
         return TextFiles(paths=tuple(waiting), named=named & set(waiting), num_input_bytes=size)
 
     for path in paths:
-        if waiting and (path in json_lines or size >= _BATCH_BYTES):
+        if waiting and (path in json_forms or size >= _BATCH_BYTES):
             yield files()
             waiting, size = [], 0
-        if path not in json_lines:
+        if path not in json_forms:
             waiting.append(path)
-            size += path.stat().st_size
+            size += path.stat().st_size if path.is_file() else 0
             continue
         assert json_key is not None
-        first_line = 1
-        for lines, num_bytes in _line_batches(path):
-            yield JsonLines(path=path, key=json_key, first_line=first_line, lines=lines, num_input_bytes=num_bytes)
-            first_line += lines.count(b"\n")
+        form, first = json_forms[path], 1
+        unit = "line" if form == "lines" else "item"
+        for lines, num_bytes in _line_batches(path, form):
+            yield JsonLines(path=path, key=json_key, unit=unit, first=first, lines=lines, num_input_bytes=num_bytes)
+            first += lines.count(b"\n")
     if waiting:
         yield files()
 
 
-def _line_batches(path: Path) -> Iterator[tuple[bytes, int]]:
+def _line_batches(path: Path, form: Form) -> Iterator[tuple[bytes, int]]:
     """Whole lines, and how far the reading of the file has gone on for them."""
-    with path.open("rb") as file:
+    with _reading(path) as file:
         pieces: list[bytes] = []
         size = position = 0
-        for piece in _decompressed(path, file):
+        content: Iterable[bytes] = _decompressed(path, file)
+        for piece in content if form == "lines" else _as_lines(path, content):
             pieces.append(piece)
             size += len(piece)
             if size >= _BATCH_BYTES and (cut := piece.rfind(b"\n") + 1):
@@ -173,6 +270,22 @@ def _line_batches(path: Path) -> Iterator[tuple[bytes, int]]:
                 position, pieces, size = file.tell(), [piece[cut:]], len(piece) - cut
         if size:
             yield b"".join(pieces), file.tell() - position
+
+
+def _as_lines(path: Path, pieces: Iterable[bytes]) -> list[bytes]:
+    """The items of an array, or the only value, each on a line. ValueError: that is no JSON, or too long."""
+    content = _joined(pieces, _MOST_VALUE_BYTES)
+    if len(content) > _MOST_VALUE_BYTES:
+        raise ValueError(f"{path} is one JSON value of more than {_MOST_VALUE_BYTES >> 20} MiB; {_ONE_A_LINE}")
+    try:
+        value = json.loads(_shallow(content.decode("utf-8-sig")), parse_int=_no_number)
+    except UnicodeDecodeError as error:
+        number, reason = content.count(b"\n", 0, error.start) + 1, str(error)
+    except json.JSONDecodeError as error:
+        number, reason = error.lineno, error.msg
+    else:
+        return [json.dumps(item).encode() + b"\n" for item in (value if isinstance(value, list) else [value])]
+    raise ValueError(f"{path}, line {number} is not JSON: {reason}; repair it, or {_ONE_A_LINE}")
 
 
 def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
@@ -190,7 +303,8 @@ def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
                 yield member.decompress(data)
                 data, member = (member.unused_data, None) if member.eof else (b"", member)
     except damages as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}; copy or write it anew") from error
+        how = " with a smaller window, as of zstd --long=27" if "memory" in str(error) else ""
+        raise ValueError(f"{path} cannot be decompressed: {error}; copy or write it anew{how}") from error
     if member is not None:
         raise ValueError(f"{path} is cut short; copy or write it anew")
 
@@ -206,14 +320,17 @@ def _decompressors(path: Path) -> tuple[Callable[[], Any], type[Exception]] | No
             except ImportError as error:
                 needs = "needs the package zstandard, which is not installed: pip install 'spare_megatron[text]'"
                 raise ValueError(f"{path} {needs}") from error
-            return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+            return (
+                lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj(),
+                zstandard.ZstdError,
+            )
     return None
 
 
 # --------------------------------------------------------------------------------------------------------- documents
 
 
-def documents_in(batch: Batch, skipped: Skipped, *, is_byte_0_text: bool) -> Iterator[str]:
+def documents_in(batch: Batch, skipped: Skipped, *, is_byte_0_text: bool) -> Iterator[Document]:
     """The documents of a batch; counts in `skipped` what is none. ValueError: a named file is no text, or a line holds
     no text under the key. A text file with byte 0 is taken for a binary one in any case.
     """
@@ -226,18 +343,27 @@ def documents_in(batch: Batch, skipped: Skipped, *, is_byte_0_text: bool) -> Ite
                     raise ValueError(f"--input {path} {error}; give files of UTF-8 text") from error
             else:
                 if text:
-                    yield text
+                    yield Document(str(path), text)
         return
-    for number, line in enumerate(batch.lines.split(b"\n"), batch.first_line):
-        if not line.strip():
+    for number, line in enumerate(_decoded(batch).split("\n"), batch.first):
+        if not line.strip(_BLANK):
             continue
-        text = _text_of(line, batch, number)
+        where = f"{batch.path}, {batch.unit} {number}"
+        text = _text_of(line, batch.key, where)
         if not text:
             skipped.documents["empty"] += 1
         elif not is_byte_0_text and "\0" in text:
             skipped.documents["with byte 0"] += 1
         else:
-            yield text
+            yield Document(where, text)
+
+
+def _decoded(batch: JsonLines) -> str:
+    try:
+        return batch.lines.decode()
+    except UnicodeDecodeError as error:
+        number = batch.first + batch.lines.count(b"\n", 0, error.start)
+        raise ValueError(f"{batch.path}, line {number} is not JSON: {error}; repair it") from error
 
 
 def _read_text(path: Path, skipped: Skipped) -> str:
@@ -258,30 +384,85 @@ def _read_text(path: Path, skipped: Skipped) -> str:
     return text
 
 
+_LEVELS_KEPT = 2
+_BRACKET_OR_STRING = re.compile(r'[\[\]{}]|"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
 @cache
 def _decoder(key: str) -> msgspec.json.Decoder[Any]:
     """Decodes the one field and skips the others, several times as fast as the json module."""
     return msgspec.json.Decoder(msgspec.defstruct("Line", [("text", str, msgspec.field(name=key))]))
 
 
-def _text_of(line: bytes, batch: JsonLines, number: int) -> str:
+def _text_of(line: str, key: str, where: str) -> str:
     try:
-        return str(_decoder(batch.key).decode(line).text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return str(_decoder(key).decode(line).text)
+    except (msgspec.DecodeError, RecursionError):
         pass  # the json module takes NaN, too, and says what is wrong
-    where = f"{batch.path}, line {number}"
     try:
-        value = json.loads(line)
+        value = _loads(line.removeprefix(_MARK))
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}; repair it, or leave the file out with --exclude") from error
-    found = value.get(batch.key) if isinstance(value, dict) else None
+    found = value.get(key) if isinstance(value, dict) else None
     if isinstance(found, str):
         if any("\ud800" <= character <= "\udfff" for character in found):
             raise ValueError(f"{where} has half of a surrogate pair, which is not Unicode text; repair it")
         return found
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is not a JSON object; each line needs one, with the text under --json-key")
-    if batch.key in value:
-        raise ValueError(f"{where} has {type(found).__name__} under --json-key {batch.key}; give the key of a string")
-    keys = ", ".join(value) or "none"
-    raise ValueError(f"{where} has no --json-key {batch.key}; its keys are {keys}")
+        raise ValueError(f"{where} is not a JSON object; each needs to be one, with the text under --json-key")
+    if key in value:
+        raise ValueError(f"{where} has {type(found).__name__} under --json-key {key}; give the key of a string")
+    keys = ", ".join(map(repr, islice(value, _MOST_KEYS))) or "none"
+    raise ValueError(f"{where} has no --json-key {key}; its keys are {keys}")
+
+
+def _loads(text: str) -> Any:
+    """What the json module makes of it, nested however deep."""
+    try:
+        return json.loads(text, parse_int=_no_number)
+    except RecursionError:
+        return json.loads(_shallow(text), parse_int=_no_number)
+
+
+def _no_number(digits: str) -> int:
+    """In place of an integer, which may have more digits than Python converts."""
+    return 0
+
+
+def _shallow(text: str) -> str:
+    """JSON with arrays and objects emptied from the third level down, their lines kept, once each has been checked.
+
+    The json module calls itself for each level. Raises JSONDecodeError.
+    """
+    levels: list[list[str]] = [[]]
+    begins = [0]
+    position = 0
+    for found in _BRACKET_OR_STRING.finditer(text):
+        bracket = found[0]
+        if bracket in ("[", "{"):
+            levels[-1].append(text[position : found.start()])
+            levels.append([])
+            begins.append(found.start())
+            position = found.start()
+        elif bracket in ("]", "}"):
+            begin = begins.pop()
+            if not begins:
+                raise json.JSONDecodeError("Bracket that was not opened", text, found.start())
+            value = "".join([*levels.pop(), text[position : found.end()]])
+            if len(begins) > _LEVELS_KEPT:
+                _check_level(value, text, begin)
+                is_inner = len(begins) > _LEVELS_KEPT + 1  # and will be left out itself
+                value = value[0] + "\n" * (0 if is_inner else text.count("\n", begin, found.end())) + value[-1]
+            levels[-1].append(value)
+            position = found.end()
+    if len(begins) > 1:
+        raise json.JSONDecodeError("Bracket that is not closed", text, begins[-1])
+    return "".join([*levels[0], text[position:]])
+
+
+def _check_level(value: str, text: str, begin: int) -> None:
+    """Checks what stands in `text` at `begin`, with its own arrays and objects emptied."""
+    try:
+        json.loads(value, parse_int=_no_number)
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(error.msg, text, begin) from error

@@ -4,7 +4,7 @@ the number of workers; at most two batches for each worker are in memory.
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.process.interrupts import never_in_children
-from spare_megatron.text.documents import Batch, Skipped, documents_in
-from spare_megatron.text.tokenizer import Tokenizer, TokenizerSource, build
+from spare_megatron.text.documents import Batch, Document, Skipped, documents_in
+from spare_megatron.text.tokenizer import Ids, Tokenizer, TokenizerSource, build, library_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +37,50 @@ class TokenizedBatch:
 
 
 def tokenize(batch: Batch, tokenizer: Tokenizer) -> TokenizedBatch:
-    """ValueError: as `documents_in`."""
+    """ValueError: as `documents_in`, or the tokenizer cannot encode a document without the id that ends it."""
     skipped = Skipped()
-    texts = list(documents_in(batch, skipped, is_byte_0_text=tokenizer.is_byte_0_text))
+    documents = list(documents_in(batch, skipped, is_byte_0_text=tokenizer.is_byte_0_text))
     end = np.array([tokenizer.end_of_document], np.int32)
     parts: list[npt.NDArray[np.int32]] = []
     lengths = []
-    for ids in tokenizer.encode(texts):
-        if len(ids):
-            parts += [np.asarray(ids, np.int32), end]
-            lengths.append(len(ids) + 1)
+    for document, found in zip(documents, _encoded(documents, tokenizer), strict=True):
+        ids = np.asarray(found, np.int32)
+        if (ids == end).any():
+            ids = np.asarray(_spelled_out(document, tokenizer), np.int32)
+        if ids.size:
+            parts += [ids, end]
+            lengths.append(ids.size + 1)
         else:  # text of which a normalizer leaves nothing
             skipped.documents["empty"] += 1
     return TokenizedBatch(
         tokens=np.concatenate(parts) if parts else np.empty(0, np.int32),
         lengths=np.array(lengths, np.int64),
-        num_text_bytes=sum(len(text.encode()) for text in texts),
+        num_text_bytes=sum(len(document.text.encode()) for document in documents),
         num_input_bytes=batch.num_input_bytes,
         skipped=skipped,
     )
+
+
+def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Sequence[Ids]:
+    """Where the library fails, each alone, to name the one that it fails at."""
+    if not documents:
+        return []
+    try:
+        with library_errors(f"{documents[0].where} cannot be encoded by {tokenizer.name}"):
+            return tokenizer.encode([document.text for document in documents])
+    except ValueError:
+        if len(documents) == 1:
+            raise
+        return [ids for document in documents for ids in _encoded([document], tokenizer)]
+
+
+def _spelled_out(document: Document, tokenizer: Tokenizer) -> Ids:
+    """The ids of a text that has the one that ends a document among those that it is encoded as at first."""
+    with library_errors(
+        f"{document.where} has text that {tokenizer.name} encodes as token {tokenizer.end_of_document}, which ends "
+        f"documents; name another with --end-of-document, or change the text"
+    ):
+        return tokenizer.spell_out(document.text)
 
 
 @contextmanager
@@ -63,7 +88,7 @@ def tokenizing(
     batches: Iterable[Batch], source: TokenizerSource, num_workers: int
 ) -> Iterator[Iterator[TokenizedBatch]]:
     """The tokenized batches, in order; a single worker is this process. The workers end with the block, however that
-    ends. Raises ValueError as `build` and `documents_in`, ChildProcessError if a worker has died.
+    ends. Raises ValueError as `build` and `tokenize`, and if a worker has died.
     """
     if num_workers == 1:
         tokenizer = build(source)
@@ -84,9 +109,17 @@ def tokenizing(
 def _in_order(
     batches: Iterable[Batch], threads: ThreadPoolExecutor, workers: "SimpleQueue[_Worker]", most: int
 ) -> Iterator[TokenizedBatch]:
-    """A thread for each worker sends it a batch and waits for the answer."""
+    """A thread for each worker sends it a batch and waits for the answer. Errors come in the order of batches, too."""
 
-    def tokenized(batch: Batch) -> TokenizedBatch:
+    def all_batches() -> Iterator[Batch | ValueError]:
+        try:
+            yield from batches
+        except ValueError as error:
+            yield error
+
+    def tokenized(batch: Batch | ValueError) -> TokenizedBatch:
+        if isinstance(batch, ValueError):
+            raise batch
         worker = workers.get()
         try:
             return worker.tokenize(batch)
@@ -94,7 +127,7 @@ def _in_order(
             workers.put(worker)
 
     pending: deque[Future[TokenizedBatch]] = deque()
-    for batch in batches:
+    for batch in all_batches():
         pending.append(threads.submit(tokenized, batch))
         if len(pending) == most:
             yield pending.popleft().result()
@@ -110,13 +143,13 @@ class _Worker:
     def tokenize(self, batch: Batch) -> TokenizedBatch:
         try:
             self.connection.send(batch)
-            answer: TokenizedBatch | ValueError = self.connection.recv()
+            answer: TokenizedBatch | ValueError | MemoryError = self.connection.recv()
         except (EOFError, ConnectionError) as error:
             self.process.join()
-            raise ChildProcessError(
-                f"a worker has ended with exit code {self.process.exitcode}; if memory was short, lower --workers"
-            ) from error
-        if isinstance(answer, ValueError):
+            code = self.process.exitcode
+            why = "its message is above" if code and code > 0 else "if memory was short, lower --workers"
+            raise ValueError(f"a worker has ended with exit code {code}; {why}") from error
+        if isinstance(answer, ValueError | MemoryError):
             raise answer
         return answer
 
@@ -144,5 +177,6 @@ def _work(connection: Connection, source: TokenizerSource) -> None:
             batch = connection.recv()
             try:
                 connection.send(tokenize(batch, tokenizer))
-            except ValueError as error:
-                connection.send(ValueError(str(error)))
+            except (ValueError, MemoryError) as error:
+                kind = MemoryError if isinstance(error, MemoryError) else ValueError
+                connection.send(kind(str(error)))

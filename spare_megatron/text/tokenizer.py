@@ -9,8 +9,10 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,16 @@ TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _CHOICES = "byte, hf:PATH, sentencepiece:FILE or tiktoken:FILE"
 _DIGEST_DIGITS = 16
 _MOST_NAMED = 8
+_LONG_PIECE = 1 << 18
+"""Characters; tiktoken's regular expressions overflow their stack, a million entries, in longer matches."""
+_UNREACHABLE = "\0end of document\0"
+"""In place of a token that text is not to become."""
+_PIECE = 0x0A
+"""Tag of a piece in a model of SentencePiece."""
+
+Ids = Sequence[int] | np.ndarray[Any, Any]
+Encode = Callable[[list[str]], Sequence[Ids]]
+SpellOut = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +67,28 @@ class TokenizerSource:
         return f"{self.kind}:{digest.hexdigest()[:_DIGEST_DIGITS]}"
 
 
+def _no_other_tokens(text: str) -> Sequence[int]:
+    raise ValueError("no other tokens are known")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer at work. `encode` returns the ids of each text, without those that begin or end it.
+    """A tokenizer at work.
 
     Attributes:
+        name: The options that chose it, for messages.
         vocab_size: Largest id there is, added and special tokens included, and one.
         end_of_document: Id that is appended to each document.
+        encode: Returns the ids of each text, without those that begin or end it.
+        spell_out: Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot.
         is_byte_0_text: Whether text may contain byte 0.
     """
 
+    name: str
     vocab_size: int
     end_of_document: int
-    encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray[Any, Any]]]
+    encode: Encode
+    spell_out: SpellOut = _no_other_tokens
     is_byte_0_text: bool = True
 
 
@@ -122,9 +143,12 @@ def _read_hf(name: str, path: Path, end_of_document: str) -> TokenizerSource:
     if not end_of_document and path.name == TOKENIZER_JSON and config.is_file():
         try:
             found = json.loads(_content(name, config)).get("eos_token") or ""
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"--tokenizer {name}: {config} is no JSON object; copy it anew") from error
-        end_of_document = found if isinstance(found, str) else str(found.get("content", ""))
+            end_of_document = found if isinstance(found, str) else str(found.get("content", ""))
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"--tokenizer {name}: {config} is no JSON object with the text of eos_token; repair it, or name the "
+                f"token with --end-of-document"
+            ) from error
     paths = (path, config) if config.is_file() else (path,)
     content = _content(name, path)
     return TokenizerSource(kind="hf", name=name, paths=paths, content=content, end_of_document=end_of_document)
@@ -150,75 +174,216 @@ def _special_token(given: str) -> tuple[str, int]:
 def build(source: TokenizerSource) -> Tokenizer:
     """ValueError: the package is not installed, the file is not of this kind, or nothing ends a document."""
     if source.kind == BYTE:
-        return Tokenizer(vocab_size=256, end_of_document=0, encode=_bytes_of, is_byte_0_text=False)
+        name = f"--tokenizer {source.name}"
+        return Tokenizer(name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, is_byte_0_text=False)
     return _LOADERS[source.kind](source)
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns what the library of a tokenizer raises into ValueError, in one line. A panic of Rust is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, PackageMissing):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def _reading(source: TokenizerSource, what: str) -> AbstractContextManager[None]:
+    return library_errors(f"--tokenizer {source.name}: {source.paths[0]} is no {what}")
 
 
 def _bytes_of(texts: list[str]) -> list[np.ndarray[Any, Any]]:
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
+def _spelling(end: int, token: str, encode: Encode, encode_without: SpellOut, decode: Callable[[Any], str]) -> SpellOut:
+    """Encodes with a tokenizer that lacks the token `end`, and checks that nothing of the text is lost by that."""
+
+    def spell_out(text: str) -> Sequence[int]:
+        ids = encode_without(text)
+        if end in ids or decode(ids) != decode(encode([text])[0]):
+            raise ValueError(f"other tokens do not spell out {token!r}")
+        return ids
+
+    return spell_out
+
+
+# ------------------------------------------------------------------------------------------------------ Hugging Face
+
+
 def _build_hf(source: TokenizerSource) -> Tokenizer:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process is one thread
-    try:
-        tokenizer = package("tokenizers", source.name).Tokenizer.from_buffer(source.content)
-    except ValueError as error:
-        raise _not_a("tokenizer.json", source, error) from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # as text
+    with _reading(source, "tokenizer.json"):
+        tokenizer = _load_hf(source, source.content)
     special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     ids = tokenizer.get_vocab(with_added_tokens=True)
+    end = _end_of_document(source, special, ids)
+    tokenizer.add_special_tokens([tokenizer.id_to_token(end)])  # what is special is read as text
+    without_end = cache(lambda: _load_hf(source, _without_token(source.content, end)))
 
     def encode(texts: list[str]) -> list[Sequence[int]]:
         return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_without(text: str) -> Sequence[int]:
+        found: Sequence[int] = without_end().encode(text, add_special_tokens=False).ids
+        return found
+
+    def decode(found: Sequence[int]) -> str:
+        if tokenizer.decoder is None:
+            return "".join(map(tokenizer.id_to_token, found))
+        return str(tokenizer.decode(found, skip_special_tokens=False))
+
     return Tokenizer(
-        vocab_size=max(ids.values()) + 1, end_of_document=_end_of_document(source, special, ids), encode=encode
+        name=f"--tokenizer {source.name}",
+        vocab_size=max(ids.values()) + 1,
+        end_of_document=end,
+        encode=encode,
+        spell_out=_spelling(end, tokenizer.id_to_token(end), encode, encode_without, decode),
     )
 
 
+def _load_hf(source: TokenizerSource, content: bytes) -> Any:
+    """A tokenizer that neither pads nor cuts, and reads special tokens as text."""
+    tokenizer = package("tokenizers", source.name).Tokenizer.from_buffer(content)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _without_token(content: bytes, number: int) -> bytes:
+    """A tokenizer.json in which no text becomes this token: it has another name, and nothing merges to it."""
+    tokenizer = json.loads(content)
+    for token in tokenizer["added_tokens"]:
+        if token["id"] == number:
+            token.update(content=_UNREACHABLE, special=True)
+    model = tokenizer["model"]
+    if isinstance(model["vocab"], list):
+        pieces = [model["vocab"][number][0]] if number < len(model["vocab"]) else []
+        model["vocab"] = [[_UNREACHABLE if piece in pieces else piece, score] for piece, score in model["vocab"]]
+    else:
+        pieces = [piece for piece, other in model["vocab"].items() if other == number]
+        model["vocab"] = {_UNREACHABLE if piece in pieces else piece: other for piece, other in model["vocab"].items()}
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)}.intersection(pieces)]
+    return json.dumps(tokenizer).encode()
+
+
+# ----------------------------------------------------------------------------------------------------- SentencePiece
+
+
 def _build_sentencepiece(source: TokenizerSource) -> Tokenizer:
-    processor = package("sentencepiece", source.name).SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(source.content)
-    except RuntimeError as error:
-        raise _not_a("model of SentencePiece", source, error) from error
+    with _reading(source, "model of SentencePiece"):
+        processor = _load_sentencepiece(source, source.content)
     ids = {processor.IdToPiece(number): number for number in range(processor.GetPieceSize())}
-    end = processor.eos_id()
-    special = {processor.IdToPiece(end): end} if end >= 0 else {}
+    eos = processor.eos_id()
+    end = _end_of_document(source, {processor.IdToPiece(eos): eos} if eos >= 0 else {}, ids)
+    without_end = cache(lambda: _load_sentencepiece(source, _with_control_symbol(source.content, end)))
 
     def encode(texts: list[str]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = processor.Encode(texts, out_type=int, num_threads=1)
         return found
 
-    return Tokenizer(vocab_size=len(ids), end_of_document=_end_of_document(source, special, ids), encode=encode)
+    def encode_without(text: str) -> Sequence[int]:
+        found: Sequence[int] = without_end().Encode(text, out_type=int)
+        return found
+
+    return Tokenizer(
+        name=f"--tokenizer {source.name}",
+        vocab_size=len(ids),
+        end_of_document=end,
+        encode=encode,
+        spell_out=_spelling(end, processor.IdToPiece(end), encode, encode_without, processor.Decode),
+    )
+
+
+def _load_sentencepiece(source: TokenizerSource, content: bytes) -> Any:
+    processor = package("sentencepiece", source.name).SentencePieceProcessor()
+    processor.LoadFromSerializedProto(content)
+    return processor
+
+
+def _with_control_symbol(model: bytes, number: int) -> bytes:
+    """The model with a piece as a control symbol, which no text becomes.
+
+    A model is a message of protobuf whose fields all have a length in front; those of tag `_PIECE` are the pieces. The
+    last field 3 of a piece is its type, and type 3 is that of control symbols.
+    """
+    position = found = 0
+    while position < len(model):
+        field, begin = _varint(model, position)
+        size, begin = _varint(model, begin)
+        if field == _PIECE:
+            if found == number:
+                piece = model[begin : begin + size] + b"\x18\x03"
+                return model[:position] + bytes([_PIECE]) + _as_varint(len(piece)) + piece + model[begin + size :]
+            found += 1
+        position = begin + size
+    raise ValueError(f"the model of SentencePiece has {found} pieces, and no number {number}")
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """The number at a position, and the position behind it."""
+    number = shift = 0
+    while True:
+        byte = message[position]
+        number |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return number, position
+
+
+def _as_varint(number: int) -> bytes:
+    digits = [number & 0x7F]
+    while number := number >> 7:
+        digits[-1] |= 0x80
+        digits.append(number & 0x7F)
+    return bytes(digits)
+
+
+# ---------------------------------------------------------------------------------------------------------- tiktoken
 
 
 def _build_tiktoken(source: TokenizerSource) -> Tokenizer:
     special = dict(source.special_tokens)
-    ranks = _ranks(source)
+    with _reading(source, ".tiktoken file, with a token in base64 and its rank on each line"):
+        ranks = _ranks(source)
     taken = sorted(set(special.values()) & set(ranks.values()))
     if taken or len(set(special.values())) < len(source.special_tokens):
         raise ValueError(
             f"--special-token: each needs an id of its own, and the ranks of --tokenizer {source.name} are those from "
             f"{min(ranks.values())} to {max(ranks.values())}"
         )
-    try:
-        encoding = package("tiktoken", source.name).Encoding(
+    library = package("tiktoken", source.name)
+    with library_errors(f"--split-pattern {source.split_pattern} is no regular expression"):
+        encoding = library.Encoding(
             "spare", pat_str=source.split_pattern, mergeable_ranks=ranks, special_tokens=special
         )
-    except ValueError as error:
-        if isinstance(error, PackageMissing):
-            raise
-        raise ValueError(f"--split-pattern {source.split_pattern} is no regular expression: {error}") from error
+    of_pieces = cache(lambda: library.Encoding("piece", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={}))
 
-    def encode(texts: list[str]) -> list[Sequence[int]]:
-        return [encoding.encode_ordinary(text) for text in texts]
+    def encode_text(text: str) -> Sequence[int]:
+        pieces = _pieces(text, source) if len(text) >= _LONG_PIECE else []
+        if max(map(len, pieces), default=0) < _LONG_PIECE:
+            return list(encoding.encode_ordinary(text))
+        return [number for piece in pieces for number in of_pieces().encode_ordinary(piece)]
 
     return Tokenizer(
-        vocab_size=encoding.n_vocab, end_of_document=_end_of_document(source, special, special), encode=encode
+        name=f"--tokenizer {source.name} with --split-pattern {source.split_pattern!r}",
+        vocab_size=encoding.n_vocab,
+        end_of_document=_end_of_document(source, special, special),
+        encode=lambda texts: [encode_text(text) for text in texts],
     )
+
+
+def _pieces(text: str, source: TokenizerSource) -> list[str]:
+    """What tiktoken would split the text into; nothing if the pattern is one of Rust's alone."""
+    regex = package("regex", source.name)
+    with suppress(regex.error):
+        return [found[0] for found in regex.finditer(source.split_pattern, text)]
+    return []
 
 
 def _ranks(source: TokenizerSource) -> dict[bytes, int]:
@@ -226,17 +391,13 @@ def _ranks(source: TokenizerSource) -> dict[bytes, int]:
     copy under the name of the file, and read that when the file has changed.
     """
     ranks: dict[bytes, int] = {}
-    try:
-        for line in source.content.splitlines():
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except ValueError as error:
-        raise _not_a(".tiktoken file, with a token in base64 and its rank on each line", source, error) from error
+    for line in source.content.splitlines():
+        if line:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or len(set(ranks.values())) < len(ranks):
-        what = f"byte {missing[0]} has no rank" if missing else "tokens share a rank"
-        raise _not_a("complete .tiktoken file", source, ValueError(what))
+        raise ValueError(f"byte {missing[0]} has no rank" if missing else "tokens share a rank")
     return ranks
 
 
@@ -258,12 +419,6 @@ def _end_of_document(source: TokenizerSource, special: Mapping[str, int], ids: M
             f"--tokenizer {source.name} does not say which token ends a document; name it with --end-of-document{some}"
         )
     return next(iter(special.values()))
-
-
-def _not_a(what: str, source: TokenizerSource, error: Exception) -> ValueError:
-    if isinstance(error, PackageMissing):
-        return error
-    return ValueError(f"--tokenizer {source.name}: {source.paths[0]} is no {what}: {error}")
 
 
 class PackageMissing(ValueError):

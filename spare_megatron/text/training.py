@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from spare_megatron.text.tokenizer import package
+from spare_megatron.text.tokenizer import library_errors, package
 
 END_OF_TEXT = "<|endoftext|>"
 LEAST_VOCAB_SIZE = 257
@@ -36,8 +36,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, num_workers: int) -> tuple[
 
     def train() -> None:
         try:
-            tokenizer.train_from_iterator(texts, trainer)
-        except (ValueError, OSError, MemoryError) as error:
+            with library_errors("the tokenizer cannot be trained"):
+                tokenizer.train_from_iterator(texts, trainer)
+        except (ValueError, MemoryError) as error:
             failures.append(error)
 
     thread = threading.Thread(target=train, daemon=True)

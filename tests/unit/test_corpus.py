@@ -355,6 +355,15 @@ def test_what_preprocess_has_noted_is_not_read_again(tmp_path: Path, num_reads: 
     assert len(num_reads) == 1
 
 
+def test_what_an_earlier_version_found_fit_is_read_again(prefix: Path, num_reads: list[str]) -> None:
+    """It did not check all that Megatron asserts."""
+    facts_of(prefix)
+    (kept,) = (prefix.parent / "cache").iterdir()
+    kept.write_text(kept.read_text().replace('"checked"', '"state"'))
+    facts_of(prefix)
+    assert len(num_reads) == 2
+
+
 def test_a_note_of_another_corpus_says_nothing_of_this_one(prefix: Path) -> None:
     facts = facts_of(prefix)
     note = {"tokenizer": "byte", "vocab_size": 256, "digest": "0" * 16, "state": []}

@@ -1,6 +1,7 @@
 """Corpora of every tokenizer, against what the tokenizers' own libraries say of each document."""
 
 import base64
+import errno
 import gzip
 import io
 import json
@@ -9,7 +10,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import IO, Any
 
 import pytest
 import sentencepiece
@@ -23,8 +25,9 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.corpus import judge_corpus, read_corpus
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.text import documents as documents_module
+from spare_megatron.text import tokenizer as tokenizer_module
 from spare_megatron.text.tokenization import tokenizing
-from spare_megatron.text.tokenizer import read_tokenizer
+from spare_megatron.text.tokenizer import build, read_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -155,6 +158,30 @@ def test_tiktoken_gives_the_ids_of_its_library_and_text_never_becomes_a_special_
     assert len(identities) == 3, "the pattern and the special tokens count"
 
 
+@pytest.mark.parametrize(
+    "pattern", [PATTERN, r"\s+(?!\S)|\s+|\S", r"'(?i:[sdmt]|ll)|[^\r\n\p{L}\p{N}]?+\p{L}++|\s++$|\s+(?!\S)|."]
+)
+def test_long_pieces_have_the_ids_that_tiktoken_gives_them(
+    ranks: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose regular expressions overflow their stack in them; here all pieces are long ones."""
+    monkeypatch.setattr(tokenizer_module, "_LONG_PIECE", 1)
+    tokenizer = build(read_tokenizer(f"tiktoken:{ranks}", split_pattern=pattern, special_tokens=["<|endoftext|>=300"]))
+    parsed = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in ranks.read_text().splitlines()}
+    library = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=parsed, special_tokens={"<|endoftext|>": 300})
+    random = Random(39)
+    texts = ["".join(random.choices([" ", "\n", "\t", "ab", "doc", "'s", "\u00e9", "1"], k=30)) for _ in range(200)]
+    assert tokenizer.encode(texts) == [library.encode_ordinary(text) for text in texts]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_million_spaces_are_read_with_tiktoken(lines: Path, ranks: Path, workers: int) -> None:
+    lines.write_bytes(lines_of(["a" + " " * 2**20 + "b"]))
+    words = ["--split-pattern", r" ?\w+|\s+(?!\S)|\s+", "--special-token", "<|endoftext|>=300", "--workers", workers]
+    prefix, _ = preprocess(lines, f"tiktoken:{ranks}", *words)
+    assert documents_of(prefix) == [[ord("a"), *[260] * (2**19 - 1), ord(" "), ord(" "), ord("b"), 300]]
+
+
 def test_the_note_names_the_tokenizer_and_training_refuses_a_smaller_vocabulary(lines: Path, hf: Path) -> None:
     prefix, figures = preprocess(lines, f"hf:{hf}")
     note = json.loads(Path(f"{prefix}.json").read_text())
@@ -202,6 +229,24 @@ def test_compressed_text_that_is_cut_short_or_damaged_is_refused(tmp_path: Path,
     assert f"{tmp_path / name} cannot be decompressed" in refusal(tmp_path / name, "byte")
 
 
+def zstd_frame(text: bytes, window_log: int) -> bytes:
+    """Written by hand (RFC 8878): a header with the window alone, and the text as it is in one block."""
+    block = (len(text) << 3 | 1).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd\0" + bytes([(window_log - 10) << 3]) + block + text
+
+
+def test_every_window_that_zstd_writes_is_read_and_a_larger_one_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    for window_log in (27, 28, 31):
+        path.write_bytes(zstd_frame(lines_of(["one", "two"]), window_log))
+        assert preprocess(path, "byte")[1]["tokens"] == 8
+    path.write_bytes(zstd_frame(lines_of(["one", "two"]), 32))
+    expected = (
+        "requires too much memory for decoding; copy or write it anew with a smaller window, as of zstd --long=27"
+    )
+    assert expected in spare("preprocess", "--input", path, "--json-key", "text", "--output-prefix", path).stderr
+
+
 def test_text_files_and_json_lines_are_read_together(tmp_path: Path, hf: Path) -> None:
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "e.txt").write_text("last")
@@ -229,7 +274,7 @@ def test_lines_without_text_are_counted_and_odd_ones_read(tmp_path: Path) -> Non
         (b'{"text": "a"', "is not JSON"),
         (b'{"text": "\xff"}', "is not JSON"),
         (b'{"text": "\\ud800"}', "has half of a surrogate pair"),
-        (b'{"body": "a", "id": 1}', "has no --json-key text; its keys are body, id"),
+        (b'{"body": "a", "id": 1}', "has no --json-key text; its keys are 'body', 'id'"),
         (b'{"text": ["a"]}', "has list under --json-key text; give the key of a string"),
         (b"[1]", "is not a JSON object"),
     ],
@@ -343,7 +388,7 @@ def test_workers_take_no_more_than_two_batches_each_ahead(lines: Path, monkeypat
     monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
     monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)
     taken = []
-    batches = documents_module.batches_of([lines], frozenset([lines]), "text", frozenset())
+    batches = documents_module.batches_of([lines], {lines: "lines"}, "text", frozenset())
     counted = (taken.append(batch) or batch for batch in batches)
     with tokenizing(counted, read_tokenizer("byte"), 2) as results:
         for number, _ in enumerate(results, 1):
@@ -369,9 +414,51 @@ def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyP
             child.kill()
 
     monkeypatch.setattr(text_progress.TextProgress, "advance", kill)
-    expected = "a worker has ended with exit code -9; if memory was short, lower --workers"
-    assert expected in refusal(lines, "byte", "--workers", 2)
+    expected = "spare preprocess: a worker has ended with exit code -9; if memory was short, lower --workers\n"
+    assert refusal(lines, "byte", "--workers", 2).endswith(expected)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_library_of_a_tokenizer_raises_is_one_line_with_the_document(
+    lines: Path, ranks: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic of Rust is no Exception, and ended workers without a word; the message blamed three options."""
+    monkeypatch.setenv("RUST_BACKTRACE", "0")  # takes seconds to print
+    lines.write_bytes(lines_of(["b", "a" * 60 + "c"]))
+    pattern = "(?:(?!x)a|(?!x)a)+(?=b)|."
+    words = ["--split-pattern", pattern, "--special-token", "<|endoftext|>=300", "--workers", workers]
+    found = refusal(lines, f"tiktoken:{ranks}", *words)
+    expected = f"{lines}, line 2 cannot be encoded by --tokenizer tiktoken:{ranks} with --split-pattern '{pattern}': "
+    assert found.startswith(f"spare preprocess: {expected}")
+    assert found.count("\n") == 1
+    assert "--workers" not in found
+    assert "--output-prefix" not in found
+
+
+def test_the_first_error_of_the_input_is_reported_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    """The damaged file was read ahead of the answer on the bad line."""
+    (tmp_path / "a.jsonl").write_bytes(b"bad\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"damaged")
+    for workers in (1, 2):
+        words = ["--input", tmp_path / "b.jsonl.gz", "--workers", workers]
+        assert f"{tmp_path}/a.jsonl, line 1 is not JSON" in refusal(tmp_path / "a.jsonl", "byte", *words)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_input_that_cannot_be_read_is_not_put_on_the_output(
+    lines: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_decompress = documents_module._decompressed
+
+    def fail(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+        yield from really_decompress(path, file)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(documents_module, "_decompressed", fail)
+    words = ("--input", lines, "--json-key", "text", "--output-prefix", lines.parent / "corpus", "--workers", workers)
+    done = spare("preprocess", *words)
+    assert (done.exit_code, done.stderr) == (2, f"spare preprocess: {lines} cannot be read: Input/output error\n")
 
 
 @pytest.mark.usefixtures("_handlers")

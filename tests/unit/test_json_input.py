@@ -1,0 +1,290 @@
+"""What a file is, by its name and content, and what is read of JSON, against the json module."""
+
+import gzip
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import zstandard
+from typer.testing import CliRunner, Result
+
+from spare_megatron.cli.main import app
+from spare_megatron.text import documents as documents_module
+from spare_megatron.text.documents import Skipped, batches_of, documents_in, json_among
+
+NUM_DRAWN = 2000
+NAMES = ("a.jsonl", "a.ndjson", "a.json", "a.json", "a.txt", "a", "a.md", "a.JSON", "a.jsonl.gz", "a.json.zst", "a.gz")
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
+BLANK = " \t\r\n\ufeff"
+
+
+@pytest.fixture
+def _batches_of_a_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "_BATCH_BYTES", 60)
+    monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 24)
+
+
+def read(path: Path) -> list[str]:
+    """The texts of a file, beside one of JSON lines. ValueError: why it cannot be read."""
+    other = path.with_name("other.jsonl")
+    other.write_text('{"text": "other"}')
+    forms = json_among([path, other], "text")
+    batches = batches_of([path, other], forms, "text", frozenset([path]))
+    found = [document.text for batch in batches for document in documents_in(batch, Skipped(), is_byte_0_text=True)]
+    assert found.pop() == "other"
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- drawn files
+
+
+def drawn_value(random: Random, depth: int = 0) -> Any:
+    scalars = ["text", "", "\u00e9 \u2028", "{[", 1, -2.5e3, 10**5000, True, None, float("nan")]
+    if depth > 2 or random.random() < 0.6:
+        return random.choice(scalars)
+    items = [drawn_value(random, depth + 1) for _ in range(random.randrange(3))]
+    return items if random.random() < 0.5 else {random.choice(["a", "text"]): item for item in items}
+
+
+def drawn_object(random: Random) -> str:
+    fields = [(random.choice(["id", "more"]), drawn_value(random)) for _ in range(random.randrange(3))]
+    fields += [("text", random.choice(["one", "two \u4e2d\n", 'a "quote" \\', "\U0001f600", ""]))]
+    if random.random() < 0.05:
+        fields += [("text", "the last of two counts")]
+    random.shuffle(fields)
+    if random.random() < 0.02:
+        fields = [("text", random.choice([None, ["one"], "\ud800"])), ("no text", 1)][random.randrange(2) :]
+    dump = {"ensure_ascii": random.random() < 0.5 or any(value == "\ud800" for _, value in fields)}
+    text = ", ".join(f"{json.dumps(key)}: {json.dumps(value, **dump)}" for key, value in fields)
+    if random.random() < 0.03:
+        deep = random.choice((900, 960, 1000, 3000))
+        text += f', "deep": {"[" * deep}{"]" * (deep - (random.random() < 0.2))}'
+    return f"{{{text}}}"
+
+
+def pretty(text: str) -> str:
+    return text.replace(", ", ",\n  ").replace("{", "{\n", 1)
+
+
+def drawn_content(random: Random) -> bytes:
+    objects = [drawn_object(random) for _ in range(random.randrange(1, 5))]
+    content = random.choice(
+        [
+            "\n".join(objects),
+            "\n".join(objects) + "\n",
+            "\r\n".join(objects) + "\r\n",
+            f"[{', '.join(objects)}]",
+            "[\n" + ",\n".join(map(pretty, objects)) + "\n]\n",
+            pretty(objects[0]),
+            "\n".join(map(pretty, objects)),
+            random.choice(
+                ["[1]\n[2]", "[]", "{}", "[section]\nkey = 1\n", "text\n", "", "\n \n", "3", '"text"', "{'a': 1}"]
+            ),
+        ]
+    )
+    if random.random() < 0.2:
+        content = random.choice(["\n", " \n\r\n", "\ufeff", "text\n", "{'text': 'one'}\n"]) + content
+    if random.random() < 0.1:
+        content += random.choice([",", "\n\n", "text", "\n[", "]", '\n{"text": 1}', '\n{"text": "last"}'])
+    encoded = content.encode(random.choice(["utf-16", "utf-16-le", "utf-32"]) if random.random() < 0.03 else "utf-8")
+    if random.random() < 0.15:
+        place = random.randrange(len(encoded) + 1)
+        encoded = encoded[:place] + random.choice([b"", b"\0", b"\xff", b",", b"\n", b'"']) + encoded[place + 1 :]
+    return encoded
+
+
+# ------------------------------------------------------------------------------------------------------------ oracle
+
+
+def field(value: Any) -> str:
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise ValueError(f"no text in {value}")
+    return str(value["text"].encode().decode())
+
+
+def is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line.removeprefix("\ufeff")), dict)
+    except ValueError:
+        return False
+
+
+def expected(path: Path, content: bytes) -> list[str]:
+    """By the json module. ValueError: it is not what it should be."""
+    name = next((part for part in path.suffixes[::-1] if part not in COMPRESS), "").lower()
+    is_named = name in (".jsonl", ".ndjson", ".json")
+    text = content.decode()
+    lines = [line for line in text.split("\n") if line.strip(BLANK)]
+    if name in (".jsonl", ".ndjson") or (lines and is_object(lines[0])) or (is_named and not lines):
+        return [found for line in lines if (found := field(json.loads(line.removeprefix("\ufeff"))))]
+    try:
+        value = json.loads(text.removeprefix("\ufeff"))
+    except ValueError:
+        if is_named:
+            raise
+        value = None
+    if is_named or isinstance(value, list | dict):
+        return [found for item in (value if isinstance(value, list) else [value]) if (found := field(item))]
+    if path.suffix in COMPRESS or "\0" in text:
+        raise ValueError("no text")
+    return [text] if text else []
+
+
+@pytest.fixture
+def _boundless_json() -> Iterator[None]:
+    before = sys.getrecursionlimit(), sys.get_int_max_str_digits()
+    yield
+    sys.setrecursionlimit(before[0])
+    sys.set_int_max_str_digits(before[1])
+
+
+@pytest.mark.usefixtures("_boundless_json", "_batches_of_a_few_bytes")
+def test_drawn_files_are_read_as_by_the_json_module_or_refused_by_name(tmp_path: Path) -> None:
+    random = Random(39)
+    found: Counter[str] = Counter()
+    limits = sys.getrecursionlimit(), sys.get_int_max_str_digits()
+    for number in range(NUM_DRAWN):
+        (tmp_path / str(number)).mkdir()
+        path = tmp_path / str(number) / random.choice(NAMES)
+        sys.setrecursionlimit(20_000)
+        sys.set_int_max_str_digits(0)
+        content = drawn_content(random)
+        try:
+            texts = expected(path, content)
+        except ValueError:
+            texts = None
+        sys.setrecursionlimit(limits[0])
+        sys.set_int_max_str_digits(limits[1])
+        path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
+        try:
+            ours = read(path)
+        except ValueError as error:
+            ours, refusal = None, str(error)
+        assert ours == texts, (path.name, content)
+        if ours is None:
+            where = ", (line|item) \\d+ " if ".js" in path.name.lower() else "( |, (line|item) )"
+            assert re.search(re.escape(str(path)) + where, refusal), refusal
+            assert "\n" not in refusal
+        found["refused" if ours is None else "text" if ours and ours[0].encode() == content else "json"] += 1
+    assert min(found[kind] for kind in ("refused", "json", "text")) > NUM_DRAWN // 20, found
+
+
+# -------------------------------------------------------------------------------------------------- on the command line
+
+LINES = '{"text": "one"}\n{"text": "two"}\n'
+
+
+def preprocess(folder: Path, *arguments: object) -> Result:
+    words = ["preprocess", "--output-prefix", folder / "out" / "corpus", "--overwrite", *arguments]
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "documents"),
+    [
+        ("a.json", '[{"text": "one"}, {"text": "two"}]', 2),
+        ("a.json", '[\n {\n  "text": "one"\n },\n {\n  "text": "two"\n }\n]\n', 2),
+        ("a.json", '{\n "text": "one"\n}', 1),
+        ("a.json", "\n" + LINES, 2),
+        ("a.json", "\ufeff" + LINES, 2),
+        ("a.jsonl", LINES.replace("\n", "\r\n\r\n"), 2),
+        ("part-00000", LINES, 2),
+        ("a.txt", LINES, 2),
+        ("a.txt", '[{"text": "one"}]', 1),
+        ("a.txt", "[section]\nkey = 1", 1),
+    ],
+)
+def test_a_file_is_what_its_name_and_content_say(tmp_path: Path, name: str, content: str, documents: int) -> None:
+    """The source of all of these but lines became one document, in spite of the key."""
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / name).write_bytes(content.encode())
+    inputs = ["--input", tmp_path / name, "--input", tmp_path / "b.jsonl"]
+    done = preprocess(tmp_path, *inputs, "--json-key", "text", "--json")
+    assert done.exit_code == 0, done.output
+    is_text = content.startswith("[s")
+    expected = len(content) if is_text else 3 * documents
+    assert (json.loads(done.stdout)["documents"], json.loads(done.stdout)["bytes"]) == (documents + 1, expected + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.json", "{'text': 'one'}\n" + LINES, ", line 1 is not JSON: Expecting property name"),
+        ("a.json", LINES + "text\n", ", line 3 is not JSON: Expecting value"),
+        ("a.json", '{"text": "one"},\n{"text": "two"},\n', ", line 1 is not JSON: Extra data"),
+        ("a.json", '[{"text": "one"},\n {"text": "two"},\n]', ", line 3 is not JSON: Expecting value"),
+        (
+            "a.json",
+            '{\n "text": "one"\n}\n{\n "text": "two"\n}\n',
+            ", line 4 is not JSON: Extra data; repair it, or write",
+        ),
+        ("a.json", '[{"text": "one"}, {"body": "two"}]', ", item 2 has no --json-key text; its keys are 'body'"),
+        ("a.json", '["one"]', ", item 1 is not a JSON object"),
+        ("a.json", "3", ", item 1 is not a JSON object"),
+        ("a.jsonl", '[{"text": "one"}]', ", line 1 is not a JSON object"),
+        ("a.jsonl", LINES + '{"text": "a", "more": "\udcff"}', ", line 3 is not JSON: 'utf-8' codec"),
+        ("a.json.xz", LINES, ": only .gz and .zst are decompressed"),
+        ("a.txt", "text", " hold no JSON"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_file_and_line(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    done = preprocess(tmp_path, "--input", tmp_path / name, "--json-key", "text")
+    assert done.exit_code == 2, done.output
+    expected = (
+        f"--json-key text: no JSON in {tmp_path}/a.txt; leave" if name == "a.txt" else f"{tmp_path}/{name}{reason}"
+    )
+    assert expected in done.stderr
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_json_value_too_long_to_be_read_as_a_whole_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents_module, "_MOST_VALUE_BYTES", 40)
+    for name in ("a.json", "a"):
+        (tmp_path / name).write_text(json.dumps([{"text": "one"}] * 5))
+        done = preprocess(tmp_path, "--input", tmp_path / name, "--json-key", "text")
+        assert done.exit_code == 2
+        assert f"{tmp_path}/{name} is one JSON value of more than 0 MiB; write each document as a JSON" in done.stderr
+
+
+def test_without_a_key_lines_of_json_are_refused_and_other_json_is_text(tmp_path: Path) -> None:
+    for number, content in enumerate([LINES, "\n" + LINES, "{'text': 'one'}\n" + LINES]):
+        (tmp_path / f"{number}.json").write_text(content)
+        done = preprocess(tmp_path, "--input", tmp_path / f"{number}.json")
+        assert f"{number}.json: each line is a document, but the key of its text is not given" in done.stderr
+    (tmp_path / "a.json").write_text('[{"text": "one"}]')
+    assert "1 documents, 18 tokens, 17 bytes" in preprocess(tmp_path, "--input", tmp_path / "a.json").stdout
+
+
+@pytest.mark.parametrize("depth", [100, 1000, 30_000])
+def test_json_is_read_however_deep_it_is_nested_and_by_any_number_of_workers(tmp_path: Path, depth: int) -> None:
+    """From about 950 levels on the parsers raised RecursionError, sooner where a worker called them."""
+    nested = "[" * depth + "]" * depth
+    lines = tmp_path / "a.jsonl"
+    for content, expected in {
+        f'{{"text": "one", "more": {nested}}}': "1 documents, 4 tokens",
+        f'{{"text": {nested}}}': f"{lines}, line 1 has list under --json-key text",
+        nested: f"{lines}, line 1 is not a JSON object",
+        f'{{"text": "one", "more": {nested}]}}': f"{lines}, line 1 is not JSON",
+        f'{{"text": "one", "more": {nested[1:]}}}': f"{lines}, line 1 is not JSON",
+        f'{{"text": "one", "more": {nested[:-1]}}}': f"{lines}, line 1 is not JSON",
+    }.items():
+        lines.write_text(content)
+        for workers in (1, 2) if depth == 1000 else (1,):
+            done = preprocess(tmp_path, "--input", lines, "--json-key", "text", "--workers", workers)
+            assert expected in done.output
+            assert done.exit_code == (0 if "tokens" in expected else 2)
+    array = tmp_path / "a.json"
+    array.write_text(f'[{{"text": "one", "more":\n {nested}}},\n {{"text": "two"}}]')
+    assert "2 documents, 8 tokens" in preprocess(tmp_path, "--input", array, "--json-key", "text").stdout
+    array.write_text(f'[{{"text": "one"}},\n {{"text": "two", "more": {nested[:-1]}, 1}}]')
+    done = preprocess(tmp_path, "--input", array, "--json-key", "text")
+    assert f"{array}, line 2 is not JSON" in done.stderr

@@ -40,6 +40,7 @@ ADVICE = {
     "hash_order": "sort what comes from a set or from hash() before it has an effect",
     "position": "let nothing that earlier microbatches left behind, such as a count of them, enter the loss; return "
     "sum and count, which the run divides once all groups are added",
+    "mask": "use each mask that the settings ask for in every microbatch and stage, also in evaluations",
     "raises": "correct what the traceback shows",
 }
 
@@ -91,7 +92,6 @@ def check_program(
 def _alone(config: "RunConfig") -> "RunConfig":
     """The configuration of a trial: groups of one rank on a CPU, whose gradients are not rounded."""
     from spare_megatron.config import schema
-    from spare_megatron.config.schema_data import EvalConfig
 
     layout = schema.LayoutConfig(num_groups=config.layout.num_groups)
     return dataclasses.replace(
@@ -99,7 +99,6 @@ def _alone(config: "RunConfig") -> "RunConfig":
         layout=layout,
         optimizer=dataclasses.replace(config.optimizer, sharding="replicated"),
         reduce=dataclasses.replace(config.reduce, mode="fast"),
-        eval=EvalConfig(),
         checkpoint=schema.CheckpointConfig(),
         snapshot=schema.SnapshotConfig(),
         faults=schema.FaultsConfig(),
@@ -156,8 +155,13 @@ def _observed(process: "subprocess.Popen[str]", num_programs: int) -> list[dict[
 
 
 def findings_of(trials: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What the trials of a program show, the most direct evidence first; empty for a program that breaks no rule."""
+    """What the trials of a program show, the most direct evidence first; empty for a program that breaks no rule.
+
+    ValueError: its samples are not what the settings need.
+    """
     for trial in trials:
+        if "refused" in trial:
+            raise ValueError(trial["refused"])
         if "error" in trial:
             return [Finding(rule="raises", where="program", what=trial["error"])]
     direct = dict.fromkeys(tuple(fault) for trial in trials for fault in trial["faults"])

@@ -33,21 +33,22 @@ def load_runnable(
     overrides: Sequence[str],
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
 ) -> "RunConfig":
-    """Loads a configuration that can run on this machine, and prints its warnings; makes the demo's corpus if it alone
-    is missing. `restrict` removes what the command does not run, before validation. Raises ValueError with every reason
-    if it cannot run.
+    """Loads a configuration that can run on this machine, as `resolved` returns it, and prints its warnings. Makes the
+    demo's corpus if it alone is missing. `restrict` removes what the command does not run, before validation. Raises
+    ValueError with every reason if it cannot run.
     """
-    from spare_megatron.config.program import resolved_program
     from spare_megatron.config.validate import warnings
+    from spare_megatron.driver.run import resolved
 
     look = partial(this_machine, command)
     config, _ = load_without_problems(path, overrides, look, restrict=restrict)
     if is_to_be_made(config.data):
         make_demo_corpus(command)
         config, _ = load_without_problems(path, overrides, look, restrict=restrict)
-    for text in warnings(config, look(config)):
+    machine = look(config)
+    for text in warnings(config, machine):
         typer.echo(f"spare {command}: warning: {text}", err=True)
-    return dataclasses.replace(config, program=resolved_program(config.program))
+    return resolved(config, machine)
 
 
 def this_machine(command: str, config: "RunConfig") -> "Machine":

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
+from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model_fields import contradictions
 from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_training import COUNTED_WITH
 
 INCLUDE = "include"
 

@@ -10,6 +10,7 @@ from spare_megatron.config.audits import audit_problems
 from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
+from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
 from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
@@ -24,14 +25,12 @@ from spare_megatron.config.validate_cluster import (
     store_problems,
     store_warnings,
 )
+from spare_megatron.config.validate_experts import expert_problems
 from spare_megatron.config.validate_faults import fault_problems, rate_problems
 from spare_megatron.config.validate_training import (
-    ON_GPUS_ALONE,
     data_problems,
-    fields_set,
     lane_problems,
     lane_warnings,
-    megatron_problems,
     memory_problems,
     metrics_problems,
     optimizer_problems,
@@ -111,7 +110,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_timeouts(config),
         *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
         *launcher_problems(config),
-        *megatron_problems(config),
+        *field_problems(config),
+        *expert_problems(config),
         *fault_problems(config),
         *rate_problems(config),
         *checkpoint_problems(config),
@@ -142,6 +142,7 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
     return [
         *_oversubscribed(config, machine),
         *_weak_redundancy(config),
+        *field_warnings(config),
         *lane_warnings(config),
         *store_warnings(config.control),
         *snapshot_warnings(config),

@@ -1,11 +1,10 @@
-"""Problems of corpus, `[megatron]` fields, memory, metrics and optimizer."""
+"""Problems of corpus, memory, metrics and optimizer."""
 
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from spare_megatron.config.building import describe_kind
 from spare_megatron.config.corpus import HELD_OUT, CorpusFacts, is_same_corpus, named_set, validation_names
 from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.parameter_rules import rule_problems
@@ -13,7 +12,6 @@ from spare_megatron.config.rank_memory import rank_memory
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib
-from spare_megatron.config.validate_experts import expert_problems
 
 INDEX_BYTES_PER_SAMPLE = 12
 """Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
@@ -37,6 +35,11 @@ def data_problems(
             yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
         elif data.split or data.validation:
             yield "data.split and data.validation divide corpora, and data.corpus is empty; set it, or remove them"
+        elif data.reset_attention_mask and data.end_of_document is None:
+            yield (
+                "data.reset_attention_mask=true needs the token that ends a document, and there is no note of a corpus "
+                "that names it; set data.end_of_document to the id of that token"
+            )
     elif corpus_failure:
         yield corpus_failure
     elif not has_corpus:
@@ -155,150 +158,6 @@ def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
             yield (
                 f"{name} is {facts.identity!r}, not identity={one.identity!r}; use that corpus, or clear its identity"
             )
-
-
-OURS_IN_MEGATRON_WORDS = {
-    "num_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "ffn_hidden_size": "model.ffn_hidden_size",
-    "num_moe_experts": "model.num_experts",
-    "moe_router_topk": "model.experts_per_token",
-    "moe_ffn_hidden_size": "model.expert_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size": "model.shared_expert_ffn_hidden_size",
-    "moe_layer_freq": "model.num_dense_layers",
-    "num_attention_heads": "model.num_attention_heads",
-    "hidden_dropout": "model.hidden_dropout",
-    "attention_dropout": "model.attention_dropout",
-    "seq_length": "model.seq_length",
-    "bf16": "model.precision",
-    "fp16": "model.precision",
-    "params_dtype": "model.precision",
-    "pipeline_dtype": "model.precision",
-    "autocast_dtype": "model.precision",
-    "transformer_impl": "model.transformer_impl",
-    "tensor_model_parallel_size": "layout.tensor_parallel",
-    "context_parallel_size": "layout.context_parallel",
-    "expert_model_parallel_size": "layout.expert_parallel",
-    "expert_tensor_parallel_size": "layout.tensor_parallel",
-    "pipeline_model_parallel_size": "layout.pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
-    "micro_batch_size": "train.micro_batch_size",
-}
-"""Megatron fields that follow from our settings, and those settings."""
-
-
-FIXED_IN_MEGATRON = {
-    "calculate_per_token_loss": "gradients are always summed over tokens and scaled once, after the reduction",
-    "finalize_model_grads_func": "gradients are finished after the commit, not inside the schedule",
-    "grad_sync_func": "groups reduce after the schedule, not inside it",
-    "no_sync_func": "groups reduce after the schedule, not inside it",
-    "param_sync_func": "parameters are never sharded over groups",
-    "grad_scale_func": "gradients are scaled once, after the reduction",
-    "optimizer": (
-        "Adam is the only optimizer; in megatron-core 0.16.1 Muon needs a package that PyPI does not have and "
-        "Megatron's global process groups, and state partitions would cut the matrices that it orthogonalizes"
-    ),
-}
-"""Megatron fields that masking losses depends on, and why they cannot be set."""
-
-
-OF_TRANSFORMER_ENGINE = (
-    "cpu_offloading",
-    "fp4",
-    "fp8",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "softmax_type",
-    "window_attn_skip_freq",
-)
-"""Megatron fields that only transformer-engine layers use; other layers silently ignore most of them."""
-
-
-NOT_OF_TORCH_NORMS = (
-    "layernorm_zero_centered_gamma",
-    "memory_efficient_layer_norm",
-    "persist_layer_norm",
-    "sequence_parallel",
-)
-"""Megatron fields that need the norms of transformer-engine or apex; a norm of torch refuses them without a reason."""
-
-
-ON_GPUS_ALONE = (
-    *OF_TRANSFORMER_ENGINE,
-    *NOT_OF_TORCH_NORMS,
-    "fused_single_qkv_rope",
-    "gradient_accumulation_fusion",
-    "recompute_granularity",
-)
-"""Megatron fields with which ranks on CPUs cannot be built or cannot compute."""
-
-
-_STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
-"""Values of Megatron's `fp8_recipe` that scale a tensor by its own values."""
-
-_REFUSED_IN_FP8 = {
-    "fp8_dot_product_attention": "with every recipe it scales attention scores by those of earlier microbatches",
-    "fp8_multi_head_attention": "with every recipe it scales attention scores by those of earlier microbatches",
-    "fp8_param": "groups and checkpoints copy parameters in bf16 or fp32",
-    "fp4_param": "groups and checkpoints copy parameters in bf16 or fp32",
-}
-
-
-COUNTED_WITH: dict[str, type] = {
-    "add_bias_linear": bool,
-    "add_qkv_bias": bool,
-    "attention_output_gate": bool,
-    "batch_p2p_comm": bool,
-    "gated_linear_unit": bool,
-    "kv_channels": int,
-    "moe_shared_expert_gate": bool,
-    "normalization": str,
-    "num_query_groups": int,
-    "qk_layernorm": bool,
-    "recompute_granularity": str,
-    "sequence_parallel": bool,
-}
-"""Types of the Megatron fields that limits, sizes and memory are computed from, without Megatron loaded."""
-
-
-def megatron_problems(config: RunConfig) -> Iterator[str]:
-    for key, value in config.megatron.items():
-        if key in OURS_IN_MEGATRON_WORDS:
-            yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
-        elif key in FIXED_IN_MEGATRON:
-            yield f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it"
-        elif type(value) is not COUNTED_WITH.get(key, type(value)):
-            yield f"megatron.{key}={value!r} must be {describe_kind(COUNTED_WITH[key])}; change it"
-        elif COUNTED_WITH.get(key) is int and isinstance(value, int) and value < 1:
-            yield f"megatron.{key}={value} must be at least 1; raise it"
-    yield from _fp8_problems(config)
-    yield from expert_problems(config)
-
-
-def _fp8_problems(config: RunConfig) -> Iterator[str]:
-    megatron = config.megatron
-    for key, reason in _REFUSED_IN_FP8.items():
-        if megatron.get(key):
-            yield f"megatron.{key}={megatron[key]} cannot be had: {reason}; remove it"
-    recipe = megatron.get("fp8_recipe", "delayed")
-    if not megatron.get("fp8") or recipe in _STATELESS_RECIPES:
-        return
-    what = f"megatron.fp8_recipe={recipe}{'' if 'fp8_recipe' in megatron else ', the default,'}"
-    remedy = "set megatron.fp8_recipe to tensorwise, blockwise or mxfp8"
-    if recipe == "delayed":
-        # It would also take maxima over all pipeline stages of a group, which come to them at different times.
-        yield f"{what} scales by values of earlier microbatches, which no other group and no checkpoint has; {remedy}"
-    else:
-        yield f"{what} may keep values of earlier microbatches; {remedy}"
-
-
-def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
-    """Those of the named Megatron fields that are switched on, as a user writes them."""
-    for name in names:
-        value = config.megatron.get(name)
-        if value not in (None, False, "vanilla"):
-            yield f"megatron.{name}={'true' if value is True else value}"
 
 
 def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:

@@ -82,19 +82,21 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
         import torch
 
         from spare_megatron.comm.nccl import check_nccl
-        from spare_megatron.mcore.data import Corpus, prepare_index
+        from spare_megatron.mcore.data import prepare_index
         from spare_megatron.mcore.model import kernels_of, layer_spec
         from spare_megatron.mcore.program import program_of
+        from spare_megatron.mcore.program_check import check_program
         from spare_megatron.mcore.transformer import transformer_config
 
         device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
         if device.type == "cuda" and torch.version.cuda is not None:  # else there is no NCCL either
             check_nccl()
         layer_spec(config, transformer_config(config, device), device)
+        kernels = kernels_of(config, device)
         prepare_index(config)
         if config.program.file:
-            Corpus(config, program_of(config).datasets_provider(config)).digest()
-        reports.send(kernels_of(config, device))
+            check_program(config, program_of(config))  # last, as it installs what ranks on CPUs need
+        reports.send(kernels)
     except (ValueError, OSError, ImportError) as error:
         reports.send(str(error))
     except Exception:  # noqa: BLE001  (any error is reported to the user)

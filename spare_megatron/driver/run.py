@@ -109,7 +109,7 @@ def start_run(
         KeyboardInterrupt: After all processes have ended and the summary is written.
     """
     machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
-    config = _resolved(config, machine)
+    config = resolved(config, machine)
     _check_empty(run_dir)
     if config.control.store == "etcd":
         check_files_for_etcd(config.control, os.environ)
@@ -131,7 +131,7 @@ def start_run(
         return _run(config, run_dir, on_event, faults, make_driver, on_step)
 
 
-def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
+def resolved(config: RunConfig, machine: Machine) -> RunConfig:
     """The configuration with this machine's device, what follows from that, the corpus and the program. Raises
     ValueError if one of these cannot be used.
     """

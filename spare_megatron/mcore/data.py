@@ -34,6 +34,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch, sequences_before, step_of
 from spare_megatron.mcore.attention import document_mask
+from spare_megatron.mcore.batches import stacked
 
 
 class _Vocabulary:
@@ -356,9 +357,14 @@ class IndexedCorpora(_Blend):
 class Corpus:
     """The training samples of a run, addressed by the sequences consumed before them."""
 
-    def __init__(self, config: RunConfig, dataset: Dataset | None = None) -> None:
-        """Reads `dataset`, by default the corpora of the settings. Raises ValueError as `corpus_dataset` does."""
+    def __init__(
+        self, config: RunConfig, dataset: Dataset | None = None, needed: Mapping[str, str] | None = None
+    ) -> None:
+        """Reads `dataset`, by default the corpora of the settings, whose samples have the keys `needed`. Raises
+        ValueError as `corpus_dataset` does.
+        """
         self._samples = dataset or corpus_dataset(config)
+        self._config, self._needed = config, needed or {}
         self._num_shards = config.layout.num_groups
         self._ramp = config.spare.ramp
         self._micro_batch_size = config.train.micro_batch_size
@@ -367,10 +373,13 @@ class Corpus:
         self._num_steps = config.train.steps
 
     def microbatch(self, step: int, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of a step's microbatch with this linear number by name, each [micro_batch_size, ...]."""
+        """The tensors of a step's microbatch with this linear number by name, each [micro_batch_size, ...].
+
+        Raises BadSample as `stacked` does.
+        """
         first = self.first_sample(step, number)
         samples = [self._samples[first + place] for place in range(self._micro_batch_size)]
-        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        return stacked(samples, self._config, self._needed)
 
     def digest(self) -> str:
         """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.

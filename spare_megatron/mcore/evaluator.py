@@ -156,7 +156,7 @@ class Evaluator:
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
-        output, terms = self._program.forward_step(self._batch(chunk, item.microbatch), chunk.module, context)
+        output, terms = self._program.forward(self._batch(chunk, item.microbatch), chunk.module, context)
         if chunk.is_last:
             output = self._add(item, terms)
         return output, lambda loss: (loss, self._no_tokens, {})

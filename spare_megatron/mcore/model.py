@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
+from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_training import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.experts import initialize_experts, prepare_experts

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spare_megatron.config.program import LOSS_TERMS, LossTerm, import_program
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.data import Dataset, corpus_dataset
+from spare_megatron.mcore.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read
+from spare_megatron.mcore.data import Corpus, Dataset, corpus_dataset
 from spare_megatron.mcore.model import ModelProvider, gpt_model
 from spare_megatron.mcore.pipeline import summed_loss
 
@@ -21,7 +22,8 @@ LOSS = "loss"
 """The term of the loss that every program has, whose count divides the gradient."""
 
 Batch = Mapping[str, Tensor]
-"""Tensors of a microbatch by name, each [micro_batch_size, ...]; empty between the ends of a pipeline."""
+"""Tensors of a microbatch by name, each [micro_batch_size, ...]; between the ends of a pipeline empty, unless
+`data.reset_attention_mask` is set."""
 
 Terms = Mapping[str, tuple[Tensor, Tensor | int | None]]
 """Sum and count of each term of the loss; the count None stands for all tokens of the microbatch."""
@@ -54,12 +56,31 @@ DatasetsProvider = Callable[[RunConfig], Dataset]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The roles of a run. `loss_terms` declares the terms beside `LOSS`, in the order of their sums."""
+    """The roles of a run, of which a file defines `own`. `loss_terms` declares the terms beside `LOSS`, in the order of
+    their sums.
+    """
 
     model_provider: ModelProvider
     forward_step: ForwardStep
     datasets_provider: DatasetsProvider
     loss_terms: Mapping[str, LossTerm]
+    own: frozenset[str] = frozenset()
+
+    def corpus(self, config: RunConfig) -> Corpus:
+        """The training samples of a run. Raises ValueError as `datasets_provider` does."""
+        needed = keys_needed(config, has_own_forward_step="forward_step" in self.own)
+        return Corpus(config, self.datasets_provider(config), needed)
+
+    def forward(self, batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
+        """Calls `forward_step`. Raises UnreadMask if it has not read a mask that the settings ask for."""
+        masks = masks_to_read(context.config.data, pre_process=context.pre_process, post_process=context.post_process)
+        if not masks:
+            return self.forward_step(batch, model, context)
+        recorded = RecordedBatch(batch)
+        result = self.forward_step(recorded, model, context)
+        if unread := {key: setting for key, setting in masks.items() if key not in recorded.read}:
+            raise UnreadMask("forward_step", "read", unread)
+        return result
 
 
 def gpt_forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
@@ -80,4 +101,4 @@ def program_of(config: RunConfig) -> Program:
         "datasets_provider": corpus_dataset,
         LOSS_TERMS: {},
     }
-    return Program(**{**defaults, **roles})
+    return Program(**{**defaults, **roles}, own=frozenset(roles) - {LOSS_TERMS})

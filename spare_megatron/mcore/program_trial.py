@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.batches import BadSample, UnreadMask
 from spare_megatron.mcore.data import Dataset, prepare_index
 from spare_megatron.mcore.program import Batch, Program, StepContext, Terms, program_of
+from spare_megatron.mcore.program_check import check_program
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -164,8 +166,9 @@ def _watched(program: Program, observer: _Observer) -> Program:
 def observe(config: RunConfig) -> dict[str, Any]:
     """What a program did: its faults, and per microbatch the digests of samples and gradients of each of two passes."""
     prepare_index(config)
+    program = program_of(config)
     observer = _Observer()
-    trainer = GroupTrainer(config, _CPU, program=_watched(program_of(config), observer))
+    trainer = GroupTrainer(config, _CPU, program=_watched(program, observer))
     groups = trainer.process_groups
     observer.allowed = {groups.tp.group_name}  # with one rank all of them are one
     across = dist.new_group([0])
@@ -174,13 +177,11 @@ def observe(config: RunConfig) -> dict[str, Any]:
     parallel_state._DATA_PARALLEL_GROUP = parallel_state._DATA_PARALLEL_GROUP_WITH_CP = across
     work = work_of(config)
     built = _digest_of((named.name, named.parameter) for named in trainer.parameters_named())
-    return {
-        "parameters": built,
-        "passes": [
-            dict(_computed(trainer, observer, step, one) for step, one in order) for order in (work, work[::-1])
-        ],
-        "faults": observer.faults,
-    }
+    passes = [dict(_computed(trainer, observer, step, one) for step, one in order) for order in (work, work[::-1])]
+    if config.eval.every_steps:
+        trainer.evaluator.compute([Microbatch(ShardId(0), 0)])
+    check_program(config, program)  # last: what the program keeps of it has no values
+    return {"parameters": built, "passes": passes, "faults": observer.faults}
 
 
 def _computed(
@@ -203,6 +204,10 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             found = observe(load_run_config(Path(path)).config)
+        except BadSample as error:
+            found = {"refused": str(error)}
+        except UnreadMask as error:
+            found = {"faults": [("mask", error.role, str(error))], "parameters": "", "passes": [{}, {}]}
         except Exception:  # noqa: BLE001  (any error of the program is reported)
             found = {"error": traceback.format_exc()}
         finally:

@@ -19,7 +19,7 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
-from spare_megatron.mcore.data import Corpus, on_device
+from spare_megatron.mcore.data import on_device
 from spare_megatron.mcore.digests import TensorsDigest
 from spare_megatron.mcore.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.evaluator import Evaluator
@@ -123,7 +123,7 @@ class GroupTrainer:
         self._optimizer = self.stacked or self._own_optimizer()
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
-        self.corpus = Corpus(config, self._program.datasets_provider(config))
+        self.corpus = self._program.corpus(config)
         self._evaluator = self._make_evaluator() if config.eval.every_steps else None
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
@@ -420,7 +420,7 @@ class GroupTrainer:
             post_process=chunk.is_last,
         )
         with self.gradients.experts.counting() if item.is_counted else nullcontext():
-            output, terms = self._program.forward_step(batch, chunk.module, context)
+            output, terms = self._program.forward(batch, chunk.module, context)
         if chunk.is_last:
             output = self._loss(terms, item)
         self.passes.on_forward(chunk, item, output)

@@ -14,10 +14,11 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.building import nearest
+from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_experts import expert_problems
-from spare_megatron.config.validate_training import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
+from spare_megatron.mcore.versions import installed_version
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -68,41 +69,6 @@ def in_words(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(member.name for member in kind)}"
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-_UNSAFE = {
-    "mtp_num_layers": "the gradient of the embedding copies is not reduced over groups",
-    "overlap_moe_expert_parallel_comm": "it runs a schedule that was not checked here",
-    "hybrid_context_parallel": "it runs a schedule that was not checked here",
-    "num_microbatches_with_partial_activation_checkpoints": "a patch has another number of microbatches",
-    "defer_embedding_wgrad_compute": "it finishes gradients at the end of a schedule, and a patch is a second one",
-    "delay_wgrad_compute": "it finishes gradients outside the backward pass",
-    "pipeline_model_parallel_layout": "stages hold equally many layers here, as layout.pipeline_parallel says",
-    "enable_cuda_graph": "a patch has another number of microbatches than the graph of a step",
-    "external_cuda_graph": "a patch has another number of microbatches than the graph of a step",
-    "cuda_graph_impl": "a patch has another number of microbatches than the graph of a step",
-    "multi_latent_attention": "its sizes are in a configuration of its own, which is not built here",
-    "heterogeneous_block_specs": "its layers are in a configuration of its own, which is not built here",
-    "experimental_attention_variant": "layers have Megatron's usual attention here, and it would be passed over",
-    "linear_attention_freq": "layers have Megatron's usual attention here, and it would be passed over",
-    "qk_l2_norm": "layers have no such norm here, and it would be passed over",
-    "qk_clip": "Megatron's own training loop clips, and it would be passed over",
-    "apply_residual_connection_post_layernorm": "megatron-core passes it over",
-    "config_logger_dir": "it asks for process groups of Megatron's global state, which are not there",
-}
-"""Megatron fields that would silently train something else or end every rank, with the reason."""
-
-_IRREPRODUCIBLE = {
-    "gradient_accumulation_fusion": "the kernel adds to the sum, and hides the gradient of a single microbatch",
-    "cross_entropy_loss_fusion": "Megatron does not count it among its deterministic kernels",
-    "tp_comm_overlap": "Megatron does not count it among its deterministic kernels",
-    "moe_permute_fusion": "Megatron does not count it among its deterministic kernels",
-    "moe_router_fusion": "Megatron does not count it among its deterministic kernels",
-    "fp4": "gradients are rounded at random",
-}
-"""Megatron fields whose results depend on more than the microbatch, with the reason."""
-
-_OFF = (None, False, 0, "", "none")
 
 
 def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
@@ -166,24 +132,14 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 def _refuse(config: RunConfig) -> None:
     """Raises ValueError with the field and the reason if `[megatron]` or the schedule is not supported."""
-    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
-    for key, value in config.megatron.items():
-        if key not in known:
-            near = nearest(key, known)
-            hint = f"; did you mean {near}?" if near else ", and none is near; remove it"
-            raise ValueError(f"megatron.{key} is no field of megatron-core's TransformerConfig{hint}")
-        if key in OURS_IN_MEGATRON_WORDS:
-            raise ValueError(f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead")
-        if key in FIXED_IN_MEGATRON:
-            raise ValueError(f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it")
-        if key in _UNSAFE and value not in _OFF:
-            raise ValueError(f"megatron.{key}={value} cannot be had: {_UNSAFE[key]}; remove it")
-    _refuse_combinations(config)
-    for problem in expert_problems(config):
+    for problem in (*field_problems(config), *expert_problems(config)):
         raise ValueError(problem)
-
-
-def _refuse_combinations(config: RunConfig) -> None:
+    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
+    for key in config.megatron:
+        if key not in known:
+            raise ValueError(
+                f"megatron.{key} is no field of megatron-core {installed_version('megatron-core')}; remove it"
+            )
     layout = config.layout
     if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
         raise ValueError(
@@ -195,12 +151,6 @@ def _refuse_combinations(config: RunConfig) -> None:
             "megatron.batch_p2p_comm=true corrupts gradients silently in the interleaved schedule; remove it, "
             "or set layout.virtual_pipeline=1"
         )
-    for key, reason in _IRREPRODUCIBLE.items():
-        if config.reduce.mode == "reproducible" and (value := config.megatron.get(key)):
-            raise ValueError(
-                f"megatron.{key}={value} does not go with reduce.mode=reproducible: {reason}; remove it, or set "
-                f"reduce.mode=fast"
-            )
 
 
 def _megatron_value(key: str, value: Any) -> Any:
@@ -213,9 +163,11 @@ def _megatron_value(key: str, value: Any) -> Any:
 
 
 def _is_activation(function: Any) -> bool:
-    given = torch.ones(2, 2)
+    """Whether a function maps each number by itself, and always alike."""
+    given = torch.linspace(-3.0, 3.0, 64).view(8, 8)
     try:
-        return bool(function(given).shape == given.shape)
+        result, part = function(given.clone()), function(given[:, :4].clone())
+        return bool(result.shape == given.shape) and torch.allclose(result[:, :4], part)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False
 
@@ -237,8 +189,8 @@ def _named(key: str, value: str, default: Any) -> Any:
         function = _OUR_FUNCTIONS.get(value) or getattr(F, value, None)
         if not _is_activation(function):
             raise ValueError(
-                f"megatron.activation_func={value} is no function of torch.nn.functional from one tensor to another "
-                f"like it; try gelu or silu"
+                f"megatron.activation_func={value} is no function of torch.nn.functional of each number by itself; try "
+                f"gelu or silu"
             )
         return function
     if isinstance(default, Enum):

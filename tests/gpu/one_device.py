@@ -47,44 +47,70 @@ TIMEOUT_S = 300.0
 
 def run_on(device: str, task: Callable[..., Any], config: RunConfig, *arguments: Any) -> Any:
     """What the task returned, in a process that is the only rank of its world."""
+    (answer,) = run_ranks_on(1, device, task, config, *arguments)
+    return answer
+
+
+def run_ranks_on(
+    num_ranks: int, device: str, task: Callable[..., Any], config: RunConfig, *arguments: Any
+) -> list[Any]:
+    """What the task returned on each rank of a world, in processes that share a device."""
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA cannot be forked
     context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
     os.environ["OMP_NUM_THREADS"] = "1"
     put_checkout_first()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(device, sender, task, config, arguments))
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(TIMEOUT_S):
-            raise TimeoutError(f"no answer from {device} within {TIMEOUT_S:g} s")
-        answer, error = receiver.recv()
-    finally:
-        process.kill()
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        receivers, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            place = (rank, num_ranks, f"{folder}/store")
+            process = context.Process(target=_run, args=(device, place, sender, task, config, arguments))
+            process.start()
+            sender.close()
+            receivers.append(receiver)
+            processes.append(process)
+        try:
+            return [_answer(device, receiver) for receiver in receivers]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answer(device: str, receiver: Connection) -> Any:
+    if not receiver.poll(TIMEOUT_S):
+        raise TimeoutError(f"no answer from {device} within {TIMEOUT_S:g} s")
+    answer, error = receiver.recv()
     if error:
         raise RuntimeError(f"on {device}:\n{error}")
     return answer
 
 
 def _run(
-    name: str, sender: Connection, task: Callable[..., Any], config: RunConfig, arguments: tuple[Any, ...]
+    name: str,
+    place: tuple[int, int, str],
+    sender: Connection,
+    task: Callable[..., Any],
+    config: RunConfig,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    rank, num_ranks, store = place
     try:
         device = torch.device(name)
         if device.type == "cuda":
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"  # else NCCL refuses ranks that share a device
             choose_deterministic_kernels(config)
             torch.cuda.set_device(device)
-        with tempfile.TemporaryDirectory() as folder:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=dist.FileStore(f"{folder}/store", 1),
-                rank=0,
-                world_size=1,
-                timeout=timedelta(seconds=TIMEOUT_S / 2),
-            )
-            sender.send((task(device, config, *arguments), None))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(store, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=TIMEOUT_S / 2),
+        )
+        sender.send((task(device, config, *arguments), None))
+        dist.barrier()  # a rank that left would break the connections of one that still computes
     except Exception:  # noqa: BLE001  (the parent shall see it, whatever it is)
         sender.send((None, traceback.format_exc()))
 

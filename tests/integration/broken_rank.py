@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from spare_megatron.core.actions import UpdateModel
-from spare_megatron.mcore import trainer
+from spare_megatron.mcore import program, trainer
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.pipeline import Item, Pipeline
 from spare_megatron.process.reports import ExitCode, RankRaised
@@ -89,12 +89,12 @@ class _Outlived(StepExecutor):
 def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
     """Runs a rank with a fault. Give `partial(run_broken_rank, fault)` to `start_run`."""
     if fault == "unreadable":
-        trainer.Corpus = _Unreadable
+        program.Corpus = _Unreadable
     elif spec.group == GroupId(BROKEN_GROUP):
         if fault == "forgetful":
             trainer.Pipeline = _Forgetful
         elif fault == "elsewhere":
-            trainer.Corpus = _Elsewhere
+            program.Corpus = _Elsewhere
         elif fault == "outlived":
             assembly.StepExecutor = partial(_Outlived, spec)
         else:

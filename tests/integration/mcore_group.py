@@ -317,7 +317,8 @@ def reduce_alone(trainer: GroupTrainer) -> Totals:
 
 def agreed_loss(trainer: GroupTrainer) -> LossSum:
     """The loss of the last stage, on every rank of the group, as its ranks agree on it before a vote."""
-    known = torch.tensor(trainer.loss_sum() or (-math.inf, -math.inf), dtype=torch.float64)
+    device = next(trainer.parameters_named()).parameter.device
+    known = torch.tensor(trainer.loss_sum() or (-math.inf, -math.inf), dtype=torch.float64, device=device)
     dist.all_reduce(known, op=dist.ReduceOp.MAX)
     total, num_tokens = known.tolist()
     return LossSum(total, int(num_tokens))

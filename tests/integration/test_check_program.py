@@ -21,6 +21,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
+from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.program_trial import work_of
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -113,6 +114,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[dict
     programs = {name: CLEAN.replace(place, sin) for name, (place, sin, _) in SINS.items()} | {"clean": CLEAN}
     configs = {name: written(folder, name, text) for name, text in programs.items()}
     own = [f"program.file={EXAMPLE / 'program.py'}"]
+    masked = CLEAN.replace('"values": values}', '"values": values, "loss_mask": torch.ones(64)}')
+    for name, text in (("a mask that it leaves out", masked), ("a mask that its samples lack", CLEAN)):
+        configs[name] = replace(written(folder, name, text), data=DataConfig(eod_mask_loss=True))
     configs["example"] = _alone(load_run_config(EXAMPLE / "config.toml", own).config)
     return dict(zip(configs, run_trials([*configs.values()]), strict=True))
 
@@ -130,6 +134,15 @@ def test_a_planted_sin_is_found(observed: Mapping[str, list[dict[str, Any]]], si
 def test_a_clean_program_breaks_no_rule(observed: Mapping[str, list[dict[str, Any]]], name: str) -> None:
     """One uses dropout, which is seeded by the microbatch."""
     assert rules_of(observed[name]) == set()
+
+
+def test_a_mask_that_is_asked_for_is_read_and_there(observed: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Masks were dropped without a word, and missing keys were an error of the program."""
+    (found,) = findings_of(observed["a mask that it leaves out"])
+    assert (found.rule, found.where) == ("mask", "forward_step")
+    assert found.what.startswith('forward_step does not read batch["loss_mask"] (data.eod_mask_loss=true)')
+    with pytest.raises(ValueError, match=r"data\.eod_mask_loss=true needs `loss_mask` in each sample"):
+        findings_of(observed["a mask that its samples lack"])
 
 
 def observation(**changed: Any) -> dict[str, Any]:

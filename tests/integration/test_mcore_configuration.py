@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,12 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
+from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.config.validate import Machine, problems
-from spare_megatron.config.validate_training import COUNTED_WITH
 from spare_megatron.mcore import model as model_module
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
@@ -99,7 +98,7 @@ def test_another_nccl_is_refused_with_where_it_comes_from(installed: str) -> Non
 
 
 def test_megatrons_fields_are_passed_on_in_its_own_spelling() -> None:
-    fields = {"init_method_std": 0.5, "normalization": "RMSNorm", "add_bias_linear": False, "batch_p2p_sync": True}
+    fields = {"init_method_std": 0.5, "normalization": "RMSNorm", "add_bias_linear": False, "bias_dropout_fusion": True}
     built = transformer_config(with_megatron(**fields), CPU)
     assert {key: getattr(built, key) for key in fields} == fields
 
@@ -114,7 +113,7 @@ def test_names_stand_for_functions_and_enumerations() -> None:
     ("fields", "message"),
     [
         ({"init_method_sdt": 0.5}, r"megatron\.init_method_sdt is no field .* did you mean init_method_std"),
-        ({"rotary_base": 10000}, r"megatron\.rotary_base is no field of .*, and none is near; remove it"),
+        ({"rope_type": "yarn"}, r"megatron\.rope_type is no field of .*, and none is near; remove it"),
         ({"attention_backend": "quick"}, "is none of flash, fused, unfused, local, auto; set one of them"),
         ({"num_layers": 2}, r"follows from model\.num_layers"),
         ({"finalize_model_grads_func": "x"}, "after the commit"),
@@ -128,7 +127,7 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"linear_attention_freq": 2}, "would be passed over"),
         ({"attention_backend": "flush"}, "did you mean flash"),
         ({"activation_func": "gelo"}, "no function of torch"),
-        ({"activation_func": "conv2d"}, "from one tensor to another"),
+        ({"activation_func": "conv2d"}, "of each number by itself; try gelu"),
         ({"activation_func": "torch"}, "no function of torch"),
         ({"activation_func": 3}, r"megatron\.activation_func=3 must be a function"),
         ({"attention_backend": 1}, r"megatron\.attention_backend=1 must be one of flash, fused, unfused, local, auto"),
@@ -136,9 +135,14 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"add_bias_linear": 0}, r"megatron\.add_bias_linear=0 must be true or false"),
         ({"kv_channels": 16.0}, r"megatron\.kv_channels=16\.0 must be a whole number"),
         ({"normalization": "LayerNorn"}, r"megatron\.normalization='LayerNorn' must be one of LayerNorm, RMSNorm"),
-        ({"recompute_modules": "mlp"}, r"megatron\.recompute_modules='mlp' must be a list \(each a string\)"),
-        ({"window_size": [1]}, r"megatron\.window_size=\[1\] must be a list of 2 \(a whole number, a whole number\)"),
-        ({"init_method": "normal"}, r"megatron\.init_method='normal' must be a function"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": "mlp"},
+            r"megatron\.recompute_modules='mlp' must be a list \(each a string\)",
+        ),
+        ({"window_size": [1]}, r"megatron\.window_size=\[1\] must be the number of tokens before and 0"),
+        ({"activation_func": "dropout"}, "of each number by itself"),
+        ({"activation_func": "softmax"}, "of each number by itself"),
+        ({"init_method": "normal"}, r"megatron\.init_method=normal cannot be had: a preset has no functions"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
@@ -146,29 +150,25 @@ def test_what_cannot_be_had_is_refused_with_the_reason(fields: dict[str, Any], m
         transformer_config(with_megatron(**fields), CPU)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"recompute_granularity": "selective", "recompute_num_layers": 2},
-            "megatron.recompute_granularity='selective', megatron.recompute_num_layers=2: When using",
-        ),
-        ({"no_rope_freq": 3}, "megatron.no_rope_freq=3: no_rope_freq=3 should be divisible by"),
-        # An assertion without a text.
-        ({"fine_grained_activation_offloading": True}, "assert self.offload_modules is not None and len("),
-    ],
-)
-def test_what_megatron_refuses_is_one_line_that_names_what_was_set(fields: dict[str, Any], message: str) -> None:
+def test_what_megatron_refuses_is_one_line_that_names_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run showed a traceback of Megatron's."""
-    with pytest.raises(ValueError, match=f"^megatron-core refuses .*{re.escape(message)}") as refused:
-        transformer_config(with_megatron(**fields), CPU)
-    assert "\n" not in str(refused.value)
+    config = RunConfig(model=ModelConfig(position_embedding="rope"), megatron={"no_rope_freq": 3})
+    with pytest.raises(ValueError, match=r"^megatron-core refuses megatron\.no_rope_freq=3: .*divisible") as found:
+        transformer_config(config, CPU)
+    assert "\n" not in str(found.value)
+
+    def refuse(_: TransformerConfig) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(TransformerConfig, "__post_init__", refuse)
+    with pytest.raises(ValueError, match=r"no_rope_freq=3: raise AssertionError; change it"):
+        transformer_config(config, CPU)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device: str) -> None:
     """They trained without such layers, and nothing was said."""
-    model = ModelConfig(transformer_impl="local")
+    model = ModelConfig(transformer_impl="local", sliding_window=8)
     for fields in ({"window_attn_skip_freq": 2}, {"softmax_type": "learnable"}):
         config = RunConfig(model=model, megatron=fields)
         transformer = transformer_config(config, torch.device(device))
@@ -184,7 +184,7 @@ def test_layers_that_are_not_given_masks_of_documents_are_refused_with_them(monk
         layer_spec(config, transformer_config(config, gpu), gpu)
 
 
-@pytest.mark.parametrize("field", ["sequence_parallel", "persist_layer_norm"])
+@pytest.mark.parametrize("field", ["sequence_parallel", "layernorm_zero_centered_gamma"])
 def test_what_norms_of_torch_refuse_is_refused_before_one_is_built(field: str) -> None:
     """Ranks ended with an assertion deep inside Megatron, where neither apex nor transformer-engine is."""
     gpu, layout = torch.device("cuda"), LayoutConfig(tensor_parallel=2)
@@ -260,7 +260,7 @@ def test_the_interleaved_schedule_never_batches_its_transfers() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"gradient_accumulation_fusion": True}, {"cross_entropy_loss_fusion": True}, {"fp4": "e2m1"}],
+    [{"gradient_accumulation_fusion": True}, {"cross_entropy_loss_fusion": True}],
     ids=lambda field: next(iter(field)),
 )
 def test_what_does_not_depend_on_the_microbatch_alone_is_refused_in_reproducible_mode(field: dict[str, Any]) -> None:

@@ -177,7 +177,14 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "model.num_attention_heads=4 is not a multiple of megatron.num_query_groups=3",
         ),
         (["megatron.add_bias_linear=0"], "megatron.add_bias_linear=0 must be true or false; change it"),
-        (["megatron.sequence_parallel=true"], "megatron.sequence_parallel=true does not work on CPUs"),
+        (
+            ["megatron.sequence_parallel=true", "layout.tensor_parallel=2"],
+            "megatron.sequence_parallel=true does not work on CPUs",
+        ),
+        (
+            ["megatron.batch_p2p_comm=false"],
+            "batch_p2p_comm=false has no effect without layout.pipeline_parallel above",
+        ),
         (["megatron.recompute_granularity=full"], "megatron.recompute_granularity=full does not work on CPUs"),
         (
             ["megatron.recompute_granularity=selective"],
@@ -187,7 +194,15 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"],
             "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu",
         ),
-        (["megatron.window_attn_skip_freq=2"], "megatron.window_attn_skip_freq=2 does not work on CPUs"),
+        (
+            ["megatron.window_attn_skip_freq=2", "model.sliding_window=8"],
+            "megatron.window_attn_skip_freq=2 does not work on CPUs",
+        ),
+        (
+            ["megatron.glu_linear_offset=1.0"],
+            "glu_linear_offset=1.0 has no effect without a gated model.activation",
+        ),
+        (["megatron.is_hybrid_model=true"], "megatron.is_hybrid_model=True cannot be had: layers are those of a GPT"),
         (["model.norm_eps=0"], "model.norm_eps=0.0 must be above 0; raise it"),
         (["model.sliding_window=0"], "model.sliding_window=0 must be at least 1; raise it"),
         (

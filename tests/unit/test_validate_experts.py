@@ -4,6 +4,7 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_args import args_of
+from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, terms_of
 from spare_megatron.config.validate import Machine, problems
@@ -37,15 +38,16 @@ def test_lanes_divide_nothing_without_experts() -> None:
         (["layout.tensor_parallel=2"], "megatron.sequence_parallel=true"),
         (["layout.tensor_parallel=2", "model.expert_ffn_hidden_size=33"], "model.expert_ffn_hidden_size=33 is not a"),
         (["megatron.moe_expert_capacity_factor=1.0"], "whether a token is dropped would depend on"),
-        (["megatron.moe_router_load_balancing_type=global_aux_loss"], "its value depends on other microbatches"),
-        (['megatron.moe_router_load_balancing_type=["aux_loss", "sinkhorn"]'], "=sinkhorn cannot be had"),
+        (["megatron.moe_router_load_balancing_type=global_aux_loss"], "global_aux_loss depends on other microbatches"),
+        (['megatron.moe_router_load_balancing_type=["aux_loss", "sinkhorn"]'], "'sinkhorn'] cannot be had"),
         (["megatron.moe_router_enable_expert_bias=true"], "moe_router_score_function=softmax: biases are added to"),
         (["megatron.moe_token_dispatcher_type=flex"], "choose alltoall or allgather"),
         (["megatron.moe_input_jitter_eps=0.1"], "its noise would not be that of the microbatch"),
     ],
 )
 def test_what_no_mixture_can_have_is_refused_with_the_reason(overrides: list[str], message: str) -> None:
-    found = list(expert_problems(configured(*MIXTURE, *overrides)))
+    config = configured(*MIXTURE, *overrides)
+    found = [*field_problems(config), *expert_problems(config)]
     assert any(message in text for text in found), found
 
 

@@ -1,6 +1,5 @@
 """`spare audit`: what the audits of a run have compared and found."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
 
 if TYPE_CHECKING:
     from spare_megatron.journal.audits import AuditHistory
@@ -37,7 +37,7 @@ def audit(
             raise ValueError(f"the journal of {run_dir} does not say how the run began")
         history = audit_history(view, run, fold_view(view, run))
     if as_json:
-        typer.echo(json.dumps(asdict(history)))
+        say_json(asdict(history))
     else:
         _print(history, run_dir)
     raise typer.Exit(1 if history.mismatches else 0)
@@ -49,36 +49,32 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
 
     if not history.steps:
         every = history.every_steps
-        typer.echo(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
+        say(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
     else:
         compared = f"{history.compared} microbatch{'' if history.compared == 1 else 'es'}"
         steps = f"{history.steps} step{'' if history.steps == 1 else 's'}"
-        typer.echo(f"{compared} compared in {steps}, equal; {text_of_audited(history.audited_steps)}")
+        say(f"{compared} compared in {steps}, equal; {text_of_audited(history.audited_steps)}")
     for suspect in history.suspects:
         groups = ", ".join(map(str, suspect.asked))
-        typer.echo(
+        say(
             f"step {suspect.step}, attempt {suspect.attempt}: the loss of microbatch {suspect.index} of shard "
             f"{suspect.shard} is suspect; groups {groups} were asked to compute it"
             f"{', and agree: it is the data' if suspect.is_data else ''}"
         )
         if suspect.samples:
-            typer.echo(f"  samples: {', '.join(suspect.samples)}")
+            say(f"  samples: {', '.join(suspect.samples)}")
     for found in history.mismatches:
         said = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
-        typer.echo(
-            f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}"
-        )
-        typer.echo(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
+        say(f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}")
+        say(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
     for step, reason in history.saved.items():
         if reason:
-            typer.echo(f"step {step}: its parameters are not saved: {reason}")
+            say(f"step {step}: its parameters are not saved: {reason}")
         else:
-            typer.echo(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
+            say(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
     for culprit in history.culprits:
-        typer.echo(
-            f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}"
-        )
+        say(f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}")
     if history.spoiled is not None:
-        typer.echo(text_of_spoiled(history.spoiled))
+        say(text_of_spoiled(history.spoiled))
     if history.halted:
-        typer.echo(f"halted: {history.halted}")
+        say(f"halted: {history.halted}")

@@ -7,6 +7,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
+from spare_megatron.cli.printing import say
 
 _MOST_LOGS = 10
 
@@ -29,12 +30,12 @@ def logs(
     with explained_errors("logs"):
         files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
         if not files:
-            typer.echo(f"all logs in {folder / 'logs'} are empty; see `spare status {folder}`", err=True)
+            say(f"all logs in {folder / 'logs'} are empty; see `spare status {folder}`", err=True)
         for file in files:
             if len(files) > 1:
-                typer.echo(f"==> {file} <==")
+                say(f"==> {file} <==")
             for line in file.read_text(errors="replace").splitlines()[-lines:]:
-                typer.echo(line)
+                say(line)
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
@@ -71,7 +72,7 @@ def cancel(
     with explained_errors("cancel"):
         job_id = job_of(folder)
         end(job_id)
-    typer.echo(f"job {job_id} is cancelled; its runs are in {folder}")
+    say(f"job {job_id} is cancelled; its runs are in {folder}")
 
 
 def supervise(

@@ -33,12 +33,15 @@ from spare_megatron.cli import (
     tokenizer,
     train,
 )
+from spare_megatron.cli.command import SpareCommand, SpareGroup
+from spare_megatron.cli.printing import say
 
 app = typer.Typer(
     name="spare",
     help="GPT pretraining on megatron-core that masks the loss of data-parallel groups.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # rewraps paragraphs; rich markup would drop [faults]
+    cls=SpareGroup,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -46,7 +49,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"spare_megatron {__version__}")
+        say(f"spare_megatron {__version__}")
         raise typer.Exit
 
 
@@ -61,27 +64,27 @@ def _spare(
 
 _BEFORE, _RUN, _AFTER = "Before a run", "Runs and jobs", "After a run"
 
-app.command("plan", rich_help_panel=_BEFORE)(plan.plan)
-app.command("simulate", rich_help_panel=_BEFORE)(simulate.simulate)
-app.command("preprocess", rich_help_panel=_BEFORE)(preprocess.preprocess)
+app.command("plan", cls=SpareCommand, rich_help_panel=_BEFORE)(plan.plan)
+app.command("simulate", cls=SpareCommand, rich_help_panel=_BEFORE)(simulate.simulate)
+app.command("preprocess", cls=SpareCommand, rich_help_panel=_BEFORE)(preprocess.preprocess)
 app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
-app.command("doctor", rich_help_panel=_BEFORE)(doctor.doctor)
-app.command("check-program", rich_help_panel=_BEFORE)(check_program.check_program)
+app.command("doctor", cls=SpareCommand, rich_help_panel=_BEFORE)(doctor.doctor)
+app.command("check-program", cls=SpareCommand, rich_help_panel=_BEFORE)(check_program.check_program)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
-app.command("train", rich_help_panel=_RUN)(train.train)
-app.command("supervise", rich_help_panel=_RUN)(job.supervise)
-app.command("submit", rich_help_panel=_RUN)(submit.submit)
-app.command("campaign", rich_help_panel=_RUN)(campaign.campaign)
-app.command("status", rich_help_panel=_RUN)(status.status)
-app.command("logs", rich_help_panel=_RUN)(job.logs)
-app.command("drain", rich_help_panel=_RUN)(membership.drain)
-app.command("grow", rich_help_panel=_RUN)(membership.grow)
-app.command("serve", rich_help_panel=_RUN)(serve.serve)
-app.command("cancel", rich_help_panel=_RUN)(job.cancel)
-app.command("check", rich_help_panel=_AFTER)(check.check)
-app.command("audit", rich_help_panel=_AFTER)(audit.audit)
-app.command("replay", rich_help_panel=_AFTER)(replay.replay)
-app.command("report", rich_help_panel=_AFTER)(report.report)
-app.command("timeline", rich_help_panel=_AFTER)(timeline.timeline)
+app.command("train", cls=SpareCommand, rich_help_panel=_RUN)(train.train)
+app.command("supervise", cls=SpareCommand, rich_help_panel=_RUN)(job.supervise)
+app.command("submit", cls=SpareCommand, rich_help_panel=_RUN)(submit.submit)
+app.command("campaign", cls=SpareCommand, rich_help_panel=_RUN)(campaign.campaign)
+app.command("status", cls=SpareCommand, rich_help_panel=_RUN)(status.status)
+app.command("logs", cls=SpareCommand, rich_help_panel=_RUN)(job.logs)
+app.command("drain", cls=SpareCommand, rich_help_panel=_RUN)(membership.drain)
+app.command("grow", cls=SpareCommand, rich_help_panel=_RUN)(membership.grow)
+app.command("serve", cls=SpareCommand, rich_help_panel=_RUN)(serve.serve)
+app.command("cancel", cls=SpareCommand, rich_help_panel=_RUN)(job.cancel)
+app.command("check", cls=SpareCommand, rich_help_panel=_AFTER)(check.check)
+app.command("audit", cls=SpareCommand, rich_help_panel=_AFTER)(audit.audit)
+app.command("replay", cls=SpareCommand, rich_help_panel=_AFTER)(replay.replay)
+app.command("report", cls=SpareCommand, rich_help_panel=_AFTER)(report.report)
+app.command("timeline", cls=SpareCommand, rich_help_panel=_AFTER)(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)

@@ -1,6 +1,5 @@
 """`spare replay`: computes a microbatch about which groups differed again, and says which of them was wrong."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def replay(
         from spare_megatron.driver import replay as replays
         from spare_megatron.driver.replay_parts import Where
 
-        where = Where(group=group, wait_s=wait_s, on_awaited=partial(typer.echo, err=True))
+        where = Where(group=group, wait_s=wait_s, on_awaited=partial(say, err=True))
         with raising():
             found = replays.replay(run_dir, step, None if microbatch is None else _address(microbatch), where)
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "is_confirmed": found.is_confirmed}))
+        say_json({**asdict(found), "is_confirmed": found.is_confirmed})
     else:
         for line in lines_of(found):
-            typer.echo(line)
+            say(line)
     raise typer.Exit(0 if found.is_confirmed else 1)
 
 
@@ -80,7 +80,7 @@ def _serve(run_dir: Path, node: int, wait_s: float, others: Sequence[object]) ->
     from spare_megatron.driver.replay import serve_node
 
     with raising():
-        serve_node(run_dir, node, wait_s, partial(typer.echo, err=True))
+        serve_node(run_dir, node, wait_s, partial(say, err=True))
 
 
 def _address(text: str) -> tuple[int, int]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.live import Live
 
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import raising
 
@@ -84,11 +84,10 @@ def _print_run(run_dir: Path, *, as_json: bool) -> None:
     spoiled = _spoiled_in(run_dir, run_state)
     if as_json:
         left = None if spoiled is None else dataclasses.asdict(spoiled)
-        typer.echo(json.dumps(_as_json(run_dir, run_state, plan, now_s) | {"spoiled": left}))
+        say_json(_as_json(run_dir, run_state, plan, now_s) | {"spoiled": left})
         return
     notes = [] if spoiled is None else [text_of_spoiled(spoiled)]
-    for text in (*lines_of(run_state, plan, now_s), *notes, *_notes(run_dir, run_state, now_s)):
-        typer.echo(text)
+    say(*lines_of(run_state, plan, now_s), *notes, *_notes(run_dir, run_state, now_s))
 
 
 def _spoiled_in(run_dir: Path, run_state: "RunState") -> "Spoiled | None":
@@ -175,15 +174,14 @@ def _watch(run_dir: Path) -> None:
         if not console.is_terminal:
             _watch_plainly(run_dir, follower.poll)
             return
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        with console.live() as show:
             while follower.poll().end is None:
                 now_s = time.time()
-                note = "\n".join(_notes(run_dir, follower.run_state, now_s))
-                live.update(view_of(follower.run_state, plan, now_s, note), refresh=True)
+                show(view_of(follower.run_state, plan, now_s, _notes(run_dir, follower.run_state, now_s)))
                 time.sleep(1 / _POLLS_PER_S)
     now_s = time.time()
     for text in (*lines_of(follower.run_state, plan, now_s), *_notes(run_dir, follower.run_state, now_s)):
-        console.print(text, highlight=False, markup=False)
+        console.line(text)
 
 
 def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
@@ -194,12 +192,12 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
     while True:
         run_state, now_s = poll(), time.time()
         for text in lines.poll(run_state, now_s):
-            typer.echo(text)
+            say(text)
         if run_state.end is not None:
             return
         note = driverless(run_dir, run_state, now_s)
         if note and not is_left:
-            typer.echo(lines.stamped(note, now_s))
+            say(lines.stamped(note, now_s))
         is_left = bool(note)
         time.sleep(1 / _POLLS_PER_S)
 
@@ -210,13 +208,13 @@ def _print_job(folder: Path, *, as_json: bool) -> None:
     tasks = tasks_of(folder)
     jobs = {task: _job(folder / task) for task in tasks} if tasks else {"": _job(folder)}
     if as_json and tasks:
-        typer.echo(json.dumps({"job_id": job_of(folder), "tasks": jobs}))
+        say_json({"job_id": job_of(folder), "tasks": jobs})
     elif as_json:
-        typer.echo(json.dumps(jobs[""]))
+        say_json(jobs[""])
     else:
         for task, job in jobs.items():
             if task:
-                typer.echo(f"{task}: {tasks[task]}")
+                say(f"{task}: {tasks[task]}")
             _print_one_job(job)
 
 
@@ -236,9 +234,9 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def _print_one_job(job: Mapping[str, Any]) -> None:
     facts = [f"{name} {job[name]}" for name in ("reason", "nodes") if job[name] not in ("", "None", "(null)")]
-    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'unknown to Slurm'}", *facts)))
+    say(", ".join((f"job {job['job_id']}: {job['state'] or 'unknown to Slurm'}", *facts)))
     for name, run in job["runs"].items():
-        typer.echo(f"  {name}: {_describe(run)}")
+        say(f"  {name}: {_describe(run)}")
 
 
 _STATE = {"state": "JobState", "reason": "Reason", "nodes": "NodeList"}

@@ -11,6 +11,7 @@ from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
 from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.object_stores import addresses_in
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
@@ -90,6 +91,7 @@ def on_device(config: RunConfig, machine: Machine) -> RunConfig:
 
 def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
+    addresses = dict(addresses_in(config))
     found = [
         *_name(config),
         *violations(config),
@@ -131,6 +133,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
             memory_bytes=machine.process_memory_bytes,
         ),
     ]
+    found = [text for text in found if not any(name in text for name in addresses)]
+    found += [f"{name}: {reason}" for name, reason in addresses.items()]
     # The sizes are those of the GPT of [model], not of a program's own model.
     if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
         found = list(memory_problems(config, machine.memory_bytes))

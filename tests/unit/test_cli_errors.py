@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
@@ -243,7 +243,7 @@ def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str
 
 
 def test_a_pause_for_the_control_store_is_reported_once(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=120)
+    console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for event in (*(StoreAway(node=node, limit_s=60.0) for node in (0, 1)), StoreBack(node=1, away_s=2.5)):
             progress.on_event(event)

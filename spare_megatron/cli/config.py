@@ -116,7 +116,10 @@ def _endured_losses(config: "RunConfig") -> float:
 
 
 def _with_some_corpus(config: "RunConfig") -> "RunConfig":
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus=config.data.corpus or "any"))
+    """The configuration, with a corpus in the place of a missing one; a blend is one."""
+    if config.data.corpora:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus="any"))
 
 
 def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:

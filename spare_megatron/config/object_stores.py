@@ -1,14 +1,10 @@
-"""Addresses of object stores and servers where a path is due: what is wrong with them, and what is possible. Pure but
-for a look at whether a folder has such a name.
+"""Addresses of object stores and servers in the place of paths: what is wrong with them, and what is possible.
+
+Imports little, as every command imports it.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-
-from spare_megatron.config.corpus import named_corpora
-from spare_megatron.config.resolved import settings
-from spare_megatron.config.schema import RunConfig
 
 _SCHEMES = (
     *("s3", "s3a", "s3n", "r2", "b2", "minio", "oss", "cos", "obs", "oci", "swift"),
@@ -36,12 +32,3 @@ def refusal_of_address(path: str) -> str:
     return (
         f"{scheme} is not read or written: name a path of a mounted file system, and copy from or to {scheme} yourself"
     )
-
-
-def addresses_in(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Each setting that has an address in the place of a path, as messages name it, and why that cannot be."""
-    named = {name: path for name, path in named_corpora(config.data) if name != f"data.corpus={path}"}
-    named |= {f"{key}={value}": value for key, value in settings(config) if isinstance(value, str)}
-    for name, path in named.items():
-        if reason := refusal_of_address(path):
-            yield name, reason

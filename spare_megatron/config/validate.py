@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spare_megatron.config.audits import audit_problems
-from spare_megatron.config.corpus import CorpusFacts
+from spare_megatron.config.corpus import CorpusFacts, named_corpora
 from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
 from spare_megatron.config.model_fields import as_written, model_fields
-from spare_megatron.config.object_stores import addresses_in
+from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
@@ -91,7 +91,7 @@ def on_device(config: RunConfig, machine: Machine) -> RunConfig:
 
 def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
-    addresses = dict(addresses_in(config))
+    addresses = dict(_addresses(config))
     found = [
         *_name(config),
         *violations(config),
@@ -161,6 +161,15 @@ def _name(config: RunConfig) -> Iterator[str]:
     """The name becomes part of paths, control store keys and the batch script."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
         yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
+
+
+def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Each setting that has an address in the place of a path, as messages name it, and why that cannot be."""
+    named = dict(named_corpora(config.data))
+    named |= {f"{key}={value}": value for key, value in settings_of(config) if isinstance(value, str)}
+    for name, path in named.items():
+        if reason := refusal_of_address(path):
+            yield name, reason
 
 
 def _outside_range(config: RunConfig) -> Iterator[str]:

@@ -35,7 +35,7 @@ def logs(
             if len(files) > 1:
                 say(f"==> {file} <==")
             for line in file.read_text(errors="replace").splitlines()[-lines:]:
-                say(line)
+                say(line.expandtabs())
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:

@@ -33,7 +33,7 @@ def write_exactly(text: str) -> None:
 
 def shown(line: str, stream: IO[str] | None) -> str:
     """The text as one line that the stream can take: characters that its encoding lacks are escaped, too."""
-    line = printable(line, keep="\t")
+    line = printable(line)
     encoding = getattr(stream, "encoding", None)
     return line.encode(encoding, "backslashreplace").decode(encoding) if encoding else line
 

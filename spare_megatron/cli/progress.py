@@ -209,7 +209,7 @@ class RunProgress:
 
     def _show(self, text: str) -> None:
         self._follow()  # shows the events that the text may refer to first
-        self._print(*(self._lines.stamped(line, time.time()) for line in text.split("\n")))
+        self._print(*(self._lines.stamped(line, time.time()) for line in text.expandtabs().split("\n")))
 
     def _print(self, *lines: str) -> None:
         for line in lines:

@@ -311,7 +311,7 @@ def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: fl
         with named_errors("--journal", request.journal):
             folder.mkdir(parents=True)
             with whole_file("--journal", folder / "simulator.jsonl") as path, path.open("w") as file:
-                simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
+                simulate_one(scenario, 0, journal=lambda line: file.writelines((encode_line(line), "\n")))
     except Stalled as stalled:
         raise ValueError(str(stalled)) from stalled
     _print_path(request, "journal", request.journal)

@@ -91,7 +91,7 @@ def on_device(config: RunConfig, machine: Machine) -> RunConfig:
 
 def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
-    addresses = dict(_addresses(config))
+    unusable = dict(_unusable_paths(config))
     found = [
         *_name(config),
         *violations(config),
@@ -133,8 +133,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
             memory_bytes=machine.process_memory_bytes,
         ),
     ]
-    found = [text for text in found if not any(name in text for name in addresses)]
-    found += [f"{name}: {reason}" for name, reason in addresses.items()]
+    found = [text for text in found if not any(name in text for name in unusable)]
+    found += [f"{name}: {reason}" for name, reason in unusable.items()]
     # The sizes are those of the GPT of [model], not of a program's own model.
     if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
         found = list(memory_problems(config, machine.memory_bytes))
@@ -163,13 +163,15 @@ def _name(config: RunConfig) -> Iterator[str]:
         yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
 
 
-def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Each setting that has an address in the place of a path, as messages name it, and why that cannot be."""
+def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Each setting whose path is an address or cannot be written down, as messages name it, and why that cannot be."""
     named = dict(named_corpora(config.data))
     named |= {f"{key}={value}": value for key, value in settings_of(config) if isinstance(value, str)}
     for name, path in named.items():
         if reason := refusal_of_address(path):
             yield name, reason
+        elif path != path.encode(errors="replace").decode():
+            yield name, "it is not UTF-8, in which settings are written down; rename it"
 
 
 def _outside_range(config: RunConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """`spare audit`: what the audits of a run have compared and found."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.audits import AuditHistory
+    from spare_megatron.journal.audits import AuditHistory, Spoiled
 
 
 def audit(
@@ -75,6 +76,30 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
     for culprit in history.culprits:
         say(f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}")
     if history.spoiled is not None:
-        say(text_of_spoiled(history.spoiled))
+        say(text_of_spoiled(history.spoiled), way_back(history.spoiled, run_dir))
     if history.halted:
         say(f"halted: {history.halted}")
+
+
+def way_back(spoiled: "Spoiled", run_dir: Path) -> str:
+    """Says how another run can start from before the spoiled steps, with what this run has saved."""
+    from spare_megatron.config.loader import ConfigError, load_run_config
+    from spare_megatron.config.terms import step_of
+    from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
+    from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
+    from spare_megatron.state.checkpoint.verification import refusal_of
+
+    try:
+        checkpoint = load_run_config(run_dir / "config.toml").config.checkpoint
+    except ConfigError:
+        return "to go back: start from a checkpoint that `spare checkpoint list` calls audited"
+    saved = all_checkpoints(folder_of(checkpoint, run_dir))
+    clean = [path for path in saved if step_of(path) <= spoiled.audited_steps and not refusal_of(path)]
+    if not clean:
+        return "no checkpoint is of so few steps: only a training from the beginning is without it"
+    load = shlex.quote(f"checkpoint.load={clean[0]}")
+    if not checkpoint.folder:
+        return f"to go back: spare train ... --set {load}"
+    if (audited_steps_in(saved) or 0) >= step_of(clean[-1]):
+        return "to go back: spare train ... --resume --restart-from audited"
+    return f"to go back: spare train ... --set {load} --set checkpoint.folder=ANOTHER"

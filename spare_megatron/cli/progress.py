@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from spare_megatron.cli.audit import way_back
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
@@ -223,6 +224,7 @@ def print_summary(summary: Summary, run_dir: Path, console: RunConsole) -> None:
     console.tables(*tables)
     if summary.spoiled is not None:
         console.line(text_of_spoiled(summary.spoiled))
+        console.line(way_back(summary.spoiled, run_dir))
     for reason in summary.reasons[:_MOST_REASONS]:
         console.line(reason)
     if len(summary.reasons) > _MOST_REASONS:

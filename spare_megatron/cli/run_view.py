@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from spare_megatron.cli.console import LiveView, Pieces
+from spare_megatron.journal.audits import text_of_spoiled
 from spare_megatron.journal.events import EventLine, describe_storage, shards_named, text_of_culprit
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import text_of_evaluation
@@ -146,6 +147,8 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
     for machine, one in sorted(run_state.quarantined.items()):  # also at the end: it is still to be mended
         failed = f"; last examination: {one.failed}" if one.failed else ""
         yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
+    if run_state.spoiled is not None:
+        yield text_of_spoiled(run_state.spoiled)
     for name, last in run_state.evaluated.items():
         yield f"loss of {name}: {text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)

@@ -19,7 +19,6 @@ from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.audits import Spoiled
     from spare_megatron.journal.run_state import RunState, SavePlan
 
 _POLLS_PER_S = 4
@@ -77,37 +76,23 @@ def _newest_run(folder: Path) -> Path:
 
 def _print_run(run_dir: Path, *, as_json: bool) -> None:
     from spare_megatron.cli.run_view import lines_of
-    from spare_megatron.journal.audits import text_of_spoiled
     from spare_megatron.journal.follow import read_run_state
 
     run_state, plan, now_s = read_run_state(run_dir), save_plan(run_dir), time.time()
-    spoiled = _spoiled_in(run_dir, run_state)
     if as_json:
-        left = None if spoiled is None else dataclasses.asdict(spoiled)
-        say_json(_as_json(run_dir, run_state, plan, now_s) | {"spoiled": left})
-        return
-    notes = [] if spoiled is None else [text_of_spoiled(spoiled)]
-    say(*lines_of(run_state, plan, now_s), *notes, *_notes(run_dir, run_state, now_s))
-
-
-def _spoiled_in(run_dir: Path, run_state: "RunState") -> "Spoiled | None":
-    """What groups that were found wrong have left in the parameters; the journal is read again if there was one."""
-    from spare_megatron.journal.audits import find_spoiled
-    from spare_megatron.journal.check import fold_view
-    from spare_megatron.journal.journal_index import JournalIndex
-
-    if run_state.run is None or run_state.folding is None or not run_state.folding.discarded:
-        return None
-    view = JournalIndex(run_dir)
-    return find_spoiled(view, run_state.run, fold_view(view, run_state.run))
+        say_json(_as_json(run_dir, run_state, plan, now_s))
+    else:
+        say(*lines_of(run_state, plan, now_s), *_notes(run_dir, run_state, now_s))
 
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
+    from spare_megatron.cli.audit import way_back
     from spare_megatron.config.store_space import usage
 
     found = store_bytes(run_dir)
     store = "" if found is None else f"etcd holds {usage(*found)}, as the run last read it"
-    return [note for note in (store, driverless(run_dir, run_state, now_s)) if note]
+    back = "" if run_state.spoiled is None else way_back(run_state.spoiled, run_dir)
+    return [note for note in (back, store, driverless(run_dir, run_state, now_s)) if note]
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
@@ -157,6 +142,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "culprit": None if run_state.culprit is None else dataclasses.asdict(run_state.culprit),
         "quarantined": {machine: dataclasses.asdict(one) for machine, one in run_state.quarantined.items()},
         "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_NUM_EVENTS)],
+        "spoiled": None if run_state.spoiled is None else dataclasses.asdict(run_state.spoiled),
         "damage": run_state.damage,
         "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),
         "store_bytes": store[0],

@@ -316,7 +316,7 @@ def test_the_summary_says_which_steps_a_wrong_group_may_have_spoiled() -> None:
     assert summary.spoiled is None
     print_summary(replace(summary, spoiled=Spoiled(audited_steps=6, num_steps=12, groups=[2])), Path("run"), console)
     assert isinstance(console.file, io.StringIO)
-    line = "the first 6 of 12 steps are audited; what group 2 computed since is in the parameters; to go back: "
+    line = "the first 6 of 12 steps are audited; what group 2 computed since is in the parameters\nto go back: "
     assert line in console.file.getvalue()
 
 

@@ -162,8 +162,8 @@ def drawn_history(random: Random) -> list[Record]:
     """Steps of three groups that audit each other at times, wrong groups among them, and restarts."""
     log: list[dict[str, Any]] = []
     audits: list[Record] = []
-    step, attempt, members = 0, 0, {0, 1, 2}
-    for _ in range(random.randint(1, 12)):
+    step, members = 0, {0, 1, 2}
+    for attempt in range(random.randint(1, 12)):
         audits += [audit(group, attempt, RIGHT, step=step) for group in sorted(members) if random.random() < 0.6]
         if random.random() < 0.2 and len(members) > 1:
             group = random.choice(sorted(members))
@@ -175,7 +175,6 @@ def drawn_history(random: Random) -> list[Record]:
         else:
             log.append(commit(step, attempt))
             step += 1
-        attempt += 1
     return [*entries(*log), *audits]
 
 

@@ -125,7 +125,7 @@ def test_status_of_what_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
 def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> None:
     logs = run_dir / "logs"
     logs.mkdir()
-    assert f"all logs in {logs} are empty; see `spare status" in spare("logs", run_dir), "as of every healthy run"
+    assert f"nothing to show: all logs of {run_dir} are empty; see `spare status" in spare("logs", run_dir)
     for at_s, (name, text) in enumerate({"group-0001-rank-0": "one\ntwo\n", "supervisor-0": "three\n"}.items()):
         (logs / f"{name}.log").write_text(text)
         os.utime(logs / f"{name}.log", (at_s, at_s))
@@ -133,6 +133,7 @@ def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> No
     output = spare("logs", run_dir, "--lines", 1)
     assert output == f"==> {logs}/group-0001-rank-0.log <==\ntwo\n==> {logs}/supervisor-0.log <==\nthree\n"
     assert spare("logs", run_dir, 1) == "one\ntwo\n"
+    assert f"nothing to show: all logs of group 2 of {run_dir} are empty" in spare("logs", run_dir, 2)
     assert f"{run_dir} holds no log of group 3" in spare("logs", run_dir, 3, expected=2)
 
 

@@ -37,8 +37,7 @@ def campaign(
 
     Exit codes:
 
-    - 0: the journal is valid, every due fault struck, no process outlived the
-      run or grew
+    - 0: the journal is valid, every due fault struck, no process outlived the run or grew
     - 1: at least one of these does not hold
     - 2: the configuration cannot run
     - 130: interrupted

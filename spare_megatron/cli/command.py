@@ -1,7 +1,9 @@
 """What all commands have in common: help as plain text, one line about wrong arguments, and paths that are paths."""
 
+import inspect
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,22 @@ class SpareCommand(TyperCommand):
                     raise typer.BadParameter(f"{address}: {reason}", ctx=ctx, param_hint=parameter.opts[0])
         return super().invoke(ctx)
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Keeps the lines of lists: to Click the character is a mark for that."""
-        self.help = (self.help or "").replace("\n\n- ", "\n\n\b\n- ")
-        super().format_help_text(ctx, formatter)
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (named by the library)
+        _write(formatter, self.help or "")
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        _write(formatter, self.epilog or "")
+
+
+def _write(formatter: Any, help_text: str) -> None:
+    """Writes paragraphs, and lists with a line for each item."""
+    for paragraph in inspect.cleandoc(help_text).split("\n\n") if help_text else ():
+        formatter.write_paragraph()
+        for text in re.split(r"\n(?=- )", paragraph):
+            hanging = " " * (4 if text.startswith("- ") else 2)
+            text = " ".join(text.split())
+            filled = textwrap.fill(text, formatter.width, initial_indent="  ", subsequent_indent=hanging)
+            formatter.write(f"{filled}\n")
 
 
 class SpareGroup(TyperGroup):

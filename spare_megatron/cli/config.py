@@ -12,6 +12,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems, refusal
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.running import this_machine
+from spare_megatron.cli.terms import explained
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -47,7 +48,7 @@ def list_presets(as_json: AsJson = False) -> None:
         print_presets(presets)
 
 
-@app.command("show", cls=SpareCommand)
+@app.command("show", cls=SpareCommand, epilog=explained("group", "shard", "lane", "host"))
 def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and the resulting sizes.
 

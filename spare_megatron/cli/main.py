@@ -5,6 +5,7 @@ if __name__ == "__main__":  # before the imports below, which take time
 
     main()
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -35,6 +36,7 @@ from spare_megatron.cli import (
 )
 from spare_megatron.cli.command import SpareCommand, SpareGroup
 from spare_megatron.cli.printing import say
+from spare_megatron.cli.terms import explained
 
 app = typer.Typer(
     name="spare",
@@ -64,27 +66,34 @@ def _spare(
 
 _BEFORE, _RUN, _AFTER = "Before a run", "Runs and jobs", "After a run"
 
-app.command("plan", cls=SpareCommand, rich_help_panel=_BEFORE)(plan.plan)
-app.command("simulate", cls=SpareCommand, rich_help_panel=_BEFORE)(simulate.simulate)
-app.command("preprocess", cls=SpareCommand, rich_help_panel=_BEFORE)(preprocess.preprocess)
+_COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
+    plan.plan: (_BEFORE, ("group", "shard", "host", "wipe-out")),
+    simulate.simulate: (_BEFORE, ("group", "shard", "host", "wipe-out")),
+    preprocess.preprocess: (_BEFORE, ()),
+    doctor.doctor: (_BEFORE, ()),
+    check_program.check_program: (_BEFORE, ("microbatch", "group")),
+    train.train: (_RUN, ("step", "group", "load", "incarnation", "scatter")),
+    job.supervise: (_RUN, ()),
+    submit.submit: (_RUN, ()),
+    campaign.campaign: (_RUN, ("step", "group", "load")),
+    status.status: (_RUN, ("step", "group", "load", "incarnation", "scatter")),
+    job.logs: (_RUN, ("group", "incarnation")),
+    membership.drain: (_RUN, ("group", "drain", "place")),
+    membership.grow: (_RUN, ("group", "place")),
+    serve.serve: (_RUN, ("step", "load", "patch", "scatter")),
+    job.cancel: (_RUN, ()),
+    check.check: (_AFTER, ("step", "attempt", "epoch", "fence")),
+    audit.audit: (_AFTER, ("step", "attempt", "audit")),
+    replay.replay: (_AFTER, ("step", "microbatch", "group")),
+    report.report: (_AFTER, ("step", "load", "patch", "scatter")),
+    timeline.timeline: (_AFTER, ("step", "attempt", "incarnation")),
+}
+"""For each command its heading, and the terms that its help explains."""
+
+for _command, (_panel, _terms) in _COMMANDS.items():
+    _name = _command.__name__.replace("_", "-")
+    app.command(_name, cls=SpareCommand, epilog=explained(*_terms), rich_help_panel=_panel)(_command)
 app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
-app.command("doctor", cls=SpareCommand, rich_help_panel=_BEFORE)(doctor.doctor)
-app.command("check-program", cls=SpareCommand, rich_help_panel=_BEFORE)(check_program.check_program)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
-app.command("train", cls=SpareCommand, rich_help_panel=_RUN)(train.train)
-app.command("supervise", cls=SpareCommand, rich_help_panel=_RUN)(job.supervise)
-app.command("submit", cls=SpareCommand, rich_help_panel=_RUN)(submit.submit)
-app.command("campaign", cls=SpareCommand, rich_help_panel=_RUN)(campaign.campaign)
-app.command("status", cls=SpareCommand, rich_help_panel=_RUN)(status.status)
-app.command("logs", cls=SpareCommand, rich_help_panel=_RUN)(job.logs)
-app.command("drain", cls=SpareCommand, rich_help_panel=_RUN)(membership.drain)
-app.command("grow", cls=SpareCommand, rich_help_panel=_RUN)(membership.grow)
-app.command("serve", cls=SpareCommand, rich_help_panel=_RUN)(serve.serve)
-app.command("cancel", cls=SpareCommand, rich_help_panel=_RUN)(job.cancel)
-app.command("check", cls=SpareCommand, rich_help_panel=_AFTER)(check.check)
-app.command("audit", cls=SpareCommand, rich_help_panel=_AFTER)(audit.audit)
-app.command("replay", cls=SpareCommand, rich_help_panel=_AFTER)(replay.replay)
-app.command("report", cls=SpareCommand, rich_help_panel=_AFTER)(report.report)
-app.command("timeline", cls=SpareCommand, rich_help_panel=_AFTER)(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)

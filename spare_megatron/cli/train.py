@@ -60,10 +60,8 @@ def train(
 
     Exit codes:
 
-    - 0: all steps are committed and the journal is valid, or --resume found
-      a finished training
-    - 1: the run failed, its journal does not prove it, or its last checkpoint
-      is missing
+    - 0: all steps are committed and the journal is valid, or --resume found a finished training
+    - 1: the run failed, its journal does not prove it, or its last checkpoint is missing
     - 2: the configuration cannot run
     - 3: wipe-out
     - 4: halted, because groups disagreed or training diverged

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from benchmarks.paper_model import paper_cadence_s
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.planner.facts import CheckpointTimes
 from spare_megatron.simulator.failures import FailureProcess, FailureSpec, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
@@ -280,12 +280,12 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps to commit; the paper has 10,000.")] = 10_000,
 ) -> None:
     """Print the paper's table under one assumption after another."""
-    came_from, console = origin(), Console(stderr=True)
+    came_from, console = origin(), RunConsole(stderr=True)
     todo = tuple(wanted())
     lines = []
     for number, (point, assumption) in enumerate(todo, start=1):
         text = f"{number}/{len(todo)}  {point.policy}, N = {point.num_groups}: {assumption.name}"
-        console.print(text, highlight=False, soft_wrap=True)
+        console.line(text)
         lines.append(figures(point, assumption, steps, seeds))
     if as_json:
         reading = [line for line in lines if line["assumption"] == READING.name]

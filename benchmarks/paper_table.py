@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.quantities import parse_redundancies
 from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
@@ -119,12 +119,12 @@ def table(
     rows: Sequence[Row], num_steps: int, num_seeds: int, num_jobs: int, out: ResultFile | None
 ) -> list[dict[str, Any]]:
     """A line for every number of groups and way to train."""
-    console = Console(stderr=True)
+    console = RunConsole(stderr=True)
     cells = [(n, row, scenarios_of(row, n, num_steps)) for n in SIZES for row in rows]
     scenarios = [scenario for _, _, found in cells for scenario in found]
     results = simulate_all(cases_of(dict.fromkeys(scenarios), num_seeds), num_jobs=num_jobs, console=console, out=out)
     for reason in given_up(results.values()):
-        console.print(f"given up: {reason}", soft_wrap=True, highlight=False)
+        console.line(f"given up: {reason}")
     lines = []
     for n, row, found in cells:
         best, point = best_of(summarize(found, num_seeds, results)), row.published(n)

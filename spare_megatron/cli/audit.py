@@ -1,6 +1,6 @@
 """`spare audit`: what the audits of a run have compared and found."""
 
-import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.audits import AuditHistory
+    from spare_megatron.journal.audits import AuditHistory, Spoiled
 
 
 def audit(
@@ -37,7 +38,7 @@ def audit(
             raise ValueError(f"the journal of {run_dir} does not say how the run began")
         history = audit_history(view, run, fold_view(view, run))
     if as_json:
-        typer.echo(json.dumps(asdict(history)))
+        say_json(asdict(history))
     else:
         _print(history, run_dir)
     raise typer.Exit(1 if history.mismatches else 0)
@@ -49,36 +50,56 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
 
     if not history.steps:
         every = history.every_steps
-        typer.echo(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
+        say(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
     else:
         compared = f"{history.compared} microbatch{'' if history.compared == 1 else 'es'}"
         steps = f"{history.steps} step{'' if history.steps == 1 else 's'}"
-        typer.echo(f"{compared} compared in {steps}, equal; {text_of_audited(history.audited_steps)}")
+        say(f"{compared} compared in {steps}, equal; {text_of_audited(history.audited_steps)}")
     for suspect in history.suspects:
         groups = ", ".join(map(str, suspect.asked))
-        typer.echo(
+        say(
             f"step {suspect.step}, attempt {suspect.attempt}: the loss of microbatch {suspect.index} of shard "
             f"{suspect.shard} is suspect; groups {groups} were asked to compute it"
             f"{', and agree: it is the data' if suspect.is_data else ''}"
         )
         if suspect.samples:
-            typer.echo(f"  samples: {', '.join(suspect.samples)}")
+            say(f"  samples: {', '.join(suspect.samples)}")
     for found in history.mismatches:
         said = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
-        typer.echo(
-            f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}"
-        )
-        typer.echo(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
+        say(f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}")
+        say(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
     for step, reason in history.saved.items():
         if reason:
-            typer.echo(f"step {step}: its parameters are not saved: {reason}")
+            say(f"step {step}: its parameters are not saved: {reason}")
         else:
-            typer.echo(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
+            say(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
     for culprit in history.culprits:
-        typer.echo(
-            f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}"
-        )
+        say(f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}")
     if history.spoiled is not None:
-        typer.echo(text_of_spoiled(history.spoiled))
+        say(text_of_spoiled(history.spoiled), way_back(history.spoiled, run_dir))
     if history.halted:
-        typer.echo(f"halted: {history.halted}")
+        say(f"halted: {history.halted}")
+
+
+def way_back(spoiled: "Spoiled", run_dir: Path) -> str:
+    """Says how another run can start from before the spoiled steps, with what this run has saved."""
+    from spare_megatron.config.loader import ConfigError, load_run_config
+    from spare_megatron.config.terms import step_of
+    from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
+    from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
+    from spare_megatron.state.checkpoint.verification import refusal_of
+
+    try:
+        checkpoint = load_run_config(run_dir / "config.toml").config.checkpoint
+    except ConfigError:
+        return "to go back: start from a checkpoint that `spare checkpoint list` calls audited"
+    saved = all_checkpoints(folder_of(checkpoint, run_dir))
+    clean = [path for path in saved if step_of(path) <= spoiled.audited_steps and not refusal_of(path)]
+    if not clean:
+        return "no checkpoint is of so few steps: only a training from the beginning is without it"
+    load = shlex.quote(f"checkpoint.load={clean[0]}")
+    if not checkpoint.folder:
+        return f"to go back: spare train ... --set {load}"
+    if (audited_steps_in(saved) or 0) >= step_of(clean[-1]):
+        return "to go back: spare train ... --resume --restart-from audited"
+    return f"to go back: spare train ... --set {load} --set checkpoint.folder=ANOTHER"

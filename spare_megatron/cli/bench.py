@@ -4,18 +4,17 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.command import SpareCommand
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.preset import HELP, OverridesOption
+from spare_megatron.cli.printing import message, say
 from spare_megatron.cli.running import load_runnable
 from spare_megatron.process.interrupts import raising
 
@@ -30,7 +29,7 @@ def _bench() -> None:
     """Measure how fast this machine trains."""
 
 
-@app.command("throughput")
+@app.command("throughput", cls=SpareCommand)
 def throughput(
     config: Annotated[Path, typer.Option(help=HELP)],
     overrides: OverridesOption = None,
@@ -65,16 +64,16 @@ def throughput(
             raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
         try:
             with raising():
-                result = measure(loaded, pairs, has_plain=not alone, report=partial(console.print, highlight=False))
+                result = measure(loaded, pairs, has_plain=not alone, report=console.line)
         except RuntimeError as error:
-            typer.echo(f"spare bench throughput: {error}", err=True)
+            message("bench throughput", str(error))
             raise typer.Exit(1) from error
         kernels = kernels_measured(loaded, has_plain=not alone)
     text = json.dumps({**asdict(result), **kernels, **_origin(), **came_from})
     if as_json:
-        typer.echo(text)
+        say(text)
     else:
-        console.print(", ".join(f"{name}: {value}" for name, value in kernels.items()), highlight=False)
+        console.line(", ".join(f"{name}: {value}" for name, value in kernels.items()))
         _print(result, console)
     if out is not None:
         with explained_errors("bench throughput"):  # the figures are printed by now
@@ -98,21 +97,16 @@ def _origin() -> dict[str, str]:
     }
 
 
-def _print(result: "Throughput", console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", *result.speeds):
-        table.add_column(column, justify="left" if not column else "right")
-    rows = {way: dict(_cells(speed)) for way, speed in result.speeds.items()}
-    names = dict.fromkeys(name for cells in rows.values() for name in cells)
-    for name in names:
-        table.add_row(name, *(cells.get(name, "") for cells in rows.values()))
-    console.print(table)
+def _print(result: "Throughput", console: RunConsole) -> None:
+    columns = {way: dict(_cells(speed)) for way, speed in result.speeds.items()}
+    names = dict.fromkeys(name for cells in columns.values() for name in cells)
+    rows = [(name, *(cells.get(name, "") for cells in columns.values())) for name in names]
+    console.tables(Table(columns=("", *result.speeds), rows=rows, has_numbers=True))
     if result.ratio is not None:
         pairs = ", ".join(f"{ratio:.3f}" for ratio in result.ratios)
-        console.print(
+        console.line(
             f"step of ours over plain Megatron's: {result.ratio:.3f} (pairs of runs: {pairs}); "
-            f"of the mean steps: {result.ratio_of_means:.3f}",
-            highlight=False,
+            f"of the mean steps: {result.ratio_of_means:.3f}"
         )
 
 

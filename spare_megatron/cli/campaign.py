@@ -4,14 +4,16 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.detached_view import RunConsole, outlasting_output
+from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.detached_view import outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import HELP, OverridesOption
+from spare_megatron.cli.printing import say_json
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 
 if TYPE_CHECKING:
@@ -59,20 +61,20 @@ def campaign(
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
 
-    def result() -> str:
+    def result() -> dict[str, Any]:
         known = {"run_dir": str(folder), "is_passed": not problems, "problems": problems}
-        return json.dumps({**known, **asdict(figures), "processes": asdict(processes), **asdict(summary)})
+        return {**known, **asdict(figures), "processes": asdict(processes), **asdict(summary)}
 
     try:
         with whole_file("--run-dir", folder / "campaign.json") as file:
-            file.write_text(result() + "\n")
+            file.write_text(json.dumps(result()) + "\n")
     except NotWritten as error:  # hours have gone into the figures: they are shown all the same
         problems.append(f"campaign.json could not be written: {error.reason}")
     with outlasting_output(console.file):
         print_campaign(summary, figures, processes, problems, folder, console)
     with outlasting_output(sys.stdout):
         if as_json:
-            sys.stdout.write(result() + "\n")
+            say_json(result())
         sys.stdout.flush()
     raise typer.Exit(1 if problems else 0)
 

@@ -2,21 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.driver.process_watch import Holdings, ProcessReport
 from spare_megatron.journal.campaign import CampaignFigures
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.summary import Summary
-
-if TYPE_CHECKING:
-    pass
 
 
 def print_campaign(
@@ -25,29 +17,24 @@ def print_campaign(
     processes: ProcessReport,
     problems: Sequence[str],
     run_dir: Path,
-    console: Console,
+    console: RunConsole,
 ) -> None:
     """The tables of a campaign, and what keeps it from having passed."""
-    console.print(_fault_table(figures))
+    tables = [_fault_table(figures)]
     if figures.goodput is not None:
-        console.print(_two_columns("wall time", _time_rows(figures.goodput)))
-    console.print(_two_columns("campaign", _rows(summary, figures, processes, run_dir)))
-    console.print("FAILED" if problems else "passed", style="bold red" if problems else "bold green")
+        tables.append(Table(title="wall time", rows=list(_time_rows(figures.goodput))))
+    console.tables(*tables, Table(title="campaign", rows=list(_rows(summary, figures, processes, run_dir))))
+    console.line("FAILED" if problems else "passed", style="bold red" if problems else "bold green")
     for problem in problems:
-        console.print(Text(f"  {problem}"))
+        console.line(f"  {problem}")
 
 
 def _fault_table(figures: CampaignFigures) -> Table:
-    table = Table(title="faults", box=box.SIMPLE)
     columns = ("planned", "due", "fired", "masked")
-    table.add_column("kind")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for kind, count in figures.faults.items():
-        table.add_row(kind, *(str(getattr(count, name)) for name in columns))
-    totals = [sum(getattr(count, name) for count in figures.faults.values()) for name in columns]
-    table.add_row("all", *map(str, totals), style="bold")
-    return table
+    counts = {kind: [getattr(count, name) for name in columns] for kind, count in figures.faults.items()}
+    counts["all"] = [sum(getattr(count, name) for count in figures.faults.values()) for name in columns]
+    rows = [(kind, *map(str, count)) for kind, count in counts.items()]
+    return Table(title="faults", columns=("kind", *columns), rows=rows, has_numbers=True, bold_row=len(rows) - 1)
 
 
 def _time_rows(goodput: Goodput) -> Iterator[tuple[str, str]]:
@@ -89,10 +76,3 @@ def _held(holdings: Holdings) -> str:
         f"{holdings.memory_bytes / 2**20:.1f} MiB, {holdings.threads} threads, "
         f"{holdings.file_descriptors} file descriptors"
     )
-
-
-def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False, box=box.SIMPLE)
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -1,6 +1,5 @@
 """`spare check`: what the journal of a run proves."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
 
 _EXIT_CODES = {"valid": 0, "invalid": 1, "unknown": 3}
 
@@ -29,9 +29,9 @@ def check(
     with explained_errors("check"):
         verdict = check_view(JournalIndex(run_dir, settings=terms_in(run_dir)))
     if as_json:
-        typer.echo(json.dumps(asdict(verdict)))
+        say_json(asdict(verdict))
     else:
-        typer.echo(f"{verdict.verdict}: {verdict.steps_committed} steps committed")
+        say(f"{verdict.verdict}: {verdict.steps_committed} steps committed")
         for reason in verdict.reasons:
-            typer.echo(f"  {reason}")
+            say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])

@@ -14,6 +14,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import HELP, OverridesOption
+from spare_megatron.cli.printing import say, say_json
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -81,11 +82,11 @@ def check_program(
         found = findings_of(run_trials([config])[0])
     if as_json:
         listed = [{**dataclasses.asdict(one), "advice": one.advice} for one in found]
-        typer.echo(json.dumps({"verdict": "invalid" if found else "valid", "findings": listed}))
+        say_json({"verdict": "invalid" if found else "valid", "findings": listed})
     else:
         for one in found:
-            typer.echo(f"{one.rule}: {one.where}: {one.what}\n  {one.advice}")
-        typer.echo(f"{program} is {'invalid' if found else 'valid'}")
+            say(f"{one.rule}: {one.where}: {one.what}", f"  {one.advice}")
+        say(f"{program} is {'invalid' if found else 'valid'}")
     raise typer.Exit(1 if found else 0)
 
 

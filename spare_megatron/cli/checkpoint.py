@@ -1,6 +1,5 @@
 """`spare checkpoint`: what checkpoints there are, whether they are whole, what they hold, and weights in and out."""
 
-import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _OUT = Annotated[Path, typer.Option("--out", help="The folder to write, which mu
 _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or array.")]
 
 
-@app.command("list")
+@app.command("list", cls=SpareCommand)
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints by their manifests, newest first."""
     with explained_errors("checkpoint list"):
@@ -42,14 +43,14 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
         audited_steps = audited_steps_in(checkpoints)
         entries = [_entry(checkpoint, audited_steps) for checkpoint in checkpoints]
     if as_json:
-        typer.echo(json.dumps(entries))
+        say_json(entries)
         return
     for entry in entries:
         what = entry["damage"] or f"{entry['step']} steps  {format_bytes(entry['num_bytes'])}"
         if entry["audited_steps"] is not None:
             of_steps = "audited" if entry["is_audited"] else "not audited"
             what += f"  of steps that are {of_steps} ({entry['audited_steps']} were at its save)"
-        typer.echo(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
+        say(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
 
 
 def _entry(checkpoint: Path, audited_steps: int | None) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _entry(checkpoint: Path, audited_steps: int | None) -> dict[str, Any]:
     return entry
 
 
-@app.command()
+@app.command(cls=SpareCommand)
 def verify(path: _PATH, as_json: _JSON = False) -> None:
     """Verify every byte of checkpoints against its SHA-256.
 
@@ -93,17 +94,17 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
             except verification.DamagedCheckpoint as error:
                 damage[str(checkpoint)] = str(error)
     if as_json:
-        typer.echo(json.dumps(damage | unfinished))
+        say_json(damage | unfinished)
     else:
         for name, reason in (damage | unfinished).items():
-            typer.echo(f"{name}  {reason or 'whole'}")
+            say(f"{name}  {reason or 'whole'}")
     if not damage:
-        typer.echo(f"spare checkpoint verify: {path} holds no checkpoint but for unfinished saves", err=True)
+        message("checkpoint verify", f"{path} holds no checkpoint but for unfinished saves")
         raise typer.Exit(2)
     raise typer.Exit(1 if any(damage.values()) else 0)
 
 
-@app.command()
+@app.command(cls=SpareCommand)
 def show(path: _PATH, as_json: _JSON = False) -> None:
     """Show the manifest of the newest checkpoint."""
     from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, read_manifest, refusal_of
@@ -115,16 +116,16 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
         except DamagedCheckpoint as error:
             raise ValueError(str(error)) from error
     if as_json:
-        typer.echo(json.dumps({"path": str(newest), "refused": refusal_of(newest), **asdict(manifest)}))
+        say_json({"path": str(newest), "refused": refusal_of(newest), **asdict(manifest)})
         return
-    typer.echo(str(newest))
+    say(str(newest))
     if refusal_of(newest):
-        typer.echo(f"  {'refused':24}  {refusal_of(newest)}")
+        say(f"  {'refused':24}  {refusal_of(newest)}")
     for name, value in _lines(manifest):
-        typer.echo(f"  {name:24}  {value}")
+        say(f"  {name:24}  {value}")
 
 
-@app.command("export")
+@app.command("export", cls=SpareCommand)
 def export_weights(
     path: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint in it.")],
     to: _FORMAT,
@@ -158,17 +159,17 @@ def export_weights(
 
         checkpoint, config = checkpoint_of_run(path)
         export(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer, per_layer=per_layer))
-    typer.echo(f"{out}: the weights of {checkpoint.path}")
+    say(f"{out}: the weights of {checkpoint.path}")
     if to == "hf" and not has_tokenizer(out):
-        typer.echo("without a tokenizer: name its folder with --tokenizer to have its files copied")
+        say("without a tokenizer: name its folder with --tokenizer to have its files copied")
     if to == "megatron":
         from spare_megatron.config.megatron_args import args_of, flags_of
 
         flags = " ".join(["--use-checkpoint-args", "--finetune", *map(shlex.quote, flags_of(args_of(config)))])
-        typer.echo(f"pretrain_gpt.py takes them with: --load {shlex.quote(str(out))} {flags}")
+        say(f"pretrain_gpt.py takes them with: --load {shlex.quote(str(out))} {flags}")
 
 
-@app.command("import")
+@app.command("import", cls=SpareCommand)
 def import_weights(
     path: Annotated[Path, typer.Argument(help="A folder in the format; of megatron the one of all iterations or one.")],
     from_: _FORMAT,
@@ -186,7 +187,7 @@ def import_weights(
             from spare_megatron.state.checkpoint.megatron_folder import import_megatron as import_folder
 
         checkpoint = import_folder(path, out)
-    typer.echo(f"{checkpoint.path}: the weights of {path}")
+    say(f"{checkpoint.path}: the weights of {path}")
 
 
 def _lines(manifest: "Manifest") -> list[tuple[str, str]]:

@@ -1,16 +1,18 @@
 """`spare config`: what a configuration says, where each value comes from, and the sizes that follow."""
 
 import dataclasses
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems, refusal
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.running import this_machine
+from spare_megatron.cli.terms import explained
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -26,7 +28,7 @@ _Preset = Annotated[Path, typer.Argument(help=HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command("list")
+@app.command("list", cls=SpareCommand)
 def list_presets(as_json: AsJson = False) -> None:
     """List the presets that ship with the package.
 
@@ -41,19 +43,19 @@ def list_presets(as_json: AsJson = False) -> None:
         for name, file in shipped_presets().items()
     }
     if as_json:
-        typer.echo(json.dumps(presets))
+        say_json(presets)
     else:
         print_presets(presets)
 
 
-@app.command("show")
+@app.command("show", cls=SpareCommand, epilog=explained("group", "shard", "lane", "host"))
 def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and the resulting sizes.
 
     Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint. Needs no corpus, so a preset of a
     model can be shown, too.
     """
-    from spare_megatron.cli.config_table import print_settings, print_sizes
+    from spare_megatron.cli.config_table import print_config
     from spare_megatron.config.resolved import settings
     from spare_megatron.config.run_sizes import run_sizes
     from spare_megatron.config.validate import on_device
@@ -67,13 +69,12 @@ def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = F
         table = {
             key: {"value": value, "origin": loaded.provenance.get(key, "default")} for key, value in settings(config)
         }
-        typer.echo(json.dumps({"settings": table, **dataclasses.asdict(facts), "endured_losses": endured}))
+        say_json({"settings": table, **dataclasses.asdict(facts), "endured_losses": endured})
         return
-    print_settings(loaded)
-    print_sizes(facts, endured)
+    print_config(loaded, facts, endured)
 
 
-@app.command("check")
+@app.command("check", cls=SpareCommand)
 def check(
     preset: _Preset,
     overrides: OverridesOption = None,
@@ -97,13 +98,13 @@ def check(
         found = found or _megatron_problems(config, machine)
         doubts = [] if found else warnings(config, machine)
         if as_json:
-            typer.echo(json.dumps({"problems": found, "warnings": doubts}))
+            say_json({"problems": found, "warnings": doubts})
             raise typer.Exit(2 if found else 0)
         if found:
             raise ValueError(refusal(found))
     for text in doubts:
-        typer.echo(f"warning: {text}")
-    typer.echo(f"{preset} can run {'on a fitting machine' if elsewhere else 'here'}")
+        say(f"warning: {text}")
+    say(f"{preset} can run {'on a fitting machine' if elsewhere else 'here'}")
 
 
 def _endured_losses(config: "RunConfig") -> float:
@@ -116,7 +117,10 @@ def _endured_losses(config: "RunConfig") -> float:
 
 
 def _with_some_corpus(config: "RunConfig") -> "RunConfig":
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus=config.data.corpus or "any"))
+    """The configuration, with a corpus in the place of a missing one; a blend is one."""
+    if config.data.corpora:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus="any"))
 
 
 def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:

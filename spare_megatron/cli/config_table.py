@@ -1,12 +1,9 @@
-"""The tables of `spare config show`."""
+"""The tables of `spare config`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.resolved import settings
 from spare_megatron.config.run_sizes import RunSizes
@@ -14,31 +11,16 @@ from spare_megatron.journal.quantities import format_bytes, format_count, format
 
 
 def print_presets(presets: Mapping[str, Mapping[str, str]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("preset", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("description")
-    for name, preset in presets.items():
-        table.add_row(name, preset["kind"], preset["description"])
-    RunConsole().print(table)
+    rows = [(name, preset["kind"], preset["description"]) for name, preset in presets.items()]
+    RunConsole().tables(Table(columns=("preset", "kind", "description"), rows=rows))
 
 
-def print_settings(loaded: LoadedConfig) -> None:
-    """Every setting, its value, and the file or argument that set it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("from", overflow="fold")
-    for key, value in settings(loaded.config):
-        table.add_row(key, _text(value), loaded.provenance.get(key, ""))
-    RunConsole().print(table)
-
-
-def print_sizes(facts: RunSizes, endured_losses: float) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    for row in _rows(facts, endured_losses):
-        table.add_row(*row)
-    RunConsole().print(table)
+def print_config(loaded: LoadedConfig, facts: RunSizes, endured_losses: float) -> None:
+    """Every setting, its value, and the file or argument that set it; and the sizes that follow."""
+    rows = [(key, _text(value), loaded.provenance.get(key, "")) for key, value in settings(loaded.config)]
+    RunConsole().tables(
+        Table(columns=("setting", "value", "from"), rows=rows), Table(rows=list(_rows(facts, endured_losses)))
+    )
 
 
 def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:

@@ -5,8 +5,7 @@ import sys
 import sysconfig
 from typing import TYPE_CHECKING
 
-import typer
-
+from spare_megatron.cli.printing import message
 from spare_megatron.process.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -32,10 +31,7 @@ def make_demo_corpus(command: str) -> None:
     Raises ValueError if `spare preprocess` fails, whose message is on stderr by then.
     """
     text = sysconfig.get_paths()["stdlib"]
-    typer.echo(
-        f"spare {command}: making the demo's corpus, {DEMO_CORPUS}, of the text files in {text} (about 60 MiB, once)",
-        err=True,
-    )
+    message(command, f"making the demo's corpus, {DEMO_CORPUS}, of the text files in {text} (about 60 MiB, once)")
     options = [word for suffix in _SUFFIXES for word in ("--suffix", suffix)]
     options += [word for name in _EXCLUDED for word in ("--exclude", name)]
     preprocess = ("-m", "spare_megatron.cli.main", "preprocess", "--input", text, "--output-prefix", DEMO_CORPUS)

@@ -1,7 +1,6 @@
 """Shows a run's progress from a thread of its own, so that a stalled or closed output never delays the run."""
 
 import contextlib
-import errno
 import os
 import queue
 import threading
@@ -10,15 +9,13 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
-from rich.console import Console
+from spare_megatron.cli.console import RunConsole
 
 CLOSE_TIMEOUT_S = 10.0
 """Longest wait at the end of a run for output not yet written."""
 
 _MOST_WAITING = 4096
 _REFRESH_S = 0.25
-_UNBROKEN_WIDTH = 1 << 20
-"""Characters; wider than any line."""
 
 
 class View(Protocol):
@@ -37,26 +34,10 @@ class View(Protocol):
         """Shows what has changed; called several times a second."""
 
 
-class RunConsole(Console):
-    """The console of the commands; raises BrokenPipeError if the reader of a pipe has gone, where rich would exit.
-    Without a terminal, lines are as wide as their text, neither wrapped nor cut to 80 columns, unless COLUMNS is set.
-    """
-
-    def __init__(
-        self, *, file: IO[str] | None = None, stderr: bool = False, force_terminal: bool | None = None
-    ) -> None:
-        super().__init__(file=file, stderr=stderr, force_terminal=force_terminal)
-        if not self.is_terminal and not os.environ.get("COLUMNS"):
-            self.width = _UNBROKEN_WIDTH
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError(errno.EPIPE, "its reader has left")
-
-
 class DetachedView:
     """Runs a view in a thread of its own; drops events if the output is far behind or fails."""
 
-    def __init__(self, view: View, console: Console) -> None:
+    def __init__(self, view: View, console: RunConsole) -> None:
         self._view = view
         self._console = console
         self._waiting: queue.Queue[Any] = queue.Queue(_MOST_WAITING)

@@ -1,6 +1,5 @@
 """`spare doctor`: the nodes of a run, looked at before it."""
 
-import json
 import secrets
 import subprocess
 from collections.abc import Sequence
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from spare_megatron.cli.config import fitting_machine
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, load_without_problems, one_preset
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.process.interrupts import raising
 
@@ -66,7 +64,7 @@ def doctor(
         reports, findings = _examine(loaded, folder, wait_s)
     problems = [finding for finding in findings if finding.is_problem]
     if as_json:
-        typer.echo(json.dumps(_as_json(reports, findings)))
+        say_json(_as_json(reports, findings))
     else:
         _show(reports, findings)
     raise typer.Exit(1 if problems else 0)
@@ -95,7 +93,7 @@ def _examine(
         names = tuple(f"node {index}" for index in range(num_nodes))
         hosts = hosts_of(config.control.endpoints) or [config.control.listen_address]
         if num_nodes > 1:
-            typer.echo(f"on node i = 1 ... {num_nodes - 1}: spare doctor --node i --folder {folder}", err=True)
+            say(f"on node i = 1 ... {num_nodes - 1}: spare doctor --node i --folder {folder}", err=True)
     host = address_towards(hosts)
     if len(names) > 1:
         refuse_loopback(host, hosts)
@@ -128,18 +126,14 @@ def _as_json(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFind
 
 
 def _show(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("node", "host", "GPUs", "free", "writes", "sends", "clock"):
-        table.add_column(column, overflow="fold")
-    for report in reports:
-        table.add_row(*_row(report))
-    RunConsole().print(table)
+    columns = ("node", "host", "GPUs", "free", "writes", "sends", "clock")
+    RunConsole().tables(Table(columns=columns, rows=[_row(report) for report in reports]))
     for finding in findings:
         kind = "problem" if finding.is_problem else "warning"
-        typer.echo(f"{kind}: {finding.node}: {finding.check}: {finding.text}")
+        say(f"{kind}: {finding.node}: {finding.check}: {finding.text}")
     num_problems = sum(finding.is_problem for finding in findings)
     counts = ((len(reports), "node"), (num_problems, "problem"), (len(findings) - num_problems, "warning"))
-    typer.echo(", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts))
+    say(", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts))
 
 
 def _row(report: "NodeMeasurements") -> tuple[str, ...]:

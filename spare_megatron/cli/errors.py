@@ -8,6 +8,7 @@ from typing import IO
 
 import typer
 
+from spare_megatron.cli.printing import message
 from spare_megatron.process import interrupts
 
 
@@ -18,15 +19,15 @@ def explained_errors(command: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        typer.echo(f"spare {command}: this machine has too little memory for it: {error}", err=True)
+        message(command, f"this machine has too little memory for it: {error}")
         raise typer.Exit(2) from error
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise  # click exits silently
-        typer.echo(f"spare {command}: {error}", err=True)
+        message(command, str(error))
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
-        typer.echo(f"spare {command}: interrupted", err=True)
+        message(command, "interrupted")
         raise typer.Exit(interrupts.INTERRUPTED) from None
 
 

@@ -1,5 +1,6 @@
 """`spare logs`, `spare cancel`: a run or a job of Slurm by its folder."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
+from spare_megatron.cli.printing import say
 
 _MOST_LOGS = 10
 
@@ -23,18 +25,20 @@ def logs(
 ) -> None:
     """Print the end of the logs of a run or job.
 
-    Each supervisor, and each incarnation of each rank, has a log of what it prints: nothing unless something is wrong.
-    For a job with a GROUP, the logs are those of its newest run. `spare status` shows what happened in a run.
+    Each supervisor, and each incarnation of each rank, has a log of what it prints: nothing unless something is wrong,
+    so that a run without problems has nothing to show here. For a job with a GROUP, the logs are those of its newest
+    run. `spare status` shows what happened in a run.
     """
     with explained_errors("logs"):
         files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
         if not files:
-            typer.echo(f"all logs in {folder / 'logs'} are empty; see `spare status {folder}`", err=True)
+            whose = f"of {folder}" if group is None else f"of group {group} of {folder}"
+            say(f"nothing to show: all logs {whose} are empty; see `spare status {folder}`", err=True)
         for file in files:
             if len(files) > 1:
-                typer.echo(f"==> {file} <==")
+                say(f"==> {file} <==")
             for line in file.read_text(errors="replace").splitlines()[-lines:]:
-                typer.echo(line)
+                say(line.expandtabs())
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
@@ -51,14 +55,17 @@ def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
 
 
 def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
-    """The logs of a group's ranks; or of all those that hold something the last ones, in the order of their times."""
+    """The logs that hold something: those of a group's ranks, or the last ones in the order of their times."""
     if group is None:
-        written = [file for file in (run_dir / "logs").glob("*.log") if file.stat().st_size]
-        return sorted(written, key=lambda file: file.stat().st_mtime)[-_MOST_LOGS:]
+        return sorted(_written((run_dir / "logs").glob("*.log")), key=lambda file: file.stat().st_mtime)[-_MOST_LOGS:]
     files = sorted(run_dir.glob(f"logs/group-{group:04d}-rank-*.log"))
     if not files:
         raise ValueError(f"{run_dir} holds no log of group {group}: it has not started, or there is no such group")
-    return files
+    return _written(files)
+
+
+def _written(files: Iterable[Path]) -> list[Path]:
+    return [file for file in files if file.stat().st_size]
 
 
 def cancel(
@@ -71,7 +78,7 @@ def cancel(
     with explained_errors("cancel"):
         job_id = job_of(folder)
         end(job_id)
-    typer.echo(f"job {job_id} is cancelled; its runs are in {folder}")
+    say(f"job {job_id} is cancelled; its runs are in {folder}")
 
 
 def supervise(

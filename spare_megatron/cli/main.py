@@ -5,6 +5,7 @@ if __name__ == "__main__":  # before the imports below, which take time
 
     main()
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -33,12 +34,16 @@ from spare_megatron.cli import (
     tokenizer,
     train,
 )
+from spare_megatron.cli.command import SpareCommand, SpareGroup
+from spare_megatron.cli.printing import say
+from spare_megatron.cli.terms import explained
 
 app = typer.Typer(
     name="spare",
     help="GPT pretraining on megatron-core that masks the loss of data-parallel groups.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # rewraps paragraphs; rich markup would drop [faults]
+    cls=SpareGroup,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -46,7 +51,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"spare_megatron {__version__}")
+        say(f"spare_megatron {__version__}")
         raise typer.Exit
 
 
@@ -61,27 +66,34 @@ def _spare(
 
 _BEFORE, _RUN, _AFTER = "Before a run", "Runs and jobs", "After a run"
 
-app.command("plan", rich_help_panel=_BEFORE)(plan.plan)
-app.command("simulate", rich_help_panel=_BEFORE)(simulate.simulate)
-app.command("preprocess", rich_help_panel=_BEFORE)(preprocess.preprocess)
+_COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
+    plan.plan: (_BEFORE, ("group", "shard", "host", "wipe-out")),
+    simulate.simulate: (_BEFORE, ("group", "shard", "host", "wipe-out")),
+    preprocess.preprocess: (_BEFORE, ()),
+    doctor.doctor: (_BEFORE, ()),
+    check_program.check_program: (_BEFORE, ("microbatch", "group")),
+    train.train: (_RUN, ("step", "group", "load", "incarnation", "scatter")),
+    job.supervise: (_RUN, ()),
+    submit.submit: (_RUN, ()),
+    campaign.campaign: (_RUN, ("step", "group", "load")),
+    status.status: (_RUN, ("step", "group", "load", "incarnation", "scatter")),
+    job.logs: (_RUN, ("group", "incarnation")),
+    membership.drain: (_RUN, ("group", "drain", "place")),
+    membership.grow: (_RUN, ("group", "place")),
+    serve.serve: (_RUN, ("step", "load", "patch", "scatter")),
+    job.cancel: (_RUN, ()),
+    check.check: (_AFTER, ("step", "attempt", "epoch", "fence")),
+    audit.audit: (_AFTER, ("step", "attempt", "audit")),
+    replay.replay: (_AFTER, ("step", "microbatch", "group")),
+    report.report: (_AFTER, ("step", "load", "patch", "scatter")),
+    timeline.timeline: (_AFTER, ("step", "attempt", "incarnation")),
+}
+"""For each command its heading, and the terms that its help explains."""
+
+for _command, (_panel, _terms) in _COMMANDS.items():
+    _name = _command.__name__.replace("_", "-")
+    app.command(_name, cls=SpareCommand, epilog=explained(*_terms), rich_help_panel=_panel)(_command)
 app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
-app.command("doctor", rich_help_panel=_BEFORE)(doctor.doctor)
-app.command("check-program", rich_help_panel=_BEFORE)(check_program.check_program)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
-app.command("train", rich_help_panel=_RUN)(train.train)
-app.command("supervise", rich_help_panel=_RUN)(job.supervise)
-app.command("submit", rich_help_panel=_RUN)(submit.submit)
-app.command("campaign", rich_help_panel=_RUN)(campaign.campaign)
-app.command("status", rich_help_panel=_RUN)(status.status)
-app.command("logs", rich_help_panel=_RUN)(job.logs)
-app.command("drain", rich_help_panel=_RUN)(membership.drain)
-app.command("grow", rich_help_panel=_RUN)(membership.grow)
-app.command("serve", rich_help_panel=_RUN)(serve.serve)
-app.command("cancel", rich_help_panel=_RUN)(job.cancel)
-app.command("check", rich_help_panel=_AFTER)(check.check)
-app.command("audit", rich_help_panel=_AFTER)(audit.audit)
-app.command("replay", rich_help_panel=_AFTER)(replay.replay)
-app.command("report", rich_help_panel=_AFTER)(report.report)
-app.command("timeline", rich_help_panel=_AFTER)(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -35,7 +36,7 @@ def drain(run_dir: RunDirArgument, which: Annotated[list[str], WHICH]) -> None:
         if reason := why_not_drained(groups, config, members, asked_to_leave(run_dir)):
             raise ValueError(reason)
         request(run_dir, groups, "drain")
-    typer.echo(f"asked {groups_named(groups)} to leave at the end of a step; see `spare status {run_dir}`")
+    say(f"asked {groups_named(groups)} to leave at the end of a step; see `spare status {run_dir}`")
 
 
 def grow(
@@ -66,7 +67,7 @@ def grow(
             groups = groups_to_grow(config, set(range(config.layout.most_groups)) - away - lost, away, to=to, by=by)
         request(run_dir, groups, "grow")
     asked = f"asked {groups_named(groups)} to take part" if groups else f"the run has {to} groups already"
-    typer.echo(f"{asked}; see `spare status {run_dir}`")
+    say(f"{asked}; see `spare status {run_dir}`")
 
 
 def _running(run_dir: Path) -> tuple["RunConfig", "RunState"]:

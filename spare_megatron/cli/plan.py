@@ -1,6 +1,5 @@
 """`spare plan`: which redundancy and cadence to train with on a cluster."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from spare_megatron.cli.plan_question import (
     slow_rate_of,
     widths_of,
 )
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.journal.quantities import format_duration
 
 _Groups = Annotated[int, typer.Option(help="Number of data-parallel groups, and of shards.")]
@@ -213,7 +213,7 @@ def _answer(question: Question, plot: Path | None, *, as_json: bool) -> None:
 
 def _show(answer: Answer, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(as_figures(answer)))
+        say_json(as_figures(answer))
         return
     from spare_megatron.cli.plan_table import print_answer
 
@@ -225,7 +225,7 @@ def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
 
     write_plot(plot, answer.facts, answer.plan, answer.alternatives)
     if not as_json:
-        typer.echo(f"curves in {plot}")
+        say(f"curves in {plot}")
 
 
 def answer_to(question: Question) -> Answer:

@@ -31,6 +31,14 @@ POLICY_STYLES = {
 
 INK = "#444444"
 
+SETTINGS: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titleweight": "bold",
+    "text.parse_math": False,  # names are no formulas
+}
+
 _AXIS_UNITS = ((31557600.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 _MOST_REDUNDANCY = 24
@@ -43,8 +51,7 @@ _HIGHEST_RATIO = 2.5
 
 def write_plot(path: Path, facts: ClusterFacts, plan: Plan, alternatives: tuple[Plan, ...]) -> None:
     """Plots time to train over redundancy, endured losses, and lost time over cadence, as one PNG. Raises OSError."""
-    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
-    with mpl.rc_context(settings):
+    with mpl.rc_context(SETTINGS):
         figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
         _time_to_train(axes[0], facts, plan, alternatives)
         _endured(axes[1], facts, plan)

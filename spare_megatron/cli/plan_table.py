@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator
 
-from rich import box
-from rich.table import Table
-
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.plan_answer import Answer, read_s
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.planner.audits import audit_price, num_judges
@@ -23,20 +20,24 @@ _LONG_CADENCE_S = 86400.0
 
 def print_answer(answer: Answer) -> None:
     console = RunConsole()
-    console.print(_two_columns("plan", _plan_rows(answer)))
-    console.print(_two_columns("partitioned optimizer state", _partition_rows(answer)))
-    console.print(_two_columns("for this cluster", _fact_rows(answer)))
-    console.print(_alternatives(answer))
-    if answer.widths:
-        console.print(_widths(answer))
+    console.tables(
+        Table(title="plan", rows=list(_plan_rows(answer))),
+        Table(title="partitioned optimizer state", rows=list(_partition_rows(answer))),
+        Table(title="for this cluster", rows=list(_fact_rows(answer))),
+        _alternatives(answer),
+        *([_widths(answer)] if answer.widths else []),
+    )
+    for text in _remarks(answer):
+        console.line(text)
+
+
+def _remarks(answer: Answer) -> Iterator[str]:
     if answer.plan.redundancy == 1 and not answer.facts.last_resort:
-        console.print("Restarting at every loss costs less here than going on without the lost groups.")
+        yield "Restarting at every loss costs less here than going on without the lost groups."
     if answer.plan.cadence_s > _LONG_CADENCE_S:
-        console.print(
-            "Restarts are so rare here that other failures (storage, software, the site) decide how often to save."
-        )
+        yield "Restarts are so rare here that other failures (storage, software, the site) decide how often to save."
     if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
-        console.print("Restarts come sooner than saves pay off: take a higher redundancy.")
+        yield "Restarts come sooner than saves pay off: take a higher redundancy."
 
 
 def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -125,11 +126,8 @@ def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def _alternatives(answer: Answer) -> Table:
-    table = Table(title="best of each policy", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name in ("policy", "hosts", "time to train", "availability", "save every", "endured"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for plan in answer.alternatives:
-        table.add_row(
+    rows = [
+        (
             plan.policy,
             str(plan.redundancy),
             f"{plan.time_to_train_ratio:.2f} x",
@@ -137,19 +135,21 @@ def _alternatives(answer: Answer) -> Table:
             format_duration(plan.cadence_s),
             format_count(plan.endured_losses),
         )
+        for plan in answer.alternatives
+    ]
     closed = closed_form_redundancy(answer.facts.num_groups)
-    table.caption = f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}"
-    table.caption_justify = "left"
-    return table
+    return Table(
+        title="best of each policy",
+        columns=("policy", "hosts", "time to train", "availability", "save every", "endured"),
+        rows=rows,
+        caption=f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}",
+        has_numbers=True,
+    )
 
 
 def _widths(answer: Answer) -> Table:
-    table = Table(title="wide groups", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    columns = ("lanes", "groups", "hosts", "time to train", "a loss takes", "save every", "over groups", "state")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in answer.widths:
-        table.add_row(
+    rows = [
+        (
             str(one.num_lanes),
             str(one.num_groups),
             str(one.plan.redundancy),
@@ -159,21 +159,18 @@ def _widths(answer: Answer) -> Table:
             f"1/{one.num_lanes}",
             f"1/{one.num_lanes}",
         )
+        for one in answer.widths
+    ]
     until = "until it is re-formed" if answer.plan.policy == "reform" else "until a group is back"
-    table.caption = (
-        f"time to train: over that of one lane without losses and saves; a loss takes: of all ranks, {until}; over "
-        f"groups, state: of each rank's gradients and optimizer state"
+    return Table(
+        title="wide groups",
+        columns=("lanes", "groups", "hosts", "time to train", "a loss takes", "save every", "over groups", "state"),
+        rows=rows,
+        caption=f"time to train: over that of one lane without losses and saves; a loss takes: of all ranks, {until}; "
+        f"over groups, state: of each rank's gradients and optimizer state",
+        has_numbers=True,
     )
-    table.caption_justify = "left"
-    return table
 
 
 def _hosts(number: int) -> str:
     return f"{number} {'host' if number == 1 else 'hosts'}"
-
-
-def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table

@@ -1,6 +1,5 @@
 """`spare preprocess`: text becomes the indexed dataset that training reads."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.text_progress import TextProgress
 from spare_megatron.process.interrupts import deferred, raising
 
@@ -69,7 +69,10 @@ def preprocess(
         )
         reading = _Reading(inputs=inputs, json_key=json_key, suffixes=suffix or (), excluded_folders=exclude or ())
         figures, skipped = _convert(reading, source, output_prefix, workers, overwrite=overwrite)
-        typer.echo(json.dumps(figures) if as_json else _describe(output_prefix, figures, skipped))
+        if as_json:
+            say_json(figures)
+        else:
+            say(*_describe(output_prefix, figures, skipped).split("\n"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

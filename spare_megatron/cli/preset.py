@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.journal.printable import printable
+
 if TYPE_CHECKING:
     from spare_megatron.config.loader import LoadedConfig
     from spare_megatron.config.schema import RunConfig
@@ -59,4 +61,4 @@ def load_without_problems(
 
 
 def refusal(found: Sequence[str], where: str = "") -> str:
-    return f"this configuration cannot run{where}:\n" + "\n".join(f"  - {text}" for text in found)
+    return f"this configuration cannot run{where}:\n" + "\n".join(f"  - {printable(text)}" for text in found)

@@ -57,7 +57,8 @@ def _program_setting(given: Mapping[str, object], caller: Mapping[str, Any]) -> 
 
 
 def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: "OnStep | None") -> "Summary":
-    from spare_megatron.cli.detached_view import RunConsole, outlasting_output
+    from spare_megatron.cli.console import RunConsole
+    from spare_megatron.cli.detached_view import outlasting_output
     from spare_megatron.cli.folders import check_folders
     from spare_megatron.cli.progress import print_summary
     from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show

@@ -7,12 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich import box
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
+from spare_megatron.cli.audit import way_back
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.audits import text_of_spoiled
@@ -60,7 +56,7 @@ class RunProgress:
     a terminal, lines scroll above a live view. While the journal is behind, events are shown as reported.
     """
 
-    def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, console: RunConsole, run_dir: Path) -> None:
         checkpoint = config.checkpoint
         self._plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
         self._console = console
@@ -72,11 +68,10 @@ class RunProgress:
         self._awaited: tuple[int, ...] = ()  # shards without a host
         self._reported: tuple[int, float] | None = None  # a step missing from the journal, and when it was reported
         self._next_at_s = self._next_poll_s = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._shown = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
+        self._show_view = self._shown.enter_context(self._console.live())
         return self
 
     def __exit__(
@@ -87,7 +82,7 @@ class RunProgress:
                 self._next_poll_s = 0.0
                 self.refresh()
         finally:
-            self._live.stop()
+            self._shown.close()
 
     def refresh(self) -> None:
         """Shows what is new in the journal; without a terminal, only after an event or two seconds."""
@@ -97,7 +92,7 @@ class RunProgress:
         self._next_poll_s = 0.0 if self._console.is_terminal else now_s + STEP_LINE_INTERVAL_S
         run_state = self._follow()
         if self._console.is_terminal and run_state.run is not None:
-            self._live.update(view_of(run_state, self._plan, now_s, num_events=0), refresh=True)
+            self._show_view(view_of(run_state, self._plan, now_s, num_events=0))
 
     def on_event(self, event: RunEvent) -> None:
         """Shows an event unless the journal has it."""
@@ -215,26 +210,25 @@ class RunProgress:
 
     def _show(self, text: str) -> None:
         self._follow()  # shows the events that the text may refer to first
-        self._print(self._lines.stamped(text, time.time()))
+        self._print(*(self._lines.stamped(line, time.time()) for line in text.expandtabs().split("\n")))
 
     def _print(self, *lines: str) -> None:
         for line in lines:
-            self._console.print(Text(line))
+            self._console.line(line)
 
 
-def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
-    table = Table(title="run", show_header=False, box=box.SIMPLE)
-    for name, value in _figures(summary, run_dir):
-        table.add_row(name, value)
-    console.print(table)
+def print_summary(summary: Summary, run_dir: Path, console: RunConsole) -> None:
+    tables = [Table(title="run", rows=list(_figures(summary, run_dir)))]
     if summary.recoveries:
-        console.print(_recovery_table(summary.recoveries))
+        tables.append(_recovery_table(summary.recoveries))
+    console.tables(*tables)
     if summary.spoiled is not None:
-        console.print(Text(text_of_spoiled(summary.spoiled)))
+        console.line(text_of_spoiled(summary.spoiled))
+        console.line(way_back(summary.spoiled, run_dir))
     for reason in summary.reasons[:_MOST_REASONS]:
-        console.print(Text(reason))
+        console.line(reason)
     if len(summary.reasons) > _MOST_REASONS:
-        console.print(Text(f"and {len(summary.reasons) - _MOST_REASONS} more: spare check {run_dir}"))
+        console.line(f"and {len(summary.reasons) - _MOST_REASONS} more: spare check {run_dir}")
 
 
 def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
@@ -257,13 +251,10 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
 
 def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
     stages = ("detect", "agree", "rebuild", "patch", "reduce", "total")
-    table = Table(
-        title="recovery of each loss: ms, and microbatches computed again", box=box.SIMPLE, padding=(0, 1, 0, 0)
-    )
-    for name in ("step", "group", "during", *stages, "again"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for recovery in recoveries:
         spent = [f"{getattr(recovery, f'{stage}_s') * 1e3:.0f}" for stage in stages]
         lost = ", ".join(str(group) for group in recovery.lost)
-        table.add_row(str(recovery.step), lost, recovery.phase or "-", *spent, str(recovery.num_patched))
-    return table
+        rows.append((str(recovery.step), lost, recovery.phase or "-", *spent, str(recovery.num_patched)))
+    title = "recovery of each loss: ms, and microbatches computed again"
+    return Table(title=title, columns=("step", "group", "during", *stages, "again"), rows=rows, has_numbers=True)

@@ -1,6 +1,5 @@
 """`spare replay`: computes a microbatch about which groups differed again, and says which of them was wrong."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
@@ -31,8 +31,12 @@ def replay(
         typer.Option(metavar="SHARD.INDEX", help="One of the microbatches in dispute. [default: all of them]"),
     ] = None,
     group: Annotated[
-        int | None,
-        typer.Option(help="Compute on the machines of this group, with its devices. [default: on this machine]"),
+        str | None,
+        typer.Option(
+            metavar="GROUP",
+            help="Compute on the machines of this group, or of the one that machine:N was last in, with its devices. "
+            "[default: on this machine]",
+        ),
     ] = None,
     node: Annotated[
         int | None,
@@ -63,14 +67,15 @@ def replay(
         from spare_megatron.driver import replay as replays
         from spare_megatron.driver.replay_parts import Where
 
-        where = Where(group=group, wait_s=wait_s, on_awaited=partial(typer.echo, err=True))
+        number, machine = (None, None) if group is None else _group_or_machine(group)
+        where = Where(group=number, machine=machine, wait_s=wait_s, on_awaited=partial(say, err=True))
         with raising():
             found = replays.replay(run_dir, step, None if microbatch is None else _address(microbatch), where)
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "is_confirmed": found.is_confirmed}))
+        say_json({**asdict(found), "is_confirmed": found.is_confirmed})
     else:
         for line in lines_of(found):
-            typer.echo(line)
+            say(line)
     raise typer.Exit(0 if found.is_confirmed else 1)
 
 
@@ -80,7 +85,15 @@ def _serve(run_dir: Path, node: int, wait_s: float, others: Sequence[object]) ->
     from spare_megatron.driver.replay import serve_node
 
     with raising():
-        serve_node(run_dir, node, wait_s, partial(typer.echo, err=True))
+        serve_node(run_dir, node, wait_s, partial(say, err=True))
+
+
+def _group_or_machine(text: str) -> tuple[int | None, int | None]:
+    match = re.fullmatch(r"(machine:)?(\d+)", text)
+    if match is None:
+        raise ValueError(f"--group={text} is neither the number of a group nor a machine, such as machine:2")
+    number = int(match[2])
+    return (None, number) if match[1] else (number, None)
 
 
 def _address(text: str) -> tuple[int, int]:

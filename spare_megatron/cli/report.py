@@ -9,6 +9,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
+from spare_megatron.cli.printing import say
 
 if TYPE_CHECKING:
     from spare_megatron.journal.run_state import RunState
@@ -51,7 +52,7 @@ def report(
             page = page_of(histories[0], config_of(run_dirs[0]))
         with whole_file("--out", target) as file:
             file.write_text(page)
-    typer.echo(str(target))
+    say(str(target))
 
 
 def config_of(run_dir: Path) -> str:

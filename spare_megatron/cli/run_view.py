@@ -4,11 +4,8 @@ import datetime
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
+from spare_megatron.cli.console import LiveView, Pieces
+from spare_megatron.journal.audits import text_of_spoiled
 from spare_megatron.journal.events import EventLine, describe_storage, shards_named, text_of_culprit
 from spare_megatron.journal.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import text_of_evaluation
@@ -26,7 +23,7 @@ _LETTERS: dict[GroupStatus, tuple[str, str]] = {
     "given up": ("X", "bold magenta"),
 }
 _IN_A_BLOCK, _IN_A_ROW = 10, 50
-_BAR_WIDTH = 50
+_NO_RUN = "the journal has no run yet"
 _EVENTS_SHOWN = 6
 _RECENT_COMMITS = 8
 """Commits searched for that of the newest applied step."""
@@ -35,31 +32,24 @@ STEP_LINE_INTERVAL_S = 2.0
 
 
 def view_of(
-    run_state: RunState, plan: SavePlan, now_s: float, note: str = "", num_events: int = _EVENTS_SHOWN
-) -> RenderableType:
-    """The terminal view of a run, with the last `num_events` events, and a note that the journal does not have."""
-    run = run_state.run
-    if run is None:
-        return Text(note or "the journal has no run yet")
+    run_state: RunState, plan: SavePlan, now_s: float, notes: Sequence[str] = (), num_events: int = _EVENTS_SHOWN
+) -> LiveView:
+    """The live view of a run, with the last `num_events` events, and notes that the journal does not have."""
+    if run_state.run is None:
+        return LiveView(lines=notes or [_NO_RUN])
     done = 0 if run_state.folding is None else run_state.folding.step
-    bar = ProgressBar(total=run.num_steps, completed=done, width=_BAR_WIDTH)
-    rows: list[RenderableType] = [bar]
-    rows += [Text(line) for line in _headlines(run_state, plan, now_s)]
-    rows += [_grid(run_state.groups())]
-    rows += [Text(line) for line in _events(run_state, num_events)]
-    view = Table.grid()
-    for row in (*rows, *([Text(note)] if note else [])):
-        view.add_row(row)
-    return view
+    lines: list[str | Pieces] = [*_headlines(run_state, plan, now_s), *_grid(run_state.groups())]
+    lines += [*_events(run_state, num_events), *notes]
+    return LiveView(lines=lines, done=done, total=run_state.run.num_steps)
 
 
 def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
     """The view as lines of text, without bar and note."""
     if run_state.run is None:
-        yield "the journal has no run yet"
+        yield _NO_RUN
         return
     yield from _headlines(run_state, plan, now_s)
-    yield from _grid(run_state.groups()).plain.split("\n")
+    yield from ("".join(text for text, _ in line) for line in _grid(run_state.groups()))
     yield from _events(run_state, _EVENTS_SHOWN)
 
 
@@ -88,9 +78,9 @@ class NewLines:
         return [self.stamped(event.text, event.at_s) for event in new]
 
     def stamped(self, text: str, at_s: float) -> str:
-        """Prefixes each line with the local time, and with the date if lines are kept."""
-        time = f"{datetime.datetime.fromtimestamp(at_s):{'%Y-%m-%d %H:%M:%S' if self._has_steps else '%H:%M:%S'}}"
-        return "\n".join(f"{time} {line}" for line in text.split("\n"))
+        """The line after the local time, and the date if lines are kept."""
+        form = "%Y-%m-%d %H:%M:%S" if self._has_steps else "%H:%M:%S"
+        return f"{datetime.datetime.fromtimestamp(at_s):{form}} {text}"
 
     def _step(self, run_state: RunState, now_s: float) -> Iterator[EventLine]:
         folding, update = run_state.folding, run_state.newest
@@ -107,10 +97,10 @@ def step_line(run_state: RunState, now_s: float) -> str:
     run, folding, update = run_state.run, run_state.folding, run_state.newest
     assert run is not None, "callers check that the journal has a run"
     assert folding is not None, "a run has a log"
-    if not folding.commits:
+    if not folding.commits or not folding.step:
         return f"no step of {run.num_steps} committed yet"
     if update is None or update.step >= folding.step:  # undone by a restart
-        parts = [f"step {folding.step}/{run.num_steps}", f"groups {len(folding.members)}/{run.most_groups}"]
+        parts = [_step_named(run, folding.step - 1), f"groups {len(folding.members)}/{run.most_groups}"]
     else:
         members = [commit.members for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
         parts = [*figures_of(run, update, len(members[0] if members else folding.members))]
@@ -120,8 +110,13 @@ def step_line(run_state: RunState, now_s: float) -> str:
     return "  ".join(parts)
 
 
+def _step_named(run: RunRecord, step: int) -> str:
+    """A step by its number, which counts from 0, and how many of all steps are committed with it."""
+    return f"step {step} ({step + 1}/{run.num_steps})"
+
+
 def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterator[str]:
-    yield f"step {update.step + 1}/{run.num_steps}"
+    yield _step_named(run, update.step)
     if update.loss:  # a simulated run has none
         yield f"loss {update.loss:.4f}"
         yield f"lr {update.learning_rate:.2e}"
@@ -152,6 +147,8 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
     for machine, one in sorted(run_state.quarantined.items()):  # also at the end: it is still to be mended
         failed = f"; last examination: {one.failed}" if one.failed else ""
         yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
+    if run_state.spoiled is not None:
+        yield text_of_spoiled(run_state.spoiled)
     for name, last in run_state.evaluated.items():
         yield f"loss of {name}: {text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)
@@ -174,21 +171,17 @@ def _describe_goodput(goodput: Goodput) -> str:
     return text + (f"; lost: {causes}" if causes else "")
 
 
-def _grid(states: Sequence[GroupStatus]) -> Text:
-    """One letter per group in blocks of ten, with a legend."""
-    grid = Text("groups ")
-    for group, state in enumerate(states):
-        if group and group % _IN_A_ROW == 0:
-            grid.append(f"\n{group:>6} ")
-        elif group and group % _IN_A_BLOCK == 0:
-            grid.append(" ")
-        letter, style = _LETTERS[state]
-        grid.append(letter, style=style)
+def _grid(states: Sequence[GroupStatus]) -> Iterator[Pieces]:
+    """One letter per group in blocks of ten, and the legend."""
+    for first in range(0, max(len(states), 1), _IN_A_ROW):
+        row: list[tuple[str, str]] = [(f"{first:>6} " if first else "groups ", "")]
+        for index, state in enumerate(states[first : first + _IN_A_ROW]):
+            row += [(" ", "")] if index and index % _IN_A_BLOCK == 0 else []
+            row.append(_LETTERS[state])
+        yield row
     counts = Counter(states)
-    grid.append(
-        "\n       " + ", ".join(f"{_LETTERS[state][0]} {state} {counts[state]}" for state in _LETTERS if counts[state])
-    )
-    return grid
+    legend = [f"{_LETTERS[state][0]} {state} {counts[state]}" for state in _LETTERS if counts[state]]
+    yield [(f"       {', '.join(legend)}", "")]
 
 
 def _events(run_state: RunState, most: int) -> Iterator[str]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.preset import load_without_problems
+from spare_megatron.cli.printing import message
+from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.process import interrupts
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def load_runnable(
         config, _ = load_without_problems(path, overrides, look, restrict=restrict)
     machine = look(config)
     for text in warnings(config, machine):
-        typer.echo(f"spare {command}: warning: {text}", err=True)
+        message(command, f"warning: {text}")
     return resolved(config, machine)
 
 
@@ -55,12 +57,14 @@ def this_machine(command: str, config: "RunConfig") -> "Machine":
     """What this machine offers the run, with the demo's corpus, which can be made."""
     from spare_megatron.driver.run import look_at_machine
 
-    machine = look_at_machine(config, lambda what: typer.echo(f"spare {command}: {what}", err=True))
+    machine = look_at_machine(config, lambda what: message(command, what))
     return dataclasses.replace(machine, has_corpus=machine.has_corpus or is_to_be_made(config.data))
 
 
 def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
-    """The stated directory, or one named after the run and the current time."""
+    """The stated directory, or one named after the run and the current time. ValueError: it is no directory's name."""
+    if reason := refusal_of_address(str(stated or "")):
+        raise ValueError(f"--run-dir {stated}: {reason}")
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -72,14 +76,14 @@ def reported_interruption(command: str, run_dir: Path) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         where = f"the run so far is in {run_dir}" if run_dir.exists() else "the run had not begun"
-        typer.echo(f"spare {command}: interrupted; all processes are ended, {where}", err=True)
+        message(command, f"interrupted; all processes are ended, {where}")
         raise typer.Exit(interrupts.INTERRUPTED) from None
 
 
 def run_and_show(
     config: "RunConfig",
     run_dir: Path,
-    console: Console,
+    console: RunConsole,
     *listeners: Callable[["RunEvent"], None],
     launcher: "Launcher | None" = None,
     on_step: "OnStep | None" = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say
 from spare_megatron.cli.report import config_of, verdict_of
 from spare_megatron.process.interrupts import raising
 
@@ -26,7 +27,7 @@ def serve(
     connect; from another one use `ssh -L PORT:127.0.0.1:PORT MACHINE`.
     """
     with explained_errors("serve"), open_server(run_dir, port) as server:
-        typer.echo(server.url)
+        say(server.url)
         with contextlib.suppress(KeyboardInterrupt), raising():
             server.serve_forever()
 

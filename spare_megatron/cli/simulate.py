@@ -1,6 +1,5 @@
 """`spare simulate`: how long training takes through losses, in virtual time."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.loss_options import Join, Machines, Reform, Repair
+from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.cli.quantities import parse_duration_s, parse_redundancies
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.process.interrupts import INTERRUPTED, raising
@@ -185,13 +185,13 @@ def _simulate(request: SimulateRequest) -> None:
             )
     except KeyboardInterrupt:
         kept = "" if out is None else f"; finished cases are in {request.out}: the same command goes on from there"
-        typer.echo(f"spare simulate: interrupted{kept}", err=True)
+        message("simulate", f"interrupted{kept}")
         raise typer.Exit(INTERRUPTED) from None
     figures, reasons = summarize(wanted, request.seeds, results), given_up(results.values())
     if not figures:
         raise ValueError(reasons[0])
     for reason in reasons:
-        typer.echo(f"spare simulate: given up: {reason}", err=True)
+        message("simulate", f"given up: {reason}")
     outputs: list[Callable[[], None]] = [partial(_show, request, figures, measured)]
     if request.journal is not None:
         rework = results[Case(scenario=base, seed=0).digest].terms.get("rework", 0.0)
@@ -311,7 +311,7 @@ def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: fl
         with named_errors("--journal", request.journal):
             folder.mkdir(parents=True)
             with whole_file("--journal", folder / "simulator.jsonl") as path, path.open("w") as file:
-                simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
+                simulate_one(scenario, 0, journal=lambda line: file.writelines((encode_line(line), "\n")))
     except Stalled as stalled:
         raise ValueError(str(stalled)) from stalled
     _print_path(request, "journal", request.journal)
@@ -332,12 +332,12 @@ def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[Figures]"
 
 def _print_path(request: SimulateRequest, what: str, path: Path) -> None:
     if not request.as_json:
-        typer.echo(f"{what} in {path}")
+        say(f"{what} in {path}")
 
 
 def _show(request: SimulateRequest, figures: "Sequence[Figures]", measured: "Measured | None") -> None:
     if request.as_json:
-        typer.echo(json.dumps(as_json_figures(figures, measured)))
+        say_json(as_json_figures(figures, measured))
         return
     from spare_megatron.cli.simulate_table import print_figures
 

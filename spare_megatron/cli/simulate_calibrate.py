@@ -5,10 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.calibrate import Calibration, calibrate
@@ -59,18 +56,15 @@ def as_json(measured: Measured) -> dict[str, Any]:
     return {"calibration": calibration, "replay": found}
 
 
-def print_measured(measured: Measured, console: Console) -> None:
+def print_measured(measured: Measured, console: RunConsole) -> None:
     """Prints the costs, their fit, what the run could not measure, and predictions beside measurements."""
-    table = _table(f"measured in the run {measured.calibration.name}", "", "")
-    for name, value in _calibration_rows(measured.calibration):
-        table.add_row(name, value)
-    console.print(table)
+    rows = list(_calibration_rows(measured.calibration))
+    console.tables(Table(title=f"measured in the run {measured.calibration.name}", rows=rows))
     for what in measured.calibration.untold:
-        console.print(f"The run does not show {what}.", highlight=False)
-    table = _table(f"the losses of the run {measured.replay.name} again", "", "measured", "predicted", "error")
-    for row in _replay_rows(measured.replay):
-        table.add_row(*row)
-    console.print(table)
+        console.line(f"The run does not show {what}.")
+    title = f"the losses of the run {measured.replay.name} again"
+    columns = ("", "measured", "predicted", "error")
+    console.tables(Table(title=title, columns=columns, rows=list(_replay_rows(measured.replay)), has_numbers=True))
 
 
 def _explained(option: str, run_dir: Path, read: Callable[[], T]) -> T:
@@ -122,10 +116,3 @@ def _prediction_cells(time: Prediction) -> tuple[str, str, str]:
     if time.predicted_s is None or time.error is None:
         return format_duration(time.measured_s), "no prediction", ""
     return format_duration(time.measured_s), format_duration(time.predicted_s), f"{time.error:+.1%}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, show_header=any(columns), box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 or not any(columns) else "right")
-    return table

@@ -6,15 +6,13 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import ExitStack, closing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import never_in_children
@@ -58,44 +56,40 @@ class ResultFile:
 class CaseProgress:
     """Progress over all cases: a bar on a terminal, plain lines elsewhere. A context manager."""
 
-    def __init__(self, num_cases: int, num_done: int, console: Console) -> None:
+    def __init__(self, num_cases: int, num_done: int, console: RunConsole) -> None:
         self._console = console
         self._num_cases, self._num_done = num_cases, num_done
         self._next_line_at_s = 0.0
-        columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        last = TextColumn("{task.description}")
-        self._bar = Progress(*columns, TimeRemainingColumn(), last, console=console, transient=True)
-        self._task = self._bar.add_task("", total=num_cases, completed=num_done)
+        self._shown = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._bar.start()
-        elif self._num_done:
-            self._console.print(f"{self._num_done} of {self._num_cases} cases were done before", highlight=False)
+        self._update = self._shown.enter_context(self._console.bar("simulating", self._num_cases, self._num_done))
+        if self._num_done and not self._console.is_terminal:
+            self._console.line(f"{self._num_done} of {self._num_cases} cases were done before")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
+        self._shown.close()
 
     def report(self, result: CaseResult) -> None:
         self._num_done += 1
         found = "given up" if result.stalled else f"{result.time_to_train_ratio:.3f} x"
         text = (
-            f"{result.name}, {variant_name(result.policy, result.granularity)}, r = {result.redundancy}, "
+            f"case {self._num_done}/{self._num_cases}  {result.name}, "
+            f"{variant_name(result.policy, result.granularity)}, r = {result.redundancy}, "
             f"seed {result.seed}: {found} in {format_duration(result.wall_s)}"
         )
-        self._bar.update(self._task, completed=self._num_done, description=text)
+        self._update(self._num_done, text)
         is_last = self._num_done == self._num_cases
         if not self._console.is_terminal and (time.monotonic() >= self._next_line_at_s or is_last):
             self._next_line_at_s = time.monotonic() + _PLAIN_INTERVAL_S
-            self._console.print(f"case {self._num_done}/{self._num_cases}  {text}", highlight=False, soft_wrap=True)
+            self._console.line(text)
 
 
 def simulate_all(
-    cases: Sequence[Case], *, num_jobs: int, console: Console, out: ResultFile | None = None
+    cases: Sequence[Case], *, num_jobs: int, console: RunConsole, out: ResultFile | None = None
 ) -> dict[str, CaseResult]:
     """Simulates the cases that `out` does not have; returns the results of all by digest. `num_jobs` is the number of
     processes; 1 simulates in this one. They end if this process is interrupted or killed; finished cases stay in `out`.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 
@@ -11,8 +11,9 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from spare_megatron.cli.plan_plot import INK, POLICY_STYLES
+from spare_megatron.cli.plan_plot import INK, POLICY_STYLES, SETTINGS
 from spare_megatron.journal.output import whole_file
+from spare_megatron.journal.printable import printable
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.engine import Moment
 from spare_megatron.simulator.presets import published
@@ -41,8 +42,7 @@ def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline:
     """Plots time to train, availability and one run, as one PNG. ValueError: no figures. OSError: not writable."""
     if not figures:
         raise ValueError(f"--plot {path}: all simulations were given up, so there is nothing to draw")
-    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
-    with mpl.rc_context(settings):
+    with mpl.rc_context(SETTINGS):
         figure, axes = plt.subplot_mosaic(
             [["ratio", "availability"], ["groups", "groups"], ["steps", "steps"]],
             figsize=(13, 10),
@@ -62,7 +62,7 @@ def _describe(base: Scenario, num_seeds: int) -> str:
     interval_s = base.failures.mean_interval_s(base.num_groups)
     repair = "" if base.repair_s is None else f", repair {format_duration(base.repair_s)}"
     return (
-        f"{base.name}: {base.num_groups} groups, one lost every {format_duration(interval_s)}, "
+        f"{printable(base.name)}: {base.num_groups} groups, one lost every {format_duration(interval_s)}, "
         f"restart {format_duration(base.costs.restart_s)}, save {format_duration(base.costs.save_s)}{repair}, "
         f"{base.num_steps} steps (simulated, not measured; {num_seeds} {'seed' if num_seeds == 1 else 'seeds'})"
     )

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.journal.quantities import format_count, format_duration
 from spare_megatron.simulator.failures import UNNAMED
 from spare_megatron.simulator.presets import published
@@ -15,15 +12,15 @@ _SMALLEST_TERM = 5e-4
 """Smaller terms of the ratio round to zero and are left out."""
 
 
-def print_figures(listed: Sequence[Figures], console: Console) -> None:
+def print_figures(listed: Sequence[Figures], console: RunConsole) -> None:
     """Prints one scenario in full, or one line for each of several and the best in full."""
     best = min(listed, key=lambda figures: figures.time_to_train_ratio.mean)
-    if len(listed) > 1:
-        console.print(_comparison(listed, best))
-    console.print(_two_columns(_title(best, is_best=len(listed) > 1), _rows(best)))
-    console.print(_two_columns("terms of the ratio", _term_rows(best)))
+    tables = [_comparison(listed, best)] if len(listed) > 1 else []
+    tables.append(Table(title=_title(best, is_best=len(listed) > 1), rows=list(_rows(best))))
+    tables.append(Table(title="terms of the ratio", rows=list(_term_rows(best))))
     if best.losses_by_cause.keys() - {UNNAMED}:
-        console.print(_two_columns("losses by cause", _cause_rows(best)))
+        tables.append(Table(title="losses by cause", rows=list(_cause_rows(best))))
+    console.tables(*tables)
 
 
 def _title(figures: Figures, *, is_best: bool) -> str:
@@ -61,20 +58,19 @@ def _cause_rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
-    table = Table(title="simulated", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name in ("policy", "hosts", "time to train", "availability %", "restarts", "losses"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for figures in listed:
-        table.add_row(
+    rows = [
+        (
             variant_name(figures.policy, figures.granularity),
             str(figures.redundancy),
             _with_interval(figures.time_to_train_ratio, 2),
             percent_with_bounds(figures.availability, 1),
             format_count(figures.restarts),
             format_count(figures.losses),
-            style="bold" if figures is best else "",
         )
-    return table
+        for figures in listed
+    ]
+    columns = ("policy", "hosts", "time to train", "availability %", "restarts", "losses")
+    return Table(title="simulated", columns=columns, rows=rows, has_numbers=True, bold_row=listed.index(best))
 
 
 def _with_interval(found: Estimate, digits: int) -> str:
@@ -89,10 +85,3 @@ def percent_with_bounds(found: Estimate, digits: int) -> str:
         return text
     low, high = found.share_interval()
     return f"{text} ({100 * low:.{digits}f} to {100 * high:.{digits}f})"
-
-
-def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.live import Live
 
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
+from spare_megatron.cli.printing import say, say_json
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.audits import Spoiled
     from spare_megatron.journal.run_state import RunState, SavePlan
 
 _POLLS_PER_S = 4
@@ -77,38 +76,23 @@ def _newest_run(folder: Path) -> Path:
 
 def _print_run(run_dir: Path, *, as_json: bool) -> None:
     from spare_megatron.cli.run_view import lines_of
-    from spare_megatron.journal.audits import text_of_spoiled
     from spare_megatron.journal.follow import read_run_state
 
     run_state, plan, now_s = read_run_state(run_dir), save_plan(run_dir), time.time()
-    spoiled = _spoiled_in(run_dir, run_state)
     if as_json:
-        left = None if spoiled is None else dataclasses.asdict(spoiled)
-        typer.echo(json.dumps(_as_json(run_dir, run_state, plan, now_s) | {"spoiled": left}))
-        return
-    notes = [] if spoiled is None else [text_of_spoiled(spoiled)]
-    for text in (*lines_of(run_state, plan, now_s), *notes, *_notes(run_dir, run_state, now_s)):
-        typer.echo(text)
-
-
-def _spoiled_in(run_dir: Path, run_state: "RunState") -> "Spoiled | None":
-    """What groups that were found wrong have left in the parameters; the journal is read again if there was one."""
-    from spare_megatron.journal.audits import find_spoiled
-    from spare_megatron.journal.check import fold_view
-    from spare_megatron.journal.journal_index import JournalIndex
-
-    if run_state.run is None or run_state.folding is None or not run_state.folding.discarded:
-        return None
-    view = JournalIndex(run_dir)
-    return find_spoiled(view, run_state.run, fold_view(view, run_state.run))
+        say_json(_as_json(run_dir, run_state, plan, now_s))
+    else:
+        say(*lines_of(run_state, plan, now_s), *_notes(run_dir, run_state, now_s))
 
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
+    from spare_megatron.cli.audit import way_back
     from spare_megatron.config.store_space import usage
 
     found = store_bytes(run_dir)
     store = "" if found is None else f"etcd holds {usage(*found)}, as the run last read it"
-    return [note for note in (store, driverless(run_dir, run_state, now_s)) if note]
+    back = "" if run_state.spoiled is None else way_back(run_state.spoiled, run_dir)
+    return [note for note in (back, store, driverless(run_dir, run_state, now_s)) if note]
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
@@ -158,6 +142,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "culprit": None if run_state.culprit is None else dataclasses.asdict(run_state.culprit),
         "quarantined": {machine: dataclasses.asdict(one) for machine, one in run_state.quarantined.items()},
         "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_NUM_EVENTS)],
+        "spoiled": None if run_state.spoiled is None else dataclasses.asdict(run_state.spoiled),
         "damage": run_state.damage,
         "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),
         "store_bytes": store[0],
@@ -175,15 +160,14 @@ def _watch(run_dir: Path) -> None:
         if not console.is_terminal:
             _watch_plainly(run_dir, follower.poll)
             return
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        with console.live() as show:
             while follower.poll().end is None:
                 now_s = time.time()
-                note = "\n".join(_notes(run_dir, follower.run_state, now_s))
-                live.update(view_of(follower.run_state, plan, now_s, note), refresh=True)
+                show(view_of(follower.run_state, plan, now_s, _notes(run_dir, follower.run_state, now_s)))
                 time.sleep(1 / _POLLS_PER_S)
     now_s = time.time()
     for text in (*lines_of(follower.run_state, plan, now_s), *_notes(run_dir, follower.run_state, now_s)):
-        console.print(text, highlight=False, markup=False)
+        console.line(text)
 
 
 def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
@@ -194,12 +178,12 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
     while True:
         run_state, now_s = poll(), time.time()
         for text in lines.poll(run_state, now_s):
-            typer.echo(text)
+            say(text)
         if run_state.end is not None:
             return
         note = driverless(run_dir, run_state, now_s)
         if note and not is_left:
-            typer.echo(lines.stamped(note, now_s))
+            say(lines.stamped(note, now_s))
         is_left = bool(note)
         time.sleep(1 / _POLLS_PER_S)
 
@@ -210,13 +194,13 @@ def _print_job(folder: Path, *, as_json: bool) -> None:
     tasks = tasks_of(folder)
     jobs = {task: _job(folder / task) for task in tasks} if tasks else {"": _job(folder)}
     if as_json and tasks:
-        typer.echo(json.dumps({"job_id": job_of(folder), "tasks": jobs}))
+        say_json({"job_id": job_of(folder), "tasks": jobs})
     elif as_json:
-        typer.echo(json.dumps(jobs[""]))
+        say_json(jobs[""])
     else:
         for task, job in jobs.items():
             if task:
-                typer.echo(f"{task}: {tasks[task]}")
+                say(f"{task}: {tasks[task]}")
             _print_one_job(job)
 
 
@@ -236,9 +220,9 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def _print_one_job(job: Mapping[str, Any]) -> None:
     facts = [f"{name} {job[name]}" for name in ("reason", "nodes") if job[name] not in ("", "None", "(null)")]
-    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'unknown to Slurm'}", *facts)))
+    say(", ".join((f"job {job['job_id']}: {job['state'] or 'unknown to Slurm'}", *facts)))
     for name, run in job["runs"].items():
-        typer.echo(f"  {name}: {_describe(run)}")
+        say(f"  {name}: {_describe(run)}")
 
 
 _STATE = {"state": "JobState", "reason": "Reason", "nodes": "NodeList"}

@@ -1,7 +1,6 @@
 """`spare submit`: a run as a job of Slurm."""
 
 import dataclasses
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
+from spare_megatron.cli.printing import message, say, say_json, write_exactly
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.process.interrupts import deferred
 
@@ -60,18 +60,18 @@ def submit(
         folder = choose_run_dir(loaded[0], run_dir).absolute()
         script = _script_of_all(loaded, folder, is_array=bool(varied))
         if dry_run:
-            typer.echo(script, nl=False)
+            write_exactly(script)
             return
         if any(is_to_be_made(one.data) for one in loaded):
             make_demo_corpus("submit")
         with deferred():  # a job that Slurm takes is noted
             job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
-        typer.echo(json.dumps({"job_id": job_id, "folder": str(folder)}))
+        say_json({"job_id": job_id, "folder": str(folder)})
     else:
-        typer.echo(f"job {job_id} is submitted; its folder is {folder}\n  spare status {folder}")
+        say(f"job {job_id} is submitted; its folder is {folder}", f"  spare status {folder}")
         for home, setting in zip(_homes(folder, len(varied)), varied or [""], strict=True):
-            typer.echo(f"  spare logs {home}" + (f"    # {setting}" if setting else ""))
+            say(f"  spare logs {home}" + (f"    # {setting}" if setting else ""))
     if wait:
         with explained_errors("submit"):
             raise typer.Exit(wait_for(_jobs(job_id, len(varied))))
@@ -136,7 +136,7 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
         path, overrides, _cluster_for, cluster=cluster, restrict=_by_srun, where=" as a job"
     )
     for text in warnings(config, _cluster_for(config)):
-        typer.echo(f"spare submit: warning: {text}", err=True)
+        message("submit", f"warning: {text}")
     return config
 
 
@@ -150,7 +150,7 @@ def _cluster_for(config: "RunConfig") -> "Machine":
     from spare_megatron.config.program import judge_program
     from spare_megatron.config.validate import Machine
 
-    corpus, failure = judge_corpus(config.data, lambda what: typer.echo(f"spare submit: {what}", err=True))
+    corpus, failure = judge_corpus(config.data, lambda what: message("submit", what))
     program, program_failure = judge_program(config.program)
     num_ranks = max(0, config.parallel.num_ranks)
     return Machine(
@@ -187,7 +187,7 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
             with locked(checkpoints) if (checkpoints / LOCK).exists() else nullcontext():
                 pass
         except Locked as error:
-            typer.echo(f"spare submit: warning: checkpoint.folder: {error}; the job cannot run before", err=True)
+            message("submit", f"warning: checkpoint.folder: {error}; the job cannot run before")
 
 
 def _check_partition(config: "RunConfig") -> None:
@@ -203,7 +203,7 @@ def _check_partition(config: "RunConfig") -> None:
     if reason := never_fits(num_nodes, partitions):
         raise ValueError(reason)
     for text in may_not_fit(config.slurm, num_nodes, partitions):
-        typer.echo(f"spare submit: warning: {text}", err=True)
+        message("submit", f"warning: {text}")
 
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:

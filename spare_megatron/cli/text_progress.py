@@ -1,6 +1,5 @@
 """Progress of commands that read text: a bar on a terminal, otherwise a line for every tenth; on stderr."""
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,8 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import typer
-
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.journal.quantities import format_bytes
 
 
@@ -20,34 +18,27 @@ class TextProgress:
         self._num_bytes = sum(path.stat().st_size for path in paths)
         self._num_read = self._num_tokens = 0
         self._began_s = time.monotonic()
-        self._stack = ExitStack()
-        self._is_terminal = sys.stderr.isatty()
+        self._console = RunConsole(stderr=True)
+        self._shown = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._is_terminal:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            self._bar = self._stack.enter_context(Progress(*columns, console=Console(stderr=True)))
-            self._task = self._bar.add_task("reading", total=self._num_bytes)
+        self._update = self._shown.enter_context(self._console.bar("reading", self._num_bytes))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._shown.close()
 
     def advance(self, num_bytes: int, num_tokens: int = 0) -> None:
         tenths = self._tenths()
         self._num_read += num_bytes
         self._num_tokens += num_tokens
-        if self._is_terminal:
-            self._bar.update(self._task, completed=self._num_read, description=self._rate())
-        elif self._tenths() > tenths:
+        self._update(self._num_read, self._rate())
+        if self._tenths() > tenths and not self._console.is_terminal:
             left_s = (time.monotonic() - self._began_s) * (self._num_bytes / max(self._num_read, 1) - 1)
             read = f"read {format_bytes(self._num_read)} of {format_bytes(self._num_bytes)}"
-            typer.echo(f"{read}, {self._rate()}, {max(left_s, 0.0):.0f} s left", err=True)
+            self._console.line(f"{read}, {self._rate()}, {max(left_s, 0.0):.0f} s left")
 
     def _tenths(self) -> int:
         return self._num_read * 10 // max(self._num_bytes, 1)

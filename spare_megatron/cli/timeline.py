@@ -8,6 +8,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file, is_run_dir
+from spare_megatron.cli.printing import say
 
 DEFAULT_NAME = "timeline.json"
 
@@ -45,4 +46,4 @@ def timeline(
         trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
         with whole_file("--out", target) as file:
             file.write_text(json.dumps(trace))
-    typer.echo(str(target))
+    say(str(target))

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX
+from spare_megatron.cli.printing import say
 from spare_megatron.cli.text_progress import TextProgress
 from spare_megatron.process.interrupts import deferred, raising
 
@@ -20,7 +22,7 @@ def _tokenizer() -> None:
     """Train a tokenizer."""
 
 
-@app.command("train")
+@app.command("train", cls=SpareCommand)
 def train(
     inputs: INPUTS,
     output: Annotated[Path, typer.Option(help="Folder of the tokenizer, for `--tokenizer hf:FOLDER`.")],
@@ -79,4 +81,4 @@ def train(
         figures = {"documents": num_documents, "vocab_size": size, "tokenizer": identity}
         fewer = f"; the text has too few pairs to merge for {vocab_size}" if size < vocab_size else ""
         text = f"{found}: vocabulary {size} from {num_documents} documents, {identity}{fewer}"
-        typer.echo(json.dumps(figures) if as_json else text)
+        say(json.dumps(figures) if as_json else text)

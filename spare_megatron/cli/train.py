@@ -1,7 +1,6 @@
 """`spare train`: one run on this machine."""
 
 import dataclasses
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from spare_megatron.cli.detached_view import RunConsole, outlasting_output
+from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.detached_view import outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
+from spare_megatron.cli.printing import message, say_json
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 from spare_megatron.process.interrupts import INTERRUPTED
 
@@ -98,10 +99,10 @@ def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunC
         print_summary(summary, folder, console)
     with outlasting_output(sys.stderr):
         if unsaved:
-            typer.echo(f"spare train: {unsaved}", err=True)
+            message("train", unsaved)
     with outlasting_output(sys.stdout):
         if as_json:
-            sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
+            say_json({"run_dir": str(folder), **asdict(summary)})
         sys.stdout.flush()
     return exit_code(summary, is_timed=config.train.max_minutes is not None) or bool(unsaved)
 
@@ -122,7 +123,7 @@ def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
         return config, finished
     found = resumed(config, Path(folder).absolute())
     if not found.checkpoint.load:
-        typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training starts from the beginning", err=True)
+        message("train", f"--resume: {folder} holds no checkpoint, training starts from the beginning")
     return found, None
 
 
@@ -140,10 +141,10 @@ def _go_back(config: "RunConfig", *, resume: bool) -> None:
     if found is None:
         return
     later = ", ".join(path.name for path in found.refused) or "none"
-    typer.echo(
-        f"spare train: --restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest "
+    message(
+        "train",
+        f"--restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest "
         f"checkpoint of at most so many that no run has refused; later ones, refused from now on: {later}",
-        err=True,
     )
 
 
@@ -152,10 +153,10 @@ def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> No
     from spare_megatron.journal.summary import NOT_RUN, Summary
 
     text = f"{checkpoint} holds all of train.steps={config.train.steps}: the training is finished, nothing was started"
-    typer.echo(f"spare train: --resume: {text}", err=True)
+    message("train", f"--resume: {text}")
     if as_json:
         summary = Summary(verdict=NOT_RUN, reasons=(), outcome="finished", outcome_reason=text, steps_committed=0)
-        typer.echo(json.dumps({"run_dir": None, **asdict(summary)}))
+        say_json({"run_dir": None, **asdict(summary)})
 
 
 def exit_code(summary: "Summary", *, is_timed: bool) -> int:
@@ -204,7 +205,7 @@ def elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig",
     nodes = nodes_for_run(job_id, config, racks)
     used = nodes[: config.cluster.num_nodes]
     if warning := shared_racks(config.spare, config.parallel, used, racks):
-        typer.echo(f"warning: {warning}", err=True)
+        message("train", f"warning: {warning}")
     launcher = SrunLauncher(job_id=job_id, slurm=config.slurm, nodes=used)
     control = config.control
     if control.store == "embedded" or control.endpoints:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -35,6 +36,8 @@ _STATE = "checked"
 """Under another name where a check was added: what earlier versions noted is then read again."""
 _FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
 _AND = " + "
+_PART = re.compile(r"(?:(\d[\d.e-]*) of )?[0-9a-f]*, (\d+ tokens[^,]*)(?:, tokenizer .*)?")
+"""A part of an identity: its share of a blend, and its size, with the split."""
 
 HELD_OUT = "validation"
 """Name of the validation set that `data.split` holds out."""
@@ -87,6 +90,28 @@ def is_same_corpus(one: str, other: str) -> bool:
         for our, their in zip(ours, theirs, strict=True)
         for a, b in zip(our.split(", ", 2), their.split(", ", 2), strict=False)
     )
+
+
+def described_corpora(one: str, other: str) -> tuple[str, str]:
+    """Two identities for a message. If one is a blend, both have rounded shares and sizes in the place of digests.
+
+    >>> described_corpora("0.7 of 9f86, 300 tokens + 0.30000000000000004 of 6030, 20 tokens", "9f86, 300 tokens")
+    ('70% of 300 tokens + 30% of 20 tokens', '300 tokens')
+    >>> described_corpora("0.5 of 9f, 3 tokens + 0.5 of 60, 2 tokens", "0.5 of 9f, 3 tokens + 0.5 of 12, 2 tokens")
+    ('50% of 3 tokens + 50% of 2 tokens', '50% of 3 tokens + 50% of 2 tokens, of other text or by another tokenizer')
+    """
+    if _AND not in one + other:
+        return one, other
+    ours, theirs = (_AND.join(map(_described_part, identity.split(_AND))) for identity in (one, other))
+    return ours, theirs if theirs != ours else f"{theirs}, of other text or by another tokenizer"
+
+
+def _described_part(identity: str) -> str:
+    found = _PART.fullmatch(identity)
+    if found is None:
+        return identity  # of a configuration that was written by hand
+    size = re.sub(r"\d+\.\d+", lambda share: f"{float(share[0]):.3g}", found[2])
+    return f"{100 * float(found[1]):.3g}% of {size}" if found[1] else size
 
 
 def corpus_files(prefix: str | Path) -> tuple[Path, Path]:

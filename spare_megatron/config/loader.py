@@ -14,6 +14,7 @@ from typing import Any
 from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model_fields import contradictions
+from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
 
@@ -118,6 +119,8 @@ def _read_all(path: Path | None, overrides: Sequence[str], cluster: Path | None)
 
 
 def _file(given: str | Path, folder: Path = Path(), via: str = "") -> Path:
+    if reason := refusal_of_address(str(given)):
+        raise ConfigError(f"{given}: {reason}{via}")
     try:
         return preset_file(given, folder)
     except ValueError as error:

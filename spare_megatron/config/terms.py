@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from spare_megatron.config.corpus import is_same_corpus
+from spare_megatron.config.corpus import described_corpora, is_same_corpus
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 
@@ -168,8 +168,9 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
         )
     if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
         named = config.data.named.replace("=", " = ", 1)
+        read, trained = described_corpora(config.data.identity, other)
         found.append(
-            f"{named} ({config.data.identity}), and the checkpoint was trained with another corpus ({other}); choose "
+            f"{named} ({read}), and the checkpoint was trained with another corpus ({trained}); choose "
             f"that one, or set checkpoint.allow_other_corpus=true to go on with this one"
         )
     if not config.checkpoint.allow_other_program and theirs[_PROGRAM] != ours[_PROGRAM]:

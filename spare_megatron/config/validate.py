@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spare_megatron.config.audits import audit_problems
-from spare_megatron.config.corpus import CorpusFacts
+from spare_megatron.config.corpus import CorpusFacts, named_corpora
 from spare_megatron.config.evaluation import evaluation_problems
 from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
 from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
@@ -89,6 +90,7 @@ def on_device(config: RunConfig, machine: Machine) -> RunConfig:
 
 def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
+    unusable = dict(_unusable_paths(config))
     found = [
         *_name(config),
         *violations(config),
@@ -131,6 +133,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
             memory_bytes=machine.process_memory_bytes,
         ),
     ]
+    found = [text for text in found if not any(name in text for name in unusable)]
+    found += [f"{name}: {reason}" for name, reason in unusable.items()]
     # The sizes are those of the GPT of [model], not of a program's own model.
     if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
         found = list(memory_problems(config, machine.memory_bytes))
@@ -158,6 +162,17 @@ def _name(config: RunConfig) -> Iterator[str]:
     """The name becomes part of paths, control store keys and the batch script."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
         yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
+
+
+def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Each setting whose path is an address or cannot be written down, as messages name it, and why that cannot be."""
+    named = dict(named_corpora(config.data))
+    named |= {f"{key}={value}": value for key, value in settings_of(config) if isinstance(value, str)}
+    for name, path in named.items():
+        if reason := refusal_of_address(path):
+            yield name, reason
+        elif path != path.encode(errors="replace").decode():
+            yield name, "it is not UTF-8, in which settings are written down; rename it"
 
 
 def _outside_range(config: RunConfig) -> Iterator[str]:

@@ -5,7 +5,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from spare_megatron.config.corpus import HELD_OUT, CorpusFacts, is_same_corpus, named_set, validation_names
+from spare_megatron.config.corpus import (
+    HELD_OUT,
+    CorpusFacts,
+    described_corpora,
+    is_same_corpus,
+    named_set,
+    validation_names,
+)
 from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.parameter_rules import rule_problems
 from spare_megatron.config.rank_memory import rank_memory
@@ -52,8 +59,9 @@ def data_problems(
         yield from _counted(config)
         yield from _validation(config, corpus)
         if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
+            ours, theirs = described_corpora(corpus.identity, data.identity)
             yield (
-                f"{data.named} is {corpus.identity!r}, not data.identity={data.identity!r}; use that corpus, "
+                f"{data.named} is {ours!r}, not data.identity={theirs!r}; use that corpus, "
                 f"clear data.identity, or set checkpoint.allow_other_corpus=true to continue with this one"
             )
 

@@ -12,7 +12,7 @@ from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.run_terms import terms_in
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits import Boundary, first_difference, word_of
-from spare_megatron.driver.replay_parts import Where, compute, folder_of_replay, parts_of
+from spare_megatron.driver.replay_parts import Where, compute, folder_of_replay, parts_of, parts_of_machine
 from spare_megatron.driver.replay_ranks import serve_part
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
@@ -112,7 +112,12 @@ def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: W
     config = replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(path.absolute())))
     wanted = list(disputed.stated) if microbatch is None else [microbatch]
     task = {"step": step, "microbatches": wanted}
-    computed = compute(config, run_dir, parts_of(config, view, where.group), task, where)
+    if where.machine is None:
+        parts = parts_of(config, view, where.group)
+    else:
+        group, parts = parts_of_machine(config, view, where.machine)
+        where = replace(where, group=group)
+    computed = compute(config, run_dir, parts, task, where)
     return Replay(
         step=step,
         path=str(path),

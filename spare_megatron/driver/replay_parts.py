@@ -14,7 +14,7 @@ from spare_megatron.config.own_code import NUM_DIGITS, code_digest
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.places import Assignment, Holding, Places
-from spare_megatron.core.reforming import PlaceId
+from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.driver.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
 from spare_megatron.driver.replay_ranks import (
     ComputePart,
@@ -46,11 +46,13 @@ class Where:
 
     Attributes:
         group: On those of this group, with its devices; None: on this machine.
+        machine: On those of the group that this machine, or one in its stead, was last in; then `group` is None.
         wait_s: Longest wait for other machines.
         on_awaited: Called with what a user has to do for them.
     """
 
     group: int | None = None
+    machine: int | None = None
     wait_s: float = 300.0
     on_awaited: Callable[[str], None] = lambda _: None
 
@@ -95,28 +97,58 @@ def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[P
     if group is None:
         layout, cluster = replace(config.layout, num_groups=1, max_groups=None), replace(config.cluster, num_nodes=1)
         return (_part(replace(config, layout=layout, cluster=cluster), GroupId(0), PlaceId(0), node=0),)
-    num_groups, num_places = config.parallel.num_groups, config.parallel.num_nodes
+    num_groups = config.parallel.num_groups
     if not 0 <= group < num_groups:
         raise ValueError(f"--group={group}: the run has groups 0 to {num_groups - 1}")
-    places, parts = _last_places(config, view), []
-    for place in map(PlaceId, config.parallel.nodes_of(GroupId(group))):
+    return _parts_by(_places(config, _assignments(view)), config, GroupId(group))
+
+
+def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tuple[GroupId, tuple[Part, ...]]:
+    """The last group that was whole with the machine, or one in its stead, and the group's ranks on its machines of
+    that time. ValueError: there is no such machine, or it is in several groups.
+    """
+    layout, assignments = config.parallel, _assignments(view)
+    if not 0 <= machine < layout.num_nodes:
+        raise ValueError(f"--group=machine:{machine}: the run has machines 0 to {layout.num_nodes - 1}")
+    for end in range(len(assignments), -1, -1):
+        places = _places(config, assignments[:end])
+        holding = places.held_by(MachineId(machine))
+        group, *others = layout.groups_on(machine if holding is None else holding.place)
+        if others:
+            named = ", ".join(map(str, (group, *others)))
+            raise ValueError(f"--group=machine:{machine}: it has groups {named}; name one of them")
+        held = [places.holder_of(PlaceId(place)) for place in layout.nodes_of(group)]
+        if holding is not None and None not in held:
+            return group, _parts_by(places, config, group)
+    raise AssertionError("every machine begins in a group that is whole")
+
+
+def _parts_by(places: Places, config: RunConfig, group: GroupId) -> tuple[Part, ...]:
+    parts = []
+    for place in map(PlaceId, config.parallel.nodes_of(group)):
         holder = places.holder_of(place)
         if holder is None:
             raise ValueError(
                 f"--group={group}: no machine holds its place {place} at the end of the journal, since the last one "
-                f"has taken another; choose another group"
+                f"has taken another; choose another group, or name a machine that was in it, as machine:N"
             )
-        parts.append(_part(config, GroupId(group), place, node=holder % num_places))
+        parts.append(_part(config, group, place, node=holder % config.parallel.num_nodes))
     return tuple(parts)
 
 
-def _last_places(config: RunConfig, view: JournalView) -> Places:
-    """Every supervisor concerned journals an assignment."""
+def _assignments(view: JournalView) -> list[Assignment]:
+    """Of machines to places, in their order; every supervisor concerned journals each."""
     records = {line.record.index: line.record for line in view.rare if isinstance(line.record, PlacesRecord)}
+    return [
+        Assignment(holdings=tuple(Holding(*holding) for holding in record.holdings))  # type: ignore[arg-type]
+        for _, record in sorted(records.items())
+    ]
+
+
+def _places(config: RunConfig, assignments: Sequence[Assignment]) -> Places:
     places = Places(config.parallel)
-    for _, record in sorted(records.items()):
-        holdings = (Holding(*holding) for holding in record.holdings)  # type: ignore[arg-type]
-        places.apply(Assignment(holdings=tuple(holdings)))
+    for assignment in assignments:
+        places.apply(assignment)
     return places
 
 

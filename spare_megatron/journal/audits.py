@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spare_megatron.journal.disputes import saved_disputes
 from spare_megatron.journal.events import groups_named, text_of_audited
@@ -116,24 +117,57 @@ def find_spoiled(view: JournalView, run: RunRecord, fold: Fold) -> Spoiled | Non
     audited = AuditedSteps(run.first_step)
     for _ in _audited_commits(view, fold, audited):
         pass
-    return _spoiled(audited, fold)
+    return _spoiled(audited, fold.next_step)
 
 
-def _spoiled(audited: AuditedSteps, fold: Fold) -> Spoiled | None:
+def _spoiled(audited: AuditedSteps, num_steps: int) -> Spoiled | None:
     groups = list(map(int, audited.spoiled_by))
-    return Spoiled(audited_steps=audited.num_steps, num_steps=fold.next_step, groups=groups) if groups else None
+    return Spoiled(audited_steps=audited.num_steps, num_steps=num_steps, groups=groups) if groups else None
 
 
 def text_of_spoiled(spoiled: Spoiled) -> str:
-    """Says which steps are clean, what is in the parameters beside them, and how to go back.
+    """Says which steps are clean, and what is in the parameters beside them.
 
-    >>> text_of_spoiled(Spoiled(audited_steps=6, num_steps=12, groups=[2])).split("; ")[1]
-    'what group 2 computed since is in the parameters'
+    >>> text_of_spoiled(Spoiled(audited_steps=6, num_steps=12, groups=[2]))
+    'the first 6 of 12 steps are audited; what group 2 computed since is in the parameters'
     """
-    return (
-        f"{text_of_audited(spoiled.audited_steps, spoiled.num_steps)}; what {groups_named(spoiled.groups)} computed "
-        f"since is in the parameters; to go back: spare train ... --resume --restart-from audited"
-    )
+    audited = text_of_audited(spoiled.audited_steps, spoiled.num_steps)
+    return f"{audited}; what {groups_named(spoiled.groups)} computed since is in the parameters"
+
+
+class SpoiledSteps:
+    """What `find_spoiled` says of a journal that is read as it grows."""
+
+    def __init__(self, first_step: int) -> None:
+        self._audited = AuditedSteps(first_step)
+        self._records: dict[int, list[AuditRecord]] = defaultdict(list)  # by attempt
+        self._entries: deque[tuple[Mapping[str, Any], Collection[int]]] = deque()
+
+    def add_audit(self, record: AuditRecord) -> None:
+        self._records[record.attempt].append(record)
+
+    def add_entry(self, entry: Mapping[str, Any], members: Collection[int]) -> None:
+        """Adds an entry of the log, in its order, and the groups that took part in the step if it commits one."""
+        if entry["entry"] in ("commit", "restart") or entry.get("discard", False):
+            self._entries.append((entry, members))
+
+    def settle(self) -> None:
+        """Folds the entries, once all lines that were written have been added: audits are written before votes."""
+        while self._entries:
+            entry, members = self._entries.popleft()
+            match entry:
+                case {"entry": "commit", "step": step, "attempt": attempt}:
+                    _fold_commit(self._audited, step, self._records.get(attempt, ()), members)
+                    for old in [other for other in self._records if other <= attempt]:
+                        del self._records[old]
+                case {"entry": "restart", "step": step}:
+                    self._audited.on_restart(step)
+                case _:
+                    self._audited.on_wrong(GroupId(entry["group"]))
+
+    def found(self, num_steps: int) -> Spoiled | None:
+        """What is spoiled of so many committed steps; None if nothing is."""
+        return _spoiled(self._audited, num_steps)
 
 
 def _audited_commits(
@@ -148,14 +182,18 @@ def _audited_commits(
         for _, commit in part.commits:
             turns.before(commit.index, audited)
             records = by_attempt.get(commit.attempt, [])
-            computed = [
-                (GroupId(record.group), Microbatch(ShardId(shard), index))
-                for record in records
-                for shard, index, _ in record.digests[: record.num_planned]
-            ]
-            audited.on_commit(commit.step, computed, frozenset(map(GroupId, commit.members)))
+            _fold_commit(audited, commit.step, records, commit.members)
             yield commit, records
     turns.before(math.inf, audited)
+
+
+def _fold_commit(audited: AuditedSteps, step: int, records: Collection[AuditRecord], members: Collection[int]) -> None:
+    computed = [
+        (GroupId(record.group), Microbatch(ShardId(shard), index))
+        for record in records
+        for shard, index, _ in record.digests[: record.num_planned]
+    ]
+    audited.on_commit(step, computed, frozenset(map(GroupId, members)))
 
 
 def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
@@ -177,7 +215,7 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
         steps=steps,
         compared=num_compared,
         audited_steps=audited.num_steps,
-        spoiled=_spoiled(audited, fold) if run.audit_every_steps else None,
+        spoiled=_spoiled(audited, fold.next_step) if run.audit_every_steps else None,
         suspects=_suspects(fold, agreed, samples),
         mismatches=mismatches,
         culprits=culprits,

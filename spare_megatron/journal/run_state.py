@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.journal.audits import Spoiled, SpoiledSteps
 from spare_megatron.journal.events import (
     EventLine,
     text_of_end,
@@ -27,6 +28,7 @@ from spare_megatron.journal.losses import LastLosses, losses_of_entry
 from spare_megatron.journal.paces import RankPaces
 from spare_megatron.journal.records import (
     LOST_A_PEER,
+    AuditRecord,
     CadenceRecord,
     CheckpointRecord,
     ContributionRecord,
@@ -191,6 +193,7 @@ class RunState:
         self.end: EndRecord | None = None
         self.storage: StorageRecord | None = None
         self.steps = StepTable(0, ())
+        self._spoiled_steps = SpoiledSteps(0)
         self._losses = Losses()
         self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
         self.num_places_taken = 0
@@ -248,6 +251,7 @@ class RunState:
                 return
             self.run, self.began_s, self.folding = record, at_s, Folding(record)
             self.steps, self._saved_at_s = StepTable(record.most_groups, record.turns), at_s
+            self._spoiled_steps = SpoiledSteps(record.first_step)
         if self.run is None:
             return
         if not 0 <= getattr(record, "group", 0) < self.run.most_groups:
@@ -274,6 +278,8 @@ class RunState:
                 self._updated_at_s[record.group] = at_s
             case ContributionRecord():
                 self._contributed(record, at_s)
+            case AuditRecord():
+                self._spoiled_steps.add_audit(record)
             case PacesRecord():
                 self._on_paces(record, at_s)
             case LossRecord():
@@ -372,6 +378,7 @@ class RunState:
 
         They count on the second call in a row, or at once if nothing more will come (`is_whole`).
         """
+        self._spoiled_steps.settle()
         while self._ahead:
             if self._gap_at != self._head and not is_whole:
                 self._gap_at = self._head
@@ -388,6 +395,7 @@ class RunState:
             members = self.folding.members
             self.folding.apply(self._head, entry)
             self._stretches.add_entry(self._head, entry, members)
+            self._spoiled_steps.add_entry(entry, self.folding.commits[-1].members if self.folding.commits else ())
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
             if entry["entry"] == "fence" and not self._has_left(entry["group"], entry.get("incarnation", 0)):
@@ -458,6 +466,13 @@ class RunState:
     @property
     def loss(self) -> float | None:
         return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
+
+    @property
+    def spoiled(self) -> Spoiled | None:
+        """What groups that were found wrong have left in the parameters; None if nothing, or without audits."""
+        if self.folding is None or not self.folding.run.audit_every_steps:
+            return None
+        return self._spoiled_steps.found(self.folding.step)
 
     @property
     def losses(self) -> list[tuple[float, LossRecord]]:

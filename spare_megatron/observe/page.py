@@ -4,6 +4,7 @@ Plots and the library that draws them are compressed inside it; a plot is drawn 
 
 import base64
 import gzip
+import html
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +12,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import jinja2
+import markupsafe
 import numpy as np
 import plotly.graph_objects as go
 
 from spare_megatron.journal.events import groups_named, text_of_culprit
 from spare_megatron.journal.paces import Slowest, find_slowest
+from spare_megatron.journal.printable import printable
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.observe.equality import compare
 from spare_megatron.observe.figures import (
@@ -96,16 +100,36 @@ def _render(histories: Mapping[str, History], plots: list[Plot], config: str) ->
 
 def _page(name: str, content: str, head: str, tables: str, config: str, poll: str = "") -> str:
     return _template("page").render(
-        name=name, content=_pack(content), head=head, tables=tables, config=config, library=_library(), poll=poll
+        name=name,
+        content=_pack(content),
+        head=head,
+        tables=tables,
+        config=markupsafe.escape(printable(config, keep="\n\t")),
+        library=_library(),
+        poll=poll,
     )
 
 
 def _content(head: str, tables: str, plots: list[Plot]) -> str:
-    drawn = [
-        {"title": plot.title, "note": plot.note, "figure": json.loads(plot.figure.to_json(validate=False))}
-        for plot in plots
-    ]
+    drawn = []
+    for plot in plots:
+        figure = json.loads(plot.figure.to_json(validate=False))
+        figure["data"] = [{key: _escaped(key, value) for key, value in trace.items()} for trace in figure["data"]]
+        drawn.append({"title": plot.title, "note": plot.note, "figure": figure})
     return json.dumps({"head": head, "tables": tables, "plots": drawn}, separators=(",", ":"))
+
+
+_LABELS = ("name", "text", "x", "y")
+"""Parts of a trace that may hold names, causes and other text from elsewhere, in which plotly.js would see tags."""
+
+
+def _escaped(key: str, value: Any) -> Any:
+    """The value of a trace with all that is markup to plotly.js shown as it is."""
+    if key not in _LABELS:
+        return value
+    if isinstance(value, list):
+        return [_escaped(key, one) for one in value]
+    return html.escape(printable(value), quote=False) if isinstance(value, str) else value
 
 
 def _head(histories: Mapping[str, History]) -> str:
@@ -123,7 +147,12 @@ def _tables(histories: Mapping[str, History]) -> str:
 
 @cache
 def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
     return environment.from_string(files(__package__).joinpath(f"{name}.html.j2").read_text())
 
 

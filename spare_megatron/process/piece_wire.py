@@ -26,10 +26,10 @@ LOOK_S = 0.05
 
 
 class WrongStep(Exception):
-    """The server's state is of step `present`, not of the requested one."""
+    """The server's state is that of `present` committed steps, not of the requested number."""
 
     def __init__(self, present: int) -> None:
-        super().__init__(f"the state there is of step {present}")
+        super().__init__(f"the state there is that of {present} steps")
         self.present = present
 
 

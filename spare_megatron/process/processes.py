@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.journal.files import BytesLost, OnHeld
+from spare_megatron.journal.printable import printable
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
@@ -258,10 +259,10 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def say(text: object) -> None:
+def say(text: object, *, err: bool = False) -> None:
     """Prints to the log; does nothing if a full disk does not take it."""
     with contextlib.suppress(OSError):
-        print(text, flush=True)
+        print(printable(str(text), keep="\n\t"), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 class _Closable(Protocol):

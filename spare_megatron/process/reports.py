@@ -115,7 +115,7 @@ class StepCommitted:
     epoch: int
     """Number of the set of groups that took part."""
     num_recomputed: int
-    """Microbatches recomputed in the step, by all groups."""
+    """Microbatches that all groups have computed again for losses in the step: `num_patched` of its recovery."""
     recoveries: tuple[RecoveryRecord, ...]
     """Recoveries of the group that ended since its last report."""
     terms: Mapping[str, float] = field(default_factory=dict)

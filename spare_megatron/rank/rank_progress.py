@@ -23,7 +23,7 @@ class StepUnderWay:
     plans: list[str] = field(default_factory=list)
     """Digests of the plans that are computed."""
     num_recomputed: int = 0
-    """Microbatches recomputed by all groups."""
+    """Microbatches that all groups have computed again for recoveries that the commit of the step has ended."""
     epoch: int = 0
     """Of the last attempt."""
     is_evaluation: bool = False

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spare_megatron.journal.records import RecoveryRecord
 from spare_megatron.journal.spans import RecoveryStage, RecoveryTimes
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.plans import Work
 
 StageListener = Callable[[RecoveryStage, float, float], None]
 """Receives a stage and the monotonic times at which a recovery began and ended it."""
@@ -16,7 +17,8 @@ StageListener = Callable[[RecoveryStage, float, float], None]
 class _Recovery:
     step: int
     times: RecoveryTimes
-    num_patched: int = 0
+    works: list[Work] = field(default_factory=list)
+    """Computed for it: patches, and the whole step where its sums were discarded."""
     is_agreeing: bool = True
     has_communicator: bool = False
 
@@ -52,9 +54,10 @@ class RecoveryClock:
         self._open.is_agreeing, self._open.has_communicator = True, False
         self._open.times.lost.append(group)
 
-    def on_patched(self, num_microbatches: int) -> None:
+    def on_patched(self, work: Work) -> None:
+        """The group has computed its part of this work of all groups."""
         if self._open is not None:
-            self._open.num_patched += num_microbatches
+            self._open.works.append(work)
             self._end_stage(self._open, "patch", time.monotonic())
 
     def on_decided(self) -> None:
@@ -74,15 +77,20 @@ class RecoveryClock:
             self._close(recovery)
             self._without_communicator = None
 
-    def on_commit(self) -> None:
+    def on_commit(self) -> int:
+        """Ends the recovery under way; returns the microbatches that its survivors have computed for it, all together,
+        which is what they add up to in their records.
+        """
         if self._open is None:
-            return
-        self._end_stage(self._open, "reduce", time.monotonic())
-        if self._open.has_communicator:
-            self._close(self._open)
+            return 0
+        recovery, self._open = self._open, None
+        self._end_stage(recovery, "reduce", time.monotonic())
+        if recovery.has_communicator:
+            self._close(recovery)
         else:
-            self._without_communicator = self._open
-        self._open = None
+            self._without_communicator = recovery
+        lost = set(recovery.times.lost)
+        return sum(work.num_microbatches - sum(len(work.of(group)) for group in lost) for work in recovery.works)
 
     def on_pause(self) -> None:
         """The step is begun anew later: the recovery under way ends without a record."""
@@ -97,7 +105,10 @@ class RecoveryClock:
     def pop_finished(self) -> list[RecoveryRecord]:
         """The recoveries that have ended since the last call."""
         finished, self._finished = self._finished, []
-        return [recovery.times.record(self._group, recovery.step, recovery.num_patched) for recovery in finished]
+        return [
+            recovery.times.record(self._group, recovery.step, sum(len(work.of(self._group)) for work in recovery.works))
+            for recovery in finished
+        ]
 
     def _end_stage(self, recovery: _Recovery, stage: RecoveryStage, at_s: float) -> None:
         began_s = recovery.times.timed_until_s

@@ -70,7 +70,6 @@ class StepExecutor:
             started_s=time.monotonic() if before is None else before.started_s,
             makespan=plan.work.makespan,
             num_alive=num_alive,
-            num_recomputed=0 if before is None else before.num_recomputed + plan.work.num_microbatches,
             is_evaluation=plan.is_evaluation,
         )
         if self._progress.lacks_params:
@@ -80,8 +79,8 @@ class StepExecutor:
         else:
             self._trainer.begin_step(plan.step)
         self._compute(plan, action.into)
-        if before is not None and before.computed:
-            self._reports.clock.on_patched(len(self._progress.now.computed))
+        if before is not None and before.plans:
+            self._reports.clock.on_patched(plan.work)
         else:
             self._reports.clock.on_computed()
 
@@ -89,11 +88,10 @@ class StepExecutor:
         """Adds this group's part of a patch to the local sums that are not kept, once, if it has all parameters."""
         if self._progress.lacks_params or action.plan.digest in self._progress.now.plans:
             return
-        self._progress.now.num_recomputed += action.plan.work.num_microbatches
         self._start_attempt(action.into)
         self._probe(FaultPoint.EVALUATION_PATCH if action.plan.is_evaluation else FaultPoint.PATCH)
         self._compute(action.plan, action.into)
-        self._reports.clock.on_patched(len(action.plan.work.of(self._group)))
+        self._reports.clock.on_patched(action.plan.work)
 
     def _compute(self, plan: StepPlan, into: AttemptReduce | None) -> None:
         self._start_attempt(into)
@@ -117,7 +115,7 @@ class StepExecutor:
     def update_model(self, action: UpdateModel) -> None:
         """Applies the sums of the committed attempt."""
         self._digests.on_proven(action.proven)
-        self._reports.clock.on_commit()
+        self._progress.now.num_recomputed = self._reports.clock.on_commit()
         self._reduction.commit()
         recoveries = self._reports.write_recoveries()
         self._probe(FaultPoint.AFTER_COMMIT)

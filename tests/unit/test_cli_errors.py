@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
@@ -125,7 +125,7 @@ def test_status_of_what_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
 def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> None:
     logs = run_dir / "logs"
     logs.mkdir()
-    assert f"all logs in {logs} are empty; see `spare status" in spare("logs", run_dir), "as of every healthy run"
+    assert f"nothing to show: all logs of {run_dir} are empty; see `spare status" in spare("logs", run_dir)
     for at_s, (name, text) in enumerate({"group-0001-rank-0": "one\ntwo\n", "supervisor-0": "three\n"}.items()):
         (logs / f"{name}.log").write_text(text)
         os.utime(logs / f"{name}.log", (at_s, at_s))
@@ -133,6 +133,7 @@ def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> No
     output = spare("logs", run_dir, "--lines", 1)
     assert output == f"==> {logs}/group-0001-rank-0.log <==\ntwo\n==> {logs}/supervisor-0.log <==\nthree\n"
     assert spare("logs", run_dir, 1) == "one\ntwo\n"
+    assert f"nothing to show: all logs of group 2 of {run_dir} are empty" in spare("logs", run_dir, 2)
     assert f"{run_dir} holds no log of group 3" in spare("logs", run_dir, 3, expected=2)
 
 
@@ -243,7 +244,7 @@ def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str
 
 
 def test_a_pause_for_the_control_store_is_reported_once(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=120)
+    console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for event in (*(StoreAway(node=node, limit_s=60.0) for node in (0, 1)), StoreBack(node=1, away_s=2.5)):
             progress.on_event(event)

@@ -123,3 +123,14 @@ def test_check_asks_megatron_about_its_own_fields() -> None:
     output = run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularty=selective", expected=2)
     assert "did you mean recompute_granularity?" in output
     assert "can run" in run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularity=selective")
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", DEMO), ("show", NODE)], ids=" ".join)
+def test_lines_without_a_terminal_are_as_long_as_their_text(words: tuple[str, ...]) -> None:
+    """Tables were padded to the width of their longest row, and began and ended with blank lines."""
+    lines = run(*words).split("\n")
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert lines[0]
+    assert lines[-2:] != ["", ""]
+    shortest, longest = min(map(len, filter(None, lines))), max(map(len, lines))
+    assert shortest < longest / 2

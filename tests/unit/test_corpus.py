@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config import corpus as corpus_module
 from spare_megatron.config.corpus import (
     CorpusFacts,
+    described_corpora,
     is_same_corpus,
     judge_corpus,
     note_of,
@@ -418,6 +420,26 @@ def test_the_identity_of_a_blend_names_each_corpus_with_its_share(blend: DataCon
         first.identity,
     ):
         assert not is_same_corpus(facts.identity, other), other
+
+
+@pytest.mark.parametrize("weights", [(0.1, 0.2), (0.7, 0.3), (1 / 3, 1e-7), (3, 1)])
+def test_a_message_about_another_blend_has_neither_digests_nor_digits_of_rounding(
+    blend: DataConfig, weights: tuple[float, float]
+) -> None:
+    first, second = blend.blend
+    ours = replace(
+        blend, blend=tuple(replace(part, weight=weight) for part, weight in zip(blend.blend, weights, strict=True))
+    )
+    facts, _ = judge_corpus(ours)
+    assert facts is not None
+    for other in (replace(blend, blend=(second, first)), DataConfig(corpus=first.corpus)):
+        known, _ = judge_corpus(other)
+        assert known is not None
+        texts = described_corpora(facts.identity, known.identity)
+        assert texts[0] != texts[1]
+        for text in texts:
+            assert not re.search(r"[0-9a-f]{8}|\d\.\d{3}", text), text
+            assert "3 tokens" in text or "2 tokens" in text
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])

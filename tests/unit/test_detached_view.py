@@ -13,11 +13,10 @@ from typing import IO, Self
 
 import pytest
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from spare_megatron.cli import detached_view
-from spare_megatron.cli.detached_view import DetachedView, RunConsole, outlasting_output
+from spare_megatron.cli.console import RunConsole, Table
+from spare_megatron.cli.detached_view import DetachedView, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
@@ -55,11 +54,8 @@ def shown(*, is_terminal: bool) -> list[str]:
     """The lines of a long text and of a table of two long cells."""
     file = io.StringIO()
     console = RunConsole(file=file, force_terminal=is_terminal)
-    table = Table("name", "value")
-    table.columns[0].no_wrap = True
-    table.add_row(LONG, LONG)
-    console.print(LONG)
-    console.print(table)
+    console.line(LONG)
+    console.tables(Table(columns=("name", "value"), rows=[(LONG, LONG)]))
     return file.getvalue().splitlines()
 
 
@@ -68,8 +64,8 @@ def test_what_goes_to_a_file_is_neither_wrapped_nor_cut(monkeypatch: pytest.Monk
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = shown(is_terminal=False)
     assert lines[0] == LONG
-    assert len(lines) == 1 + 5, "a table of a head and a row"
-    assert lines[4].count(LONG) == 2
+    assert len(lines) == 1 + 3, "a table of a head and a row"
+    assert lines[3].count(LONG) == 2
     assert max(map(len, lines)) < 3 * len(LONG), "nothing is padded to the width of the console"
     assert len(shown(is_terminal=True)) > len(lines), "a terminal has an edge"
 
@@ -87,7 +83,7 @@ def is_nowhere(stream: IO[str]) -> bool:
 def test_everything_is_shown_in_its_order_by_the_end() -> None:
     view = ListView()
     view.goes_on.set()
-    with DetachedView(view, Console()) as detached:
+    with DetachedView(view, RunConsole()) as detached:
         for event in range(100):
             detached.on_event(event)
     assert view.taken == [*range(100), "end"]
@@ -96,7 +92,7 @@ def test_everything_is_shown_in_its_order_by_the_end() -> None:
 def test_an_output_that_stalls_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detached_view, "CLOSE_TIMEOUT_S", 0.01)
     view = ListView()
-    with DetachedView(view, Console()) as detached:
+    with DetachedView(view, RunConsole()) as detached:
         for event in range(10_000):
             detached.on_event(event)
     assert view.taken == []
@@ -112,7 +108,7 @@ def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_termi
                 progress.on_event(Starting(what=f"part {number}"))
         assert is_nowhere(full), "the disk was full"
         with outlasting_output(full):
-            console.print("the end")
+            console.line("the end")
 
 
 def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -143,7 +139,7 @@ def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, 
             progress.on_event(Starting(what="a test"))
         assert is_nowhere(pipe), "the pipe was closed"
         with outlasting_output(pipe):
-            console.print("the end")
+            console.line("the end")
     print("{}", flush=True)
     print("others may", file=sys.stderr)
     assert capfd.readouterr() == ("{}\n", "others may\n")

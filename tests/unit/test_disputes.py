@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from spare_megatron.cli.audit import way_back
 from spare_megatron.cli.main import app
 from spare_megatron.cli.replay import lines_of
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.core.audits import AuditPolicy, Boundary, word_of
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.controller_setup import ControllerSetup
@@ -25,6 +26,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import JournalInMemory, run_record
@@ -145,8 +147,7 @@ def test_audited_steps_of_the_journal_are_those_of_the_controller() -> None:
     assert history.spoiled == Spoiled(audited_steps=1, num_steps=3, groups=[1])
     assert history.spoiled == find_spoiled(view, RUN, fold_log(view.entries, RUN))
     assert text_of_spoiled(history.spoiled) == (
-        "the first of 3 steps is audited; what group 1 computed since is in the parameters; to go back: spare train "
-        "... --resume --restart-from audited"
+        "the first of 3 steps is audited; what group 1 computed since is in the parameters"
     )
     restart = {"entry": "restart", "step": 1, "members": [[0, 1], [1, 1], [2, 1]]}
     again = [audit(group, 6, RIGHT, step=1) for group in range(3)]
@@ -155,6 +156,67 @@ def test_audited_steps_of_the_journal_are_those_of_the_controller() -> None:
     )
     history = audit_history(view, RUN, fold_log(view.entries, RUN))
     assert (history.audited_steps, history.spoiled) == (2, None), "what it has computed since is undone"
+
+
+def drawn_history(random: Random) -> list[Record]:
+    """Steps of three groups that audit each other at times, wrong groups among them, and restarts."""
+    log: list[dict[str, Any]] = []
+    audits: list[Record] = []
+    step, members = 0, {0, 1, 2}
+    for attempt in range(random.randint(1, 12)):
+        audits += [audit(group, attempt, RIGHT, step=step) for group in sorted(members) if random.random() < 0.6]
+        if random.random() < 0.2 and len(members) > 1:
+            group = random.choice(sorted(members))
+            log += [{**FENCE, "group": group}, retry(step, attempt, is_disputed=False)]
+            members.discard(group)
+        elif random.random() < 0.15:
+            step, members, reopened = random.randint(0, step), {0, 1, 2}, attempt
+            log.append({"entry": "restart", "step": step, "members": [[group, reopened] for group in range(3)]})
+        else:
+            log.append(commit(step, attempt))
+            step += 1
+    return [*entries(*log), *audits]
+
+
+def test_what_is_spoiled_is_known_while_a_journal_grows_as_from_the_whole() -> None:
+    """In drawn histories; lines of one group are read at other times than those of others."""
+    random, num_spoiled = Random(5), 0
+    for _ in range(1000):
+        records = drawn_history(random)
+        view = journal_of(*records)
+        expected = find_spoiled(view, RUN, fold_log(view.entries, RUN))
+        run_state = RunState()
+        run_state.add_line(Line(source="test", at_s=0.0, record=RUN))
+        for record in random.sample(records, len(records)):
+            run_state.add_line(Line(source="test", at_s=1.0, record=record))
+        run_state.settle(is_whole=True)
+        assert run_state.spoiled == expected, records
+        num_spoiled += expected is not None
+    assert num_spoiled > 100
+
+
+@pytest.mark.parametrize(
+    ("folder", "saved", "audited", "expected"),
+    [
+        ("", (2, 5), 3, "--set checkpoint.load={folder}/step-00000002"),
+        ("", (5,), 3, "no checkpoint is of so few steps: only a training from the beginning is without it"),
+        ("mine", (2, 5), 1, "--set checkpoint.load={folder}/step-00000002 --set checkpoint.folder=ANOTHER"),
+        ("mine", (2, 5), 3, "--resume --restart-from audited"),
+    ],
+)
+def test_the_way_back_is_one_that_the_next_run_takes(
+    tmp_path: Path, folder: str, saved: tuple[int, ...], audited: int, expected: str
+) -> None:
+    """It was `--resume --restart-from audited`, which a run without checkpoint.folder refuses."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    checkpoints = tmp_path / folder if folder else run_dir / "checkpoints"
+    config = RunConfig(checkpoint=CheckpointConfig(folder=str(checkpoints) if folder else ""))
+    (run_dir / "config.toml").write_text(dump_run_config(config))
+    for step in saved:
+        save(checkpoints, step, audited_steps=audited)
+    back = way_back(Spoiled(audited_steps=4, num_steps=9, groups=[1]), run_dir)
+    assert back.removeprefix("to go back: spare train ... ") == expected.format(folder=checkpoints)
 
 
 def test_a_replay_says_which_groups_differ_and_where_first() -> None:

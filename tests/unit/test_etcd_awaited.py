@@ -5,8 +5,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, RunConfig
@@ -61,7 +61,7 @@ def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
 
 
 def test_where_it_should_answer_what_comes_instead_and_how_long_it_is_waited_for_are_shown(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=1000)
+    console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         progress.on_event(StoreAwaited(endpoints=("http://a:1", "http://b:1"), reason="no leader", limit_s=60.0))
     assert isinstance(console.file, io.StringIO)

@@ -8,9 +8,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress, print_summary
 from spare_megatron.config.schema import RunConfig
@@ -175,7 +175,7 @@ def test_the_end_of_such_a_run_does_not_contradict_itself(run_dir: Path) -> None
     assert (summary.verdict, summary.final_loss) == ("unknown", None)
     assert "has not taken the last 9 kB of journal/group-0000-rank-0.jsonl" in summary.reasons[0]
     assert any("finished after 150 committed steps" in reason for reason in summary.reasons)
-    console = Console(file=StringIO(), width=200)
+    console = RunConsole(file=StringIO())
     print_summary(replace(summary, reasons=tuple(f"reason {n}" for n in range(200))), run_dir, console)
     assert isinstance(console.file, StringIO)
     assert "reason 9\nand 190 more: spare check" in console.file.getvalue()
@@ -187,7 +187,7 @@ def test_the_driver_alone_knows_how_many_steps_there_are_where_its_own_end_is_lo
 
 
 def test_the_screen_names_the_file_what_is_lost_and_what_is_not(tmp_path: Path) -> None:
-    console = Console(file=StringIO(), width=400)
+    console = RunConsole(file=StringIO())
     progress = RunProgress(RunConfig(), console, tmp_path)
     path = "/run/journal/group-0000-rank-0.jsonl"
     progress.on_event(RecordsHeld(path=path, reason=FULL))

@@ -7,7 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.main import app
+from spare_megatron.cli.terms import TERMS
 
 LONGEST_SUMMARY = 64
 """What `spare --help` shows beside the longest name of a command without wrapping."""
@@ -37,3 +39,47 @@ def test_text_in_brackets_is_not_taken_for_markup() -> None:
     """Rich markup dropped "[faults]" from the help of a command."""
     result = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
     assert "[default: runs/NAME-TIME]" in result.output
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_is_plain_text_of_80_columns(words: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "FORCE_COLOR": "1"}).output
+    assert shown.isascii()
+    assert "\x1b" not in shown
+    assert [line for line in shown.splitlines() if len(line) > 80 or line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in COMMANDS if not hasattr(COMMANDS[words], "commands")], ids=" ".join
+)
+def test_each_command_is_one_that_refuses_addresses_of_object_stores(words: tuple[str, ...]) -> None:
+    assert isinstance(COMMANDS[words], SpareCommand)
+
+
+@pytest.mark.parametrize(
+    ("words", "terms"),
+    [("train", {"load", "scatter", "step"}), ("status", {"load", "scatter"}), ("check", {"epoch", "attempt"})],
+)
+def test_help_explains_terms_that_the_command_prints(words: str, terms: set[str]) -> None:
+    shown = " ".join(CliRunner().invoke(app, [words, "--help"]).output.split())
+    assert [term for term in terms if f"- {term}: {TERMS[term]}" not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["train", "--nope"], "No such option: --nope"),
+        (["train", "a", "b"], "unexpected extra argument"),
+        (["trian"], "No such command 'trian'"),
+        (["status"], "Missing argument"),
+        (["plan", "--groups", "[bold]x"], "valid integer"),
+        (["config", "show", "[/]", "--sett"], "No such option: --sett"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(words: list[str], wrong: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert wrong in result.stderr
+    assert result.stderr.startswith("spare")
+    assert "--help`)" in result.stderr

@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import print_summary
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.controller_setup import ControllerSetup
@@ -300,7 +300,7 @@ def test_what_is_computed_again_is_one_number_for_losses_and_for_discarded_sums(
     journal, run_state = journal_of(*records), RunState()
     for line in journal.lines:
         run_state.add_line(line)
-    summary, console = summarize(journal), Console(file=io.StringIO(), width=120)
+    summary, console = summarize(journal), RunConsole(file=io.StringIO())
     assert [found.num_patched for found in summary.recoveries] == [4, 12]
     assert summary.microbatches_recomputed == dict(run_state.figures())["microbatches_recomputed"] == 16
     print_summary(summary, Path("run"), console)
@@ -311,12 +311,12 @@ def test_what_is_computed_again_is_one_number_for_losses_and_for_discarded_sums(
 
 
 def test_the_summary_says_which_steps_a_wrong_group_may_have_spoiled() -> None:
-    console = Console(file=io.StringIO(), width=200)
+    console = RunConsole(file=io.StringIO())
     summary = summarize(journal_of((0.0, RUN)))
     assert summary.spoiled is None
     print_summary(replace(summary, spoiled=Spoiled(audited_steps=6, num_steps=12, groups=[2])), Path("run"), console)
     assert isinstance(console.file, io.StringIO)
-    line = "the first 6 of 12 steps are audited; what group 2 computed since is in the parameters; to go back: "
+    line = "the first 6 of 12 steps are audited; what group 2 computed since is in the parameters\nto go back: "
     assert line in console.file.getvalue()
 
 

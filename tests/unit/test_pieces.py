@@ -214,7 +214,7 @@ def test_no_reader_reads_while_the_state_changes(source: StateSource, server: Pi
         threading.Thread(target=fetch).start()
         assert not ended.wait(SHORT_S), "served in the middle of a change"
     assert ended.wait(TIMEOUT_S)
-    assert [str(error) for error in found] == [f"the state there is of step {STEP + 1}"]
+    assert [str(error) for error in found] == [f"the state there is that of {STEP + 1} steps"]
 
 
 def test_a_stranger_is_refused_and_gets_nothing(source: StateSource, server: PieceServer) -> None:

@@ -11,11 +11,15 @@ import pytest
 
 import spare_megatron.config.schema as schema
 import spare_megatron.config.schema_data as schema_data
+from spare_megatron.cli.terms import TERMS
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.core.entries import Entry
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.lines import KINDS
+from tests.matrix.cells import CELLS, MEMBERSHIP_CELLS, PAUSE_CELLS, REFORM_CELLS
+from tests.protocol import test_histories
+from tests.stages.cells import CELLS as STAGE_CELLS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs/settings.md"
@@ -191,3 +195,19 @@ def test_what_others_have_is_linked_or_was_not_found() -> None:
             for name in links:
                 assert re.fullmatch(rf"https://github.com/{begins[begin]}/blob/[0-9a-f]{{40}}/.+", targets[name]), name
     assert {name for name in targets if f"][{name}]" not in text} == set()
+
+
+def test_the_page_of_terms_has_those_that_commands_explain() -> None:
+    table = re.findall(r"^\| ([^|]+) \| (.*) \|$", (ROOT / "docs/terms.md").read_text(), re.MULTILINE)
+    assert dict(table[2:]) == TERMS
+
+
+def test_the_page_of_tests_counts_what_a_test_run_has() -> None:
+    text = " ".join((ROOT / "docs/tests.md").read_text().split())
+    counts = [count for name, count in vars(test_histories).items() if re.fullmatch(r"NUM_(\w+_)?HISTORIES", name)]
+    assert f"Every test run plays {sum(counts):,} histories" in text
+    assert f"4 groups of 2 stages, {len(CELLS)} cells of" in text
+    assert f"In {len(PAUSE_CELLS)} more cells both hosts" in text
+    assert f"In {len(REFORM_CELLS)} more a machine of each host" in text
+    assert f"In {len(MEMBERSHIP_CELLS)} more a group is killed in the step" in text
+    assert f"Between steps there are {len(STAGE_CELLS)} more cells" in text

@@ -21,7 +21,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.driver.replay_parts import Part, Where, compute, folder_of_replay, parts_of
+from spare_megatron.driver.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
 from spare_megatron.driver.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.commands import note_job
@@ -42,12 +42,16 @@ def config_of(num_groups: int, num_nodes: int, launcher: str = "hand", **cluster
     return RunConfig(layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=4), cluster=settings)
 
 
-def parts(config: RunConfig, group: int | None, *holdings: list[list[int]]) -> tuple[Part, ...]:
-    """After these assignments, of which each of two supervisors has written a record."""
+def view_of(config: RunConfig, *holdings: list[list[int]]) -> JournalInMemory:
+    """Of these assignments each of two supervisors has written a record."""
     num_places = config.cluster.num_nodes
     records = [PlacesRecord(index=index, num_places=num_places, holdings=one) for index, one in enumerate(holdings)]
     lines = [Line(source=source, at_s=0.0, record=one) for source in ("a", "b") for one in reversed(records)]
-    return parts_of(config, JournalInMemory(Journal(lines=lines, damage=[])), group)
+    return JournalInMemory(Journal(lines=lines, damage=[]))
+
+
+def parts(config: RunConfig, group: int | None, *holdings: list[list[int]]) -> tuple[Part, ...]:
+    return parts_of(config, view_of(config, *holdings), group)
 
 
 def placed(found: tuple[Part, ...]) -> list[tuple[int, list[tuple[int, str]]]]:
@@ -87,6 +91,22 @@ def test_a_group_is_replayed_by_the_machines_that_hold_its_places_now() -> None:
     for group in (-1, 3):
         with pytest.raises(ValueError, match=f"--group={group}: the run has groups 0 to 2"):
             parts(config, group, *holdings)
+
+
+def test_a_machine_whose_place_another_has_taken_is_replayed_with_those_of_its_last_group() -> None:
+    """`--group` could not name it, though it is the one that was wrong."""
+    config = config_of(3, 6)
+    holdings = [[4, 0, 1]], [[6, 1, 1]]
+    views = [view_of(config, *holdings[:end]) for end in range(3)]
+    assert [parts_of_machine(config, view, 4)[0] for view in views] == [2, 0, 0], "it has taken a place of group 0"
+    assert [parts_of_machine(config, view, 0)[0] for view in views] == [0, 0, 0], "machine 6 is in its stead"
+    for machine, group, nodes in ((5, 2, [4, 5]), (1, 0, [4, 1]), (3, 1, [2, 3]), (4, 0, [4, 0])):
+        found, parts = parts_of_machine(config, views[2], machine)
+        assert (found, [part.node for part in parts]) == (group, nodes)
+    with pytest.raises(ValueError, match=r"--group=machine:6: the run has machines 0 to 5"):
+        parts_of_machine(config, views[2], 6)
+    with pytest.raises(ValueError, match=r"--group=machine:0: it has groups 0, 1, 2; name one of them"):
+        parts_of_machine(config_of(3, 1), view_of(config_of(3, 1)), 0)
 
 
 # ---------------------------------------------------------------------------------------------------- other machines

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from spare_megatron.cli import progress as progress_module
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.cli.run_view import NewLines, step_line, view_of
@@ -270,6 +269,12 @@ def test_the_next_save_follows_from_the_cadence_or_the_settings() -> None:
     assert run_state.next_save_s(SavePlan(), 113.0) is None
 
 
+def without_colours(console: RunConsole) -> str:
+    """What the console has written to its file, without what colours it and moves the cursor."""
+    assert isinstance(console.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+
+
 def test_the_view_can_be_read_without_colours() -> None:
     run_state = run_state_of(
         commit(101.0, 0, 0),
@@ -277,10 +282,11 @@ def test_the_view_can_be_read_without_colours() -> None:
         entry(102.1, 1, entry="fence", group=1, incarnation=0),
         commit(103.0, 2, 1),
     )
-    console = Console(file=io.StringIO(), width=120, record=True, force_terminal=True, no_color=True)
-    console.print(view_of(run_state, SavePlan(interval_s=60.0), 104.0, note="starting"))
-    text = console.export_text()
-    assert re.search("^step 2/20", text, re.MULTILINE), "the bar has a line of its own"
+    console = RunConsole(file=io.StringIO(), force_terminal=True)
+    with console.live() as show:
+        show(view_of(run_state, SavePlan(interval_s=60.0), 104.0, notes=["starting"]))
+    text = without_colours(console)
+    assert re.search(r"^step 1 \(2/20\)", text, re.MULTILINE), "the bar has a line of its own"
     for part in (
         "groups ALA",
         "A alive 2, L lost 1",
@@ -294,13 +300,13 @@ def test_the_view_can_be_read_without_colours() -> None:
 
 def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> None:
     run_dir = write(tmp_path / "run", [line(100.0, RUN), commit(101.0, 0, 0)])
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, no_color=True, color_system=None)
+    console = RunConsole(file=io.StringIO(), force_terminal=True)
     with RunProgress(RunConfig(), console, run_dir) as progress:
         progress.on_event(Starting(what="a test"))
         progress.on_event(KernelsChosen(kernels={"layers": "megatron-core", "fusions": "none"}))
-    assert isinstance(console.file, io.StringIO)
-    for part in ("step 1/20", "groups AAA", "starting: a test", "layers: megatron-core, fusions: none"):
-        assert part in console.file.getvalue(), part
+    text = without_colours(console)
+    for part in ("step 0 (1/20)", "groups AAA", "starting: a test", "layers: megatron-core, fusions: none"):
+        assert part in text, part
 
 
 UPDATE = UpdateRecord(
@@ -395,9 +401,11 @@ def test_while_the_journal_is_behind_what_is_reported_is_shown_and_not_again(
             file.write("".join(encode_line(item) + "\n" for item in STORY[2:]))
         progress.refresh()
     shown_lines = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
-    assert shown_lines[0].startswith("step 10/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%")
+    assert shown_lines[0].startswith(
+        "step 9 (10/20)  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%"
+    )
     assert shown_lines[1:4] == [SHOWN[1], SHOWN[3], SHOWN[0]]
-    assert [text[:9] for text in shown_lines[4:]] == ["step 2/20"]
+    assert [text[:13] for text in shown_lines[4:]] == ["step 1 (2/20)"]
 
 
 def test_a_step_that_came_before_an_event_is_shown_before_it() -> None:
@@ -405,26 +413,26 @@ def test_a_step_that_came_before_an_event_is_shown_before_it() -> None:
     lines, update = NewLines(has_steps=True), replace(UPDATE, step=0, attempt=0)
     run_state = run_state_of(commit(101.0, 0, 0), line(101.1, update))
     (shown_line,) = lines.poll(run_state, 101.2)
-    assert " step 1/20 " in shown_line
+    assert " step 0 (1/20) " in shown_line
     for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
         run_state.add_line(item)
     assert lines.poll(run_state, 102.2) == [], "too soon"
     run_state.add_line(line(102.5, LOST))
     step, loss = lines.poll(run_state, 102.6)
-    assert (" step 2/20 " in step, loss.endswith(SHOWN[1])) == (True, True)
+    assert (" step 1 (2/20) " in step, loss.endswith(SHOWN[1])) == (True, True)
     assert lines.poll(run_state, 999.0) == []
 
 
 def test_on_a_terminal_each_event_stands_once_in_the_lines_above_the_view(tmp_path: Path) -> None:
     """The newest was in the lines, in the list of events and in the note."""
     shown = follow_story(tmp_path / "run", is_terminal=True)
-    assert "step 2/20" in shown
+    assert "step 1 (2/20)" in shown
     assert [shown.count(text) for text in SHOWN] == [1, 1, 1, 1]
 
 
 def test_a_step_is_shown_in_the_same_line_everywhere(tmp_path: Path) -> None:
     text = (
-        "step 2/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%  groups 2/3  load 4  500 ms"
+        "step 1 (2/20)  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%  groups 2/3  load 4  500 ms"
         "  left 36 s"
     )
     assert f" {text}\n" in follow_story(tmp_path / "run", is_terminal=False)
@@ -496,7 +504,7 @@ def test_a_traceback_is_shown_below_the_loss_that_it_explains(tmp_path: Path) ->
 
 
 def test_that_a_group_is_up_again_is_shown_once_though_each_of_its_nodes_reports_it(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO())
+    console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for incarnation in (0, 1):
             progress.on_event(
@@ -509,7 +517,7 @@ def test_that_a_group_is_up_again_is_shown_once_though_each_of_its_nodes_reports
 
 
 def test_that_etcd_fills_up_is_shown_once_though_it_is_measured_again_and_again(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=1000)
+    console = RunConsole(file=io.StringIO())
     full, wide = (StoreSpace(used_bytes=9, limit_bytes=limit, is_full=False) for limit in (10, 1 << 30))
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for space in (wide, full, full, wide, full):

@@ -21,7 +21,7 @@ def test_status_describes_a_run_directory_without_slurm(tmp_path: Path) -> None:
     run_dir = write(tmp_path / "run", simulated(2, 2, 300.0))
     result = CliRunner().invoke(app, ["status", str(run_dir)])
     assert result.exit_code == 0, result.output
-    assert "step 60/60" in result.output
+    assert "step 59 (60/60)" in result.output
     answer = json.loads(CliRunner().invoke(app, ["status", str(run_dir), "--json"]).stdout)
     assert answer["outcome"] == "finished"
     assert answer["steps_committed"] == 60
@@ -50,7 +50,7 @@ def test_watching_without_a_terminal_shows_what_is_new_until_the_end(
     assert result.exit_code == 0, result.output
     shown_lines = result.output.splitlines()
     assert is_whole
-    assert re.fullmatch(STAMP + r"step 60/60  groups 7/7  load 3  \d.*", shown_lines[-2])
+    assert re.fullmatch(STAMP + r"step 59 \(60/60\)  groups 7/7  load 3  \d.*", shown_lines[-2])
     assert re.fullmatch(STAMP + "the run ended: finished: all steps are committed", shown_lines[-1])
     assert all(re.match(STAMP, text) for text in shown_lines)
     num_losses = sum(isinstance(item.record, LossRecord) for item in lines)

@@ -4,12 +4,12 @@
 
 import itertools
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from spare_megatron.config.schema import SpareConfig
 from spare_megatron.driver.slurm.commands import call
+from spare_megatron.process.processes import say
 from spare_megatron.stacking.layout import Layout
 
 _RACK = re.compile(r"^(?:SwitchName=(\S+) Level=0\b|BlockName=(\S+)).*?\bNodes=(\S+)", re.MULTILINE)
@@ -22,7 +22,7 @@ def find_racks() -> Mapping[str, str]:
         for switch, block, names in _RACK.findall(call("scontrol", "show", "topology")):
             racks |= dict.fromkeys(call("scontrol", "show", "hostnames", names).split(), switch or block)
     except ValueError as error:  # a job works without racks
-        print(f"warning: nodes are taken in Slurm's order, regardless of racks: {error}", file=sys.stderr)
+        say(f"warning: nodes are taken in Slurm's order, regardless of racks: {error}", err=True)
         return {}
     return racks
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from spare_megatron.config.schema import SlurmConfig
 from spare_megatron.driver.slurm.allocation import Claims, choose_node, nodes_of
 from spare_megatron.driver.slurm.commands import JobId, call, cancel, own_job
+from spare_megatron.process.processes import say
 
 
 def end_orphaned_job(*, wants_more: bool) -> None:
@@ -74,8 +75,7 @@ class SrunLauncher:
         name = self._choose(run_dir, node, incarnation)
         if name is None:
             return None
-        with contextlib.suppress(OSError):  # a disk that is full
-            print(f"node {node}: its supervisor is started on {name}", flush=True)
+        say(f"node {node}: its supervisor is started on {name}")
         step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
         return subprocess.Popen(step, start_new_session=True)
 

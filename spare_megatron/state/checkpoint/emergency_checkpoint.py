@@ -139,7 +139,7 @@ def assemble(path: Path) -> folders.Manifest:
     if is_stacked:
         _require_all_partitions(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
     if step_of(path) != first.manifest["step"]:
-        raise NotACheckpoint(f"{path.name}: it is that of step {first.manifest['step']}")
+        raise NotACheckpoint(f"{path.name}: it is that of {first.manifest['step']} steps")
     _require_commit(path, Path(first.run_dir))
     counted = sorted(whole) if is_stacked else [min(whole)]
     files = {

@@ -145,7 +145,7 @@ def read_manifest(path: Path) -> folders.Manifest:
     files = {name: folders.StoredFile(**fields) for name, fields in content.pop("files").items()}
     manifest = folders.Manifest(**content, files=files)
     if folders.checkpoint_path(path.parent, manifest.step).name != path.name:
-        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} is that of step {manifest.step}")
+        raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} is that of {manifest.step} steps")
     return manifest
 
 

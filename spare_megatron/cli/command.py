@@ -1,0 +1,80 @@
+"""What all commands have in common: help as plain text, one line about wrong arguments, and paths that are paths."""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from spare_megatron.cli.printing import message, say
+from spare_megatron.config.object_stores import refusal_of_address
+
+
+class SpareCommand(TyperCommand):
+    """A command that refuses addresses of object stores in the place of paths."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            for path in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(path, str | Path) and (reason := refusal_of_address(str(path))):
+                    address = re.sub(":/+", "://", str(path), count=1)
+                    raise typer.BadParameter(f"{address}: {reason}", ctx=ctx, param_hint=parameter.opts[0])
+        return super().invoke(ctx)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (named by the library)
+        _write(formatter, self.help or "")
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        _write(formatter, self.epilog or "")
+
+
+def _write(formatter: Any, help_text: str) -> None:
+    """Writes paragraphs, and lists with a line for each item."""
+    for paragraph in inspect.cleandoc(help_text).split("\n\n") if help_text else ():
+        formatter.write_paragraph()
+        for text in re.split(r"\n(?=- )", paragraph):
+            hanging = " " * (4 if text.startswith("- ") else 2)
+            text = " ".join(text.split())
+            filled = textwrap.fill(text, formatter.width, initial_indent="  ", subsequent_indent=hanging)
+            formatter.write(f"{filled}\n")
+
+
+class SpareGroup(TyperGroup):
+    """The commands under their headings."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Runs a command; unless `standalone_mode` is off, ends this process with its exit code."""
+        try:
+            code = super().main(*args, **{**options, "standalone_mode": False})
+        except Exception as error:
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise
+            code = _explain(error)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            sections[command.rich_help_panel or "Commands"].append((name, command.get_short_help_str(formatter.width)))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def _explain(error: Any) -> int:
+    """Prints what is wrong with the arguments, or the help if there are none; returns the exit code."""
+    path = error.ctx.command_path if error.ctx is not None else "spare"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        say(*error.format_message().split("\n"), err=True)
+    else:
+        message(path.partition(" ")[2], f"{error.format_message()} (see `{path} --help`)")
+    return int(error.exit_code)

@@ -138,6 +138,17 @@ Reader = Callable[[ModelTensor], Tensor]
 """Reads a tensor of a model from a foreign folder."""
 
 
+def precision_of(stored: Mapping[str, object], folder: Path) -> Dtype:
+    """The precision that holds tensors of these types exactly. Raises ValueError for numbers of other types."""
+    for name, dtype in sorted(stored.items()):
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{folder}: {name} is stored as {dtype}; only fp32, bf16 and fp16 can be imported: convert quantized "
+                f"weights back to one of these"
+            )
+    return "bf16" if set(stored.values()) == {torch.bfloat16} else "fp32"
+
+
 def write_import(
     source: Path, out: Path, settings: Mapping[str, Any], reader_of: Callable[[RunConfig], Reader]
 ) -> Checkpoint:

@@ -2,8 +2,9 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spare_megatron.config.building import build_run_config
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_tensors import model_tensors
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import CheckpointConfig, DataConfig, RunConfig
 from spare_megatron.state.checkpoint import hf_folder
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.state.checkpoint.hf_folder import export_hf, import_hf
@@ -183,6 +184,9 @@ def test_files_that_are_damaged_or_missing_are_named(models: Mapping[str, Folder
     ):
         import_hf(path, tmp_path / "out")
     file.write_bytes(whole)
+    (path / "generation_config.json").write_text("[" * 1000)
+    with pytest.raises(ValueError, match=r"generation_config\.json is not valid JSON"):
+        import_hf(path, tmp_path / "out")
     (path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json is missing; name a folder in Hugging Face's format"):
         import_hf(path, tmp_path / "out")
@@ -194,6 +198,73 @@ def test_more_layers_or_experts_than_tensors_are_refused_at_once(models: Mapping
         folder.config = {**models["mixtral"].config, field_name: 10**12}
         with pytest.raises(ValueError, match=r"config\.json has 1000000000000 (layers|experts), and there are"):
             import_hf(folder.write(tmp_path / str(number)), tmp_path / "out")
+
+
+# -------------------------------------------------------------------------------------------- ids of special tokens
+
+
+def written(out: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The ids in config.json, and all of generation_config.json."""
+    config = json.loads((out / "config.json").read_text())
+    generation = out / "generation_config.json"
+    ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
+    return ids, json.loads(generation.read_text()) if generation.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("ids", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, {"eos_token_id": 2}),
+        ({"eos_token_id": [2, 3], "bos_token_id": 1}, None, {"eos_token_id": [2, 3], "bos_token_id": 1}),
+        ({"eos_token_id": 2}, {"eos_token_id": [2, 5], "top_p": 0.9}, {"eos_token_id": [2, 5], "top_p": 0.9}),
+        ({"bos_token_id": None, "pad_token_id": 7}, None, {"pad_token_id": 7}),
+        ({}, None, None),
+    ],
+)
+def test_ids_of_special_tokens_go_through_an_import(
+    models: Mapping[str, Folder],
+    tmp_path: Path,
+    ids: dict[str, Any],
+    generation: dict[str, Any] | None,
+    expected: dict[str, Any] | None,
+) -> None:
+    folder = copy_of(models["llama"])
+    folder.config = {name: value for name, value in folder.config.items() if not name.endswith("_token_id")} | ids
+    path = folder.write(tmp_path / "folder")
+    (path / "tokenizer.json").write_text("{}")
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    checkpoint = import_hf(path, tmp_path / "imported")
+    for name, tokenizer in (("alone", None), ("named", tmp_path / "imported" / "tokenizer")):
+        export_hf(checkpoint, config_of(checkpoint), tmp_path / name, ExportOptions(tokenizer=tokenizer))
+        assert written(tmp_path / name) == (ids, expected)
+
+
+@pytest.mark.parametrize(
+    ("kept", "end", "expected"),
+    [
+        ({}, None, {}),
+        ({}, 0, {"eos_token_id": 0}),
+        ({"bos_token_id": 1, "eos_token_id": 2}, 5, {"bos_token_id": 1, "eos_token_id": 5}),
+        ({"bos_token_id": 1, "eos_token_id": [2, 5]}, 5, {"bos_token_id": 1, "eos_token_id": [2, 5]}),
+        ({"bos_token_id": 1, "eos_token_id": 2}, None, {"bos_token_id": 1, "eos_token_id": 2}),
+    ],
+)
+def test_a_training_exports_what_ends_its_documents_and_what_its_import_knew(
+    models: Mapping[str, Folder], tmp_path: Path, kept: dict[str, Any], end: int | None, expected: dict[str, Any]
+) -> None:
+    folder = copy_of(models["gpt2"])
+    folder.config = {name: value for name, value in folder.config.items() if not name.endswith("_token_id")} | kept
+    origin = import_hf(folder.write(tmp_path / "folder"), tmp_path / "imported")
+    run = tmp_path / "run"
+    shutil.copytree(origin.path, run / "checkpoints" / origin.path.name)
+    config = replace(
+        config_of(origin),
+        data=DataConfig(end_of_document=end),
+        checkpoint=CheckpointConfig(load_weights=str(origin.path)),
+    )
+    export_hf(replace(origin, path=run / "checkpoints" / origin.path.name), config, tmp_path / "out", ExportOptions())
+    assert written(tmp_path / "out") == (expected, expected or None)
 
 
 # ---------------------------------------------------------------------------------------------------- drawn folders

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spare_megatron.config.foreign_fields import require_kinds, shown
 from spare_megatron.config.hf_config import Model, architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.config.hf_fields import token_ids_in
 from spare_megatron.config.hf_gpt2 import Gpt2
 from spare_megatron.config.model_tensors import ModelTensor
 from spare_megatron.config.schema import RunConfig
@@ -23,6 +24,8 @@ from spare_megatron.config.whole_files import json_object
 from spare_megatron.mcore.hf_tensors import TensorPair, is_constant, tensor_pairs, tied_names
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.state.checkpoint.weights_folder import (
+    CONFIG_JSON,
+    GENERATION_JSON,
     Export,
     ExportOptions,
     Reader,
@@ -40,7 +43,7 @@ except ImportError as error:
 _FILE_BYTES = 5 * 10**9
 """Most bytes of tensors in one file of safetensors, unless a single tensor has more."""
 
-CONFIG_JSON, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _OF_MISTRAL = "consolidated"
 """First part of the names of files that hold the same weights under names of Mistral's own."""
@@ -60,6 +63,7 @@ def export_hf(checkpoint: Checkpoint, config: RunConfig, out: Path, options: Exp
     """
     model = architecture_of(config)
     export = Export(checkpoint, config, options)
+    ids, generation = _token_ids(export, config.data.end_of_document)
     shards = list(_divided(tensor_pairs(config, model), export.dtype))
     places: dict[str, str] = {}
     with made_whole(out) as folder:
@@ -76,8 +80,27 @@ def export_hf(checkpoint: Checkpoint, config: RunConfig, out: Path, options: Exp
             num_bytes = sum((folder / name).stat().st_size for name in set(places.values()))
             _write_json(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": places})
         described = config_json(model, str(export.dtype).removeprefix("torch."))
-        _write_json(folder / CONFIG_JSON, described)
+        _write_json(folder / CONFIG_JSON, {**described, **ids})
+        if generation:
+            _write_json(folder / GENERATION_JSON, generation)
         export.copy_tokenizer(folder)
+
+
+def _token_ids(export: Export, end_of_document: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json and generation_config.json have to say of special tokens, so that a generator stops: what an
+    import said, and the id that ends the documents of the corpus where that is none of the import's.
+    """
+
+    def ending(found: Mapping[str, Any]) -> dict[str, Any]:
+        eos = found.get("eos_token_id")
+        is_known = end_of_document in (None, *(eos if isinstance(eos, list) else [eos]))
+        return dict(found) if is_known else {**found, "eos_token_id": end_of_document}
+
+    ids = ending(token_ids_in(export.described(CONFIG_JSON), CONFIG_JSON))
+    generation = export.described(GENERATION_JSON)
+    token_ids_in(generation, GENERATION_JSON)
+    known = {name: value for name, value in ids.items() if value is not None}
+    return ids, ending(generation) if generation else known
 
 
 def _divided(pairs: Iterable[TensorPair], dtype: torch.dtype) -> Iterator[Sequence[TensorPair]]:
@@ -108,6 +131,9 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
     except FileNotFoundError as error:
         raise ValueError(f"{folder / CONFIG_JSON} is missing; name a folder in Hugging Face's format") from error
     model = architecture_in(content)
+    token_ids_in(content, CONFIG_JSON)
+    if (generation := folder / GENERATION_JSON).is_file():
+        token_ids_in(json_object(generation), GENERATION_JSON)
     with _opened(folder) as stored:
         tensors = dict(_beside_constants(stored, model, folder))
         precision = precision_of({name: tensor.dtype for name, tensor in tensors.items()}, folder)

@@ -1,11 +1,13 @@
 """Settings and the arguments of Megatron-LM: what has an equal on the other side, and what is refused by name."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from spare_megatron.config.building import build_run_config
+from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_args import args_of, flags_of, settings_in
 from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.config.terms import weights_terms_of
@@ -72,6 +74,36 @@ def test_what_pretrain_gpt_has_no_argument_for_is_refused_with_the_setting(confi
     with pytest.raises(ValueError, match="has no model like this one") as error:
         args_of(config)
     assert f"\n  - {reason}: " in str(error.value)
+
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 4, 10**40, 2.0, 0.5, -0.0, float("nan"), float("inf"), "", "2", "false", "rope",
+    "LayerNorm", "bad\n\ud800", [], [1], (4, 0), (-1, -1), (1, 2, 3), {}, object(),
+]  # fmt: skip
+
+
+def test_drawn_arguments_become_valid_settings_or_are_refused_by_name() -> None:
+    draw = random.Random(4)
+    usual = args_of(config_of(**LLAMA))
+    num_refused = 0
+    for _ in range(2000):
+        changed = draw.sample(sorted(usual), k=draw.choice([1, 1, 2]))
+        args = {**usual, **{name: draw.choice(ODD) for name in changed}}
+        error = ""
+        try:
+            tables = settings_in(args, 256, "fp32")
+        except ValueError as found:
+            error = str(found)
+        if error:
+            assert error.isprintable()
+            assert any(name in error for name in changed), (error, changed)
+            num_refused += 1
+            continue
+        flat = {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+        config, mistakes = build_run_config(flat)
+        assert not mistakes
+        assert not list(violations(config.model))
+    assert 200 < num_refused < 1800
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ def export_weights(
 ) -> None:
     """Export the weights of a run's newest valid checkpoint.
 
-    Its layout does not matter. hf: Llama, Qwen2, Qwen3 and GPT-2 models; megatron: what pretrain_gpt.py has arguments
-    for. Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies of bf16
-    parameters.
+    Its layout does not matter. hf: Llama, Qwen2, Qwen3, Mixtral and GPT-2 models; megatron: what pretrain_gpt.py has
+    arguments for. Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies
+    of bf16 parameters.
     """
     with explained_errors("checkpoint export"):
         from spare_megatron.state.checkpoint.loading import checkpoint_of_run

@@ -1,6 +1,5 @@
 """`spare report`: one page of what happened in a run, or in two."""
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,12 +67,13 @@ def config_of(run_dir: Path) -> str:
 def verdict_of(run_dir: Path, run_state: "RunState") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
     from spare_megatron.config.run_terms import terms_in
+    from spare_megatron.config.whole_files import json_object
     from spare_megatron.journal.check import check
     from spare_megatron.journal.journal_index import JournalIndex
 
     summary = run_dir / "summary.json"
     if run_state.end is not None and summary.exists():
-        found = json.loads(summary.read_text())
+        found = json_object(summary)
         return "; ".join((found["verdict"], *found["reasons"]))
     try:
         until_s = time.monotonic() + PROOF_S

@@ -6,14 +6,24 @@ have.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from spare_megatron.config.hf_gpt2 import GPT2, Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings, whole_number
+from spare_megatron.config.foreign_fields import shown
+from spare_megatron.config.hf_fields import (
+    LLAMA3_CONSTANTS,
+    Family,
+    Gpt2Fields,
+    LlamaFields,
+    MixtralFields,
+    Qwen2Fields,
+    RopeFields,
+    fields_in,
+    rope_in,
+)
+from spare_megatron.config.hf_gpt2 import Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings
 from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
-
-Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
 
 FAMILIES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",
@@ -21,17 +31,6 @@ FAMILIES: Mapping[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }
-
-_DEFAULT_ROPE_BASE = 10_000.0
-"""In a config.json that has none."""
-
-_LLAMA3_ROPE: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""The constants of Llama 3.1 that megatron-core has; only the factor can be chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +173,10 @@ def settings_of(found: Model, precision: str) -> dict[str, dict[str, Any]]:
 
 
 def config_json(found: Model, dtype: str) -> dict[str, Any]:
-    """The content of config.json. Token ids of the tokenizer are in the tokenizer's files alone."""
+    """The content of config.json, without ids of tokens."""
     if isinstance(found, Gpt2):
         return gpt2_json(found, dtype)
-    rope = {} if found.rope_scaling_factor == 1.0 else {**_LLAMA3_ROPE, "factor": found.rope_scaling_factor}
+    scaling = {"rope_type": "llama3", **LLAMA3_CONSTANTS, "factor": found.rope_scaling_factor}
     content: dict[str, Any] = {
         "architectures": [FAMILIES[found.family]],
         "model_type": found.family,
@@ -193,11 +192,9 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": found.seq_length,
         "rms_norm_eps": found.norm_eps,
         "rope_theta": found.rope_base,
-        "rope_scaling": rope or None,
+        "rope_scaling": None if found.rope_scaling_factor == 1.0 else scaling,
         "tie_word_embeddings": found.is_tied,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
     if found.family == "llama":
         return {**content, "attention_bias": found.has_bias, "mlp_bias": found.has_bias}
@@ -214,70 +211,79 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
 
 def architecture_in(content: Mapping[str, Any]) -> Model:
     """The architecture that a config.json describes. Raises ValueError for one that has no equal here, naming why."""
-    family = content.get("model_type")
-    if family == GPT2:
-        return gpt2_in(content)
-    if family not in FAMILIES:
-        names = ", ".join([*FAMILIES, GPT2])
-        raise ValueError(f"config.json: model_type={family} is none of {names}, which can be imported")
-    _require(content, "hidden_act", "silu")
-    has_bias = family == "llama" and bool(content.get("attention_bias", False))
-    _require({"mlp_bias": False, **content}, "mlp_bias", has_bias)
-    if family == "qwen3":
-        _require(content, "attention_bias", False)
-    if family == "mixtral":
-        _require(content, "sliding_window", None)
-    num_heads, hidden_size = whole_number(content, "num_attention_heads"), whole_number(content, "hidden_size")
-    rope_base, rope_scaling_factor = _rope(content)
-    return Architecture(
-        num_layers=whole_number(content, "num_hidden_layers"),
-        hidden_size=hidden_size,
-        ffn_hidden_size=whole_number(content, "intermediate_size"),
-        num_heads=num_heads,
-        num_query_groups=content.get("num_key_value_heads") or num_heads,
-        head_dim=content.get("head_dim") or hidden_size // num_heads,
-        seq_length=whole_number(content, "max_position_embeddings"),
-        vocab_size=whole_number(content, "vocab_size"),
-        is_tied=bool(content.get("tie_word_embeddings", False)),
-        norm_eps=float(content.get("rms_norm_eps", 1e-6)),
+    fields = fields_in(content)
+    if isinstance(fields, Gpt2Fields):
+        return gpt2_in(fields)
+    family = content["model_type"]
+    rope_base, rope_scaling_factor = rope_in(content, family, fields.max_position_embeddings)
+    has_bias = isinstance(fields, LlamaFields) and fields.attention_bias
+    if isinstance(fields, LlamaFields) and fields.mlp_bias != has_bias:
+        raise ValueError(
+            f"config.json: attention_bias={has_bias} with mlp_bias={fields.mlp_bias} has no equal here; only biases of "
+            f"all linear layers, or of none, can be imported"
+        )
+    found = Architecture(
+        num_layers=fields.num_hidden_layers,
+        hidden_size=fields.hidden_size,
+        ffn_hidden_size=fields.intermediate_size,
+        num_heads=fields.num_attention_heads,
+        num_query_groups=fields.num_key_value_heads or fields.num_attention_heads,
+        head_dim=fields.head_dim or fields.hidden_size // fields.num_attention_heads,
+        seq_length=fields.max_position_embeddings,
+        vocab_size=fields.vocab_size,
+        is_tied=fields.tie_word_embeddings,
+        norm_eps=fields.rms_norm_eps,
         has_bias=has_bias,
         has_qkv_bias=has_bias or family == "qwen2",
         has_qk_norm=family == "qwen3",
         rope_base=rope_base,
         rope_scaling_factor=rope_scaling_factor,
-        sliding_window=_window(content) if content.get("use_sliding_window") else None,
-        num_experts=whole_number(content, "num_local_experts") if family == "mixtral" else None,
-        experts_per_token=whole_number(content, "num_experts_per_tok") if family == "mixtral" else 2,
+        sliding_window=_window(fields),
+        **_experts(fields),
     )
+    _require_divisible(found, fields)
+    return found
 
 
-def _rope(content: Mapping[str, Any]) -> tuple[float, float]:
-    """Base and scaling factor, from `rope_parameters` or, as files of before transformers 5 have it, two fields."""
-    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
-    base = float(rope.pop("rope_theta", content.get("rope_theta", _DEFAULT_ROPE_BASE)))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if kind == "default":
-        return base, 1.0
-    factor = float(rope.pop("factor", 1.0))
-    constants = {name: value for name, value in _LLAMA3_ROPE.items() if name != "rope_type"}
-    if kind != "llama3" or rope != constants:
+def _window(fields: RopeFields) -> int | None:
+    """The window of all layers; the same condition as in `transformers` decides which layers have one."""
+    num_layers, layers = fields.num_hidden_layers, fields.layer_types
+    if layers is not None and len(layers) != num_layers:
+        raise ValueError(f"config.json: layer_types has {len(layers)} layers, and num_hidden_layers={num_layers}")
+    window, first = None, num_layers
+    if isinstance(fields, Qwen2Fields) and fields.use_sliding_window and fields.sliding_window is not None:
+        window, first = fields.sliding_window, max(0, fields.max_window_layers)
+    num_windows = max(0, num_layers - first) if layers is None else layers.count("sliding_attention")
+    if num_windows == 0:
+        return None
+    name = "max_window_layers" if layers is None else "layer_types"
+    if num_windows < num_layers:
         raise ValueError(
-            f"config.json: RoPE is scaled by rope_type={kind} with {rope}; megatron-core has only llama3, with "
-            f"{constants}"
+            f"config.json: {name}={shown(getattr(fields, name))} is a sliding window for some layers only; here all "
+            f"layers have model.sliding_window, or none"
         )
-    return base, factor
+    if window is None or window < 1:
+        raise ValueError(f"config.json: sliding_window={window} must be at least 1, as all layers have one by {name}")
+    return window
 
 
-def _window(content: Mapping[str, Any]) -> int:
-    kinds = set(content.get("layer_types") or ())
-    if kinds - {"sliding_attention"} or (not kinds and content.get("max_window_layers", 0) > 0):
+def _experts(fields: RopeFields) -> dict[str, int]:
+    if not isinstance(fields, MixtralFields):
+        return {}
+    if fields.num_experts_per_tok > fields.num_local_experts:
         raise ValueError(
-            "config.json: use_sliding_window=true for some layers only; here all layers have model.sliding_window "
-            "or none"
+            f"config.json: num_experts_per_tok={fields.num_experts_per_tok} is more than "
+            f"num_local_experts={fields.num_local_experts}"
         )
-    return whole_number(content, "sliding_window")
+    return {"num_experts": fields.num_local_experts, "experts_per_token": fields.num_experts_per_tok}
 
 
-def _require(content: Mapping[str, Any], name: str, value: object) -> None:
-    if content.get(name, value) != value:
-        raise ValueError(f"config.json: {name}={content[name]} has no equal here; only {value} can be imported")
+def _require_divisible(found: Architecture, fields: RopeFields) -> None:
+    heads = f"num_attention_heads={found.num_heads}"
+    if found.hidden_size % found.num_heads and (fields.head_dim is None or isinstance(fields, LlamaFields)):
+        raise ValueError(f"config.json: {heads} does not divide hidden_size={found.hidden_size}")
+    if found.num_heads % found.num_query_groups:
+        raise ValueError(f"config.json: num_key_value_heads={found.num_query_groups} does not divide {heads}")
+    if found.head_dim % 2:
+        origin = f" (hidden_size={found.hidden_size} / {heads})" if fields.head_dim is None else ""
+        raise ValueError(f"config.json: head_dim={found.head_dim}{origin} is odd, and RoPE rotates pairs")

@@ -4,20 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spare_megatron.config.hf_fields import Gpt2Fields
 from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 
-GPT2 = "gpt2"
-
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """Of config.json, and its setting; the first name of a function is the one that is written."""
-
-_ONLY: Mapping[str, Any] = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +96,7 @@ def gpt2_json(found: Gpt2, dtype: str) -> dict[str, Any]:
     """The content of config.json."""
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "model_type": GPT2,
+        "model_type": "gpt2",
         "torch_dtype": dtype,
         "vocab_size": found.vocab_size,
         "n_positions": found.seq_length,
@@ -114,41 +107,24 @@ def gpt2_json(found: Gpt2, dtype: str) -> dict[str, Any]:
         "activation_function": next(name for name, ours in _ACTIVATIONS.items() if ours == found.activation),
         "layer_norm_epsilon": found.norm_eps,
         "tie_word_embeddings": found.is_tied,
-        **_ONLY,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
 
 
-def gpt2_in(content: Mapping[str, Any]) -> Gpt2:
-    """The GPT-2 that a config.json describes. Raises ValueError for one that has no equal here, naming why."""
-    for name, value in _ONLY.items():
-        if content.get(name, value) != value:
-            raise ValueError(f"config.json: {name}={content[name]} has no equal here; only {value} can be imported")
-    function = content.get("activation_function", "gelu_new")
-    if function not in _ACTIVATIONS:
-        names = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"config.json: activation_function={function} has no equal here; only {names} can be imported")
-    hidden_size = whole_number(content, "n_embd")
+def gpt2_in(fields: Gpt2Fields) -> Gpt2:
+    """The GPT-2 that a config.json describes. Raises ValueError."""
+    if fields.n_embd % fields.n_head:
+        raise ValueError(f"config.json: n_head={fields.n_head} does not divide n_embd={fields.n_embd}")
     return Gpt2(
-        num_layers=whole_number(content, "n_layer"),
-        hidden_size=hidden_size,
-        ffn_hidden_size=content.get("n_inner") or 4 * hidden_size,
-        num_heads=whole_number(content, "n_head"),
-        seq_length=whole_number(content, "n_positions"),
-        vocab_size=whole_number(content, "vocab_size"),
-        is_tied=bool(content.get("tie_word_embeddings", True)),
-        norm_eps=float(content.get("layer_norm_epsilon", 1e-5)),
-        activation=_ACTIVATIONS[function],
+        num_layers=fields.n_layer,
+        hidden_size=fields.n_embd,
+        ffn_hidden_size=fields.n_inner or 4 * fields.n_embd,
+        num_heads=fields.n_head,
+        seq_length=fields.n_positions,
+        vocab_size=fields.vocab_size,
+        is_tied=fields.tie_word_embeddings,
+        norm_eps=fields.layer_norm_epsilon,
+        activation=_ACTIVATIONS[fields.activation_function],
     )
-
-
-def whole_number(content: Mapping[str, Any], name: str) -> int:
-    """A required number of a config.json."""
-    value = content.get(name)
-    if type(value) is not int:
-        raise ValueError(f"config.json: {name}={value} must be a whole number")
-    return value

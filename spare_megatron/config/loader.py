@@ -5,7 +5,6 @@ Precedence, later wins: schema defaults, included presets in order, the preset i
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from spare_megatron.config.model_fields import contradictions
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.whole_files import parsed_toml
 
 INCLUDE = "include"
 
@@ -151,8 +151,8 @@ def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setti
 
 def _parse_toml(text: str, origin: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return parsed_toml(text)
+    except ValueError as error:
         raise ConfigError(f"{origin} is not valid TOML: {error}") from error
 
 
@@ -164,9 +164,9 @@ def _parse_override(text: str) -> Iterator[_Setting]:
         raise ConfigError(f"--set {text} must have the form section.key=value")
     value: Any = value_text.strip()
     try:
-        parsed = tomllib.loads(f"value = {value}")
+        parsed = parsed_toml(f"value = {value}")
         value = parsed["value"] if set(parsed) == {"value"} else value
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         pass  # a bare string
     yield from _flatten({key: value}, f"--set {text}")
 

@@ -4,9 +4,12 @@ Both directions raise ValueError for what the other side does not have. The argu
 and, where it renamed them, of earlier versions. Loads without torch.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
+from spare_megatron.config.limits import PositiveFloat, PositiveInt
 from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON, global_batch
@@ -38,7 +41,12 @@ _OF_MODEL = (
 )
 """Fields that have other names or values among the arguments, or settings of `[model]`."""
 
-_ONLY: Mapping[str, tuple[object, ...]] = {
+_ONLY: Mapping[str, Collection[object]] = {
+    **{
+        field: (default,)
+        for field, default in FUNCTION_IN_MEGATRON.items()
+        if field not in (*_OF_MODEL, *_SAME_NAME) and "moe" not in field  # without experts these have no effect
+    },
     "use_legacy_models": (False,),
     "spec": (None, ["local"]),
     "num_experts": (None,),
@@ -54,9 +62,6 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "rotary_percent": (1.0,),
     "rotary_seq_len_interpolation_factor": (None,),
     "qk_l2_norm": (False,),
-    "softmax_type": ("vanilla",),
-    "attention_output_gate": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
 }
 """Arguments that change the model, and the values with which it is one that can be imported."""
 
@@ -150,94 +155,131 @@ def flags_of(args: Mapping[str, Any]) -> list[str]:
     return [*(flag for flag, is_on in switches.items() if is_on), *given]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Args:
+    """The arguments that describe the model; later versions save all of them."""
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    ffn_hidden_size: PositiveInt | None = None
+    kv_channels: PositiveInt | None = None
+    group_query_attention: bool = False
+    num_query_groups: PositiveInt | None = None
+    seq_length: PositiveInt | None = None
+    max_position_embeddings: PositiveInt | None = None
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    use_rotary_position_embeddings: bool = False
+    rotary_base: NumberFromOne = 10000
+    use_rope_scaling: bool = False
+    rope_scaling_factor: int | float = _LLAMA3_FACTOR
+    untie_embeddings_and_output_weights: bool = False
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    layernorm_epsilon: PositiveFloat | None = None
+    norm_epsilon: PositiveFloat | None = None
+    apply_layernorm_1p: bool = False
+    add_bias_linear: bool | None = None
+    disable_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    swiglu: bool = False
+    squared_relu: bool = False
+    bias_gelu_fusion: bool = True
+    window_size: tuple[int, ...] | list[int] | None = None
+    activation_func_clamp_value: int | float | None = None
+    glu_linear_offset: int | float = 0.0
+    layernorm_zero_centered_gamma: bool = False
+    no_rope_freq: int | list[int] | None = None
+    rotary_interleaved: bool = False
+    window_attn_skip_freq: int | list[int] | None = None
+
+
+_WHERE = "common.pt: "
+
+
 def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dict[str, dict[str, Any]]:
     """The tables of a run's TOML file that describe the model. Raises ValueError for one that has no equal here."""
-    wrong = [name for name, allowed in _ONLY.items() if args.get(name, allowed[0]) not in allowed]
-    if wrong:
-        raise ValueError(
-            "\n  - ".join(["these arguments in common.pt have no equal here:", *(f"{n}={args[n]}" for n in wrong)])
-        )
-    num_heads, hidden_size = _number(args, "num_attention_heads"), _number(args, "hidden_size")
-    has_bias = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+    require_values(_ONLY, args, _WHERE)
+    found = read_fields(_Args, args, _WHERE)
+    _require_divisible(found)
+    has_bias = not found.disable_bias_linear if found.add_bias_linear is None else found.add_bias_linear
     model = {
-        "num_layers": _number(args, "num_layers"),
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": args.get("ffn_hidden_size") or 4 * hidden_size,
-        "num_attention_heads": num_heads,
+        "num_layers": found.num_layers,
+        "hidden_size": found.hidden_size,
+        "ffn_hidden_size": found.ffn_hidden_size or 4 * found.hidden_size,
+        "num_attention_heads": found.num_attention_heads,
         "vocab_size": vocab_size,
-        **_positions(args),
-        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
-        "normalization": _one_of(args, "normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}),
-        "norm_eps": float(args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5))),
-        "activation": _activation(args, has_bias=has_bias),
+        **_positions(found),
+        "tie_embeddings": not found.untie_embeddings_and_output_weights,
+        "normalization": found.normalization.lower(),
+        "norm_eps": found.layernorm_epsilon or found.norm_epsilon or 1e-5,
+        "activation": _activation(found, has_bias=has_bias),
         "linear_bias": has_bias,
-        "qkv_bias": bool(args.get("add_qkv_bias", False)) and not has_bias,
-        "qk_norm": bool(args.get("qk_layernorm", False)),
+        "qkv_bias": found.add_qkv_bias and not has_bias,
+        "qk_norm": found.qk_layernorm,
         "precision": precision,
     }
-    if args.get("group_query_attention"):
-        model["num_query_groups"] = _number(args, "num_query_groups")
-    if (window := _window(args)) is not None:
+    if found.group_query_attention:
+        model["num_query_groups"] = _given(found, "num_query_groups")
+    if (window := _window(found.window_size)) is not None:
         model["sliding_window"] = window
-    others = {
-        field: value
-        for field in _SAME_NAME
-        if (value := args.get(field, FUNCTION_IN_MEGATRON[field])) != FUNCTION_IN_MEGATRON[field]
-    }
-    if args.get("apply_layernorm_1p"):
-        others["layernorm_zero_centered_gamma"] = True
-    if (head := args.get("kv_channels")) not in (None, hidden_size // num_heads):
-        others["kv_channels"] = head
+    others = {field: getattr(found, field) for field in _SAME_NAME}
+    others["layernorm_zero_centered_gamma"] |= found.apply_layernorm_1p
+    if found.kv_channels is not None and found.kv_channels * found.num_attention_heads != found.hidden_size:
+        others["kv_channels"] = found.kv_channels
+    others = {field: value for field, value in others.items() if value != FUNCTION_IN_MEGATRON[field]}
     return {"model": model, "megatron": others} if others else {"model": model}
 
 
-def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
-    kind = "rope" if args.get("use_rotary_position_embeddings") else args.get("position_embedding_type")
-    if kind in (None, "learned_absolute"):
-        return {"position_embedding": "learned_absolute", "seq_length": _number(args, "max_position_embeddings")}
-    if kind != "rope":
-        raise ValueError(f"common.pt: position_embedding_type={kind} has no equal here; only learned_absolute and rope")
-    is_scaled, factor = bool(args.get("use_rope_scaling")), args.get("rope_scaling_factor", _LLAMA3_FACTOR)
-    if is_scaled and factor != _LLAMA3_FACTOR:
+def _require_divisible(found: _Args) -> None:
+    heads = f"num_attention_heads={found.num_attention_heads}"
+    if found.kv_channels is None and found.hidden_size % found.num_attention_heads:
+        raise ValueError(f"{_WHERE}{heads} does not divide hidden_size={found.hidden_size}")
+    if found.group_query_attention and found.num_attention_heads % _given(found, "num_query_groups"):
+        raise ValueError(f"{_WHERE}num_query_groups={found.num_query_groups} does not divide {heads}")
+    if None not in (one := found.layernorm_epsilon, other := found.norm_epsilon) and one != other:
+        raise ValueError(f"{_WHERE}layernorm_epsilon={one} and norm_epsilon={other} contradict each other")
+
+
+def _positions(found: _Args) -> dict[str, Any]:
+    if not found.use_rotary_position_embeddings and found.position_embedding_type == "learned_absolute":
+        return {
+            "position_embedding": "learned_absolute",
+            "seq_length": _given(found, "max_position_embeddings"),
+        }
+    if found.use_rope_scaling and found.rope_scaling_factor != _LLAMA3_FACTOR:
         raise ValueError(
-            f"common.pt: rope_scaling_factor={factor} is ambiguous: pretrain_gpt.py 0.16.1 computes with "
-            f"{_LLAMA3_FACTOR} whatever it is; set it to that factor"
+            f"{_WHERE}rope_scaling_factor={found.rope_scaling_factor} is ambiguous: pretrain_gpt.py 0.16.1 computes "
+            f"with {_LLAMA3_FACTOR} whatever it is; set it to that factor"
         )
     return {
         "position_embedding": "rope",
-        "seq_length": _number(args, "seq_length"),
-        "rope_base": float(args.get("rotary_base", 10000)),
-        "rope_scaling_factor": _LLAMA3_FACTOR if is_scaled else 1.0,
+        "seq_length": _given(found, "seq_length"),
+        "rope_base": float(found.rotary_base),
+        "rope_scaling_factor": _LLAMA3_FACTOR if found.use_rope_scaling else 1.0,
     }
 
 
-def _activation(args: Mapping[str, Any], *, has_bias: bool) -> str:
-    if args.get("swiglu"):
+def _activation(found: _Args, *, has_bias: bool) -> str:
+    if found.swiglu:
         return "swiglu"
-    if args.get("squared_relu"):
+    if found.squared_relu:
         return "squared_relu"
-    return "gelu_tanh" if has_bias and args.get("bias_gelu_fusion", True) else "gelu"
+    return "gelu_tanh" if has_bias and found.bias_gelu_fusion else "gelu"
 
 
-def _window(args: Mapping[str, Any]) -> int | None:
-    window = args.get("window_size")
+def _window(window: Sequence[int] | None) -> int | None:
     if window is None or tuple(window) == (-1, -1):
         return None
-    before, after = window
-    if before < 0 or after != 0:
-        raise ValueError(f"common.pt: window_size={window} has no equal here; only windows (N, 0) of the tokens before")
-    return int(before) + 1
+    if len(window) != 2 or window[0] < 0 or window[1] != 0:
+        raise ValueError(
+            f"{_WHERE}window_size={shown(window)} has no equal here; only windows (N, 0) of the tokens before"
+        )
+    return window[0] + 1
 
 
-def _one_of(args: Mapping[str, Any], name: str, names: Mapping[str, str]) -> str:
-    value = args.get(name, next(iter(names)))
-    if value not in names:
-        raise ValueError(f"common.pt: {name}={value} has no equal here; only {', '.join(names)} can be imported")
-    return names[value]
-
-
-def _number(args: Mapping[str, Any], name: str) -> int:
-    value = args.get(name)
-    if type(value) is not int:
-        raise ValueError(f"common.pt: {name}={value} must be a whole number")
+def _given(found: _Args, name: str) -> int:
+    value: int | None = getattr(found, name)
+    if value is None:
+        raise ValueError(f"{_WHERE}{name}=None must be a whole number")
     return value

@@ -2,7 +2,6 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -13,6 +12,7 @@ import tomli_w
 
 from spare_megatron.config.model_fields import replaced_settings
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.whole_files import parsed_toml
 
 _EXPORT = re.compile(r"(\bexport\s+[^\s=]+=).*", re.DOTALL)
 
@@ -33,7 +33,7 @@ def without_exports(text: str) -> str:
     >>> without_exports('slurm.setup = ["export KEY=abc"]').split()
     ['[slurm]', 'setup', '=', '[', '"export', 'KEY=...",', ']']
     """
-    table = tomllib.loads(text)
+    table = parsed_toml(text)
     lines = table.get("slurm", {}).get("setup", [])
     if not any(_EXPORT.search(line) for line in lines):
         return text

@@ -56,7 +56,8 @@ class DataConfig:
     reset_position_ids: bool = False
     """Counts positions from 0 in each document; for learned positions."""
     end_of_document: NonNegativeInt | None = None
-    """Token id that ends a document, for the three settings above; the one that `spare preprocess` noted if absent."""
+    """Token id that ends a document, for the three settings above and for exports; the one that `spare preprocess`
+    noted if absent."""
     offset: int = 0
     """Sequences by which the place in the data is ahead of the run's batch times its steps, where a checkpoint of other
     batches was loaded; follows from `checkpoint.load`."""

@@ -142,7 +142,7 @@ def resolved(config: RunConfig, machine: Machine) -> RunConfig:
         sets = zip(data.validation, machine.corpus.validation, strict=True)
         validation = tuple(dataclasses.replace(one, identity=facts.identity) for one, facts in sets)
         data = dataclasses.replace(data, identity=machine.corpus.identity, validation=validation)
-        if data.document_settings and data.end_of_document is None:
+        if data.end_of_document is None:
             data = dataclasses.replace(data, end_of_document=machine.corpus.end_of_document)
     config = on_device(config, machine)
     reduce = dataclasses.replace(config.reduce, bucket_mib=config.bucket_mib)

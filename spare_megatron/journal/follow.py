@@ -72,7 +72,7 @@ class JournalTail:
                 return None
             try:
                 return Line(source=source.decode(), at_s=float(at_s), record=_DECODERS[kind].decode(text))
-            except (KeyError, msgspec.MsgspecError):  # an unknown kind, or numbers such as NaN
+            except (KeyError, msgspec.MsgspecError, RecursionError):  # an unknown kind, or numbers such as NaN
                 return decode_line(text.decode())
         except ValueError as error:
             if len(self.damage) < _MOST_DAMAGE:

@@ -226,7 +226,7 @@ def _fast(text: bytes, kind: bytes) -> Record | None:
     try:
         names.decode(text)
         record: Record = whole.decode(text)
-    except msgspec.MsgspecError:  # numbers that JSON does not have, such as NaN, or damage
+    except (msgspec.MsgspecError, RecursionError):  # numbers that JSON does not have, such as NaN, or damage
         return None
     return record
 

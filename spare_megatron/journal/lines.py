@@ -100,7 +100,10 @@ def encode_line(line: Line) -> str:
 
 def decode_line(text: str) -> Line:
     """Decodes what `encode_line` wrote; raises ValueError for a damaged text or an unknown kind."""
-    fields = json.loads(text)
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        fields = None
     if not isinstance(fields, dict):
         raise ValueError(f"not a record: {text[:80]}")
     name = str(fields.pop("record", None))
@@ -127,7 +130,7 @@ def origin_field(run_dir: Path, name: str) -> str | None:
         return None
     try:
         return str(json.loads(text)[name])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
@@ -145,7 +148,7 @@ def _first_record(run_dir: Path) -> dict[str, Any]:
     try:
         with (run_dir / "journal" / "driver.jsonl").open("rb") as file:
             record = json.loads(file.readline())
-    except (OSError, ValueError):  # reported by the reader of the whole journal
+    except (OSError, ValueError, RecursionError):  # reported by the reader of the whole journal
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -124,5 +124,5 @@ def _decode(text: str, file: Path) -> RankSpans:
             for name, step, began_s, ended_s, *place in fields.pop("spans")
         ]
         return RankSpans(**fields, spans=spans)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: damaged line: {error}: {text[:80]}") from error

@@ -48,6 +48,10 @@ def _cuda_literals_mean_the_cpu() -> None:
 
         return wrapped
 
+    # torch collects the functions that obey `with torch.device(...)` at the first call below one: let it find its own
+    # and not those that call them, which it would pass over.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in ("zeros", "tensor"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

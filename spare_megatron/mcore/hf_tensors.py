@@ -1,13 +1,15 @@
-"""Which tensors of Hugging Face's models make up which tensor of Megatron's."""
+"""Which tensors of Hugging Face's models make up which tensor of Megatron's, and what else may be stored."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from spare_megatron.config.hf_config import Model
+from spare_megatron.config.hf_config import Architecture, Model
 from spare_megatron.config.hf_gpt2 import Gpt2
 from spare_megatron.config.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
@@ -104,11 +106,22 @@ def _rows(num_rows: int, model: Model) -> list[int]:
     return [num_rows - 2 * keys, keys, keys]
 
 
+def _modules_of(model: Model) -> Mapping[str, Sequence[str]]:
+    if isinstance(model, Gpt2):
+        return _MODULES_OF_GPT2
+    return _MODULES if model.num_experts is None else _MODULES_OF_MIXTRAL
+
+
+def tied_names(model: Model) -> tuple[str, str]:
+    """The tensors of the output layer and of the embedding, which are one if the model is tied."""
+    modules = _modules_of(model)
+    return f"{modules['output_layer'][0]}.weight", f"{modules['embedding.word_embeddings'][0]}.weight"
+
+
 def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
     """All tensors of the model, which is that of the settings, in the order of its layers."""
-    is_gpt2 = isinstance(model, Gpt2)
+    is_gpt2, modules = isinstance(model, Gpt2), _modules_of(model)
     layers = "transformer.h" if is_gpt2 else "model.layers"
-    modules = _MODULES_OF_GPT2 if is_gpt2 else _MODULES if config.model.num_experts is None else _MODULES_OF_MIXTRAL
     for tensor in model_tensors(config):
         kind = "bias" if tensor.key.endswith("bias") else "weight"
         module = tensor.key.removesuffix(kind)[:-1]
@@ -128,3 +141,45 @@ def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
             },
             is_transposed=is_transposed,
         )
+
+
+_FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+_MASK = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+
+_LEAST_MASKED = -1e4
+"""What GPT-2 adds to the scores of later tokens is at most this."""
+
+
+def is_constant(name: str, read: Callable[[], Tensor], model: Model) -> bool:
+    """Whether a stored tensor is no parameter but what the model computes with anyway: frequencies of RoPE, GPT-2's
+    masks. Old versions of `transformers` have stored them.
+    """
+    if isinstance(model, Gpt2):
+        mask = _MASK.fullmatch(name)
+        return mask is not None and _is_mask(read(), is_bias=mask[1] == "bias", length=model.seq_length)
+    return _FREQUENCIES.fullmatch(name) is not None and _has_frequencies(read(), model)
+
+
+def _is_mask(values: Tensor, *, is_bias: bool, length: int) -> bool:
+    if not is_bias:
+        return values.numel() == 1 and values.item() <= _LEAST_MASKED
+    if values.numel() != length**2:
+        return False
+    return torch.equal(values.float().view(length, length), torch.ones(length, length).tril())
+
+
+def _has_frequencies(values: Tensor, model: Architecture) -> bool:
+    if values.shape != (model.head_dim // 2,) or not values.is_floating_point():
+        return False
+    used = RotaryEmbedding(
+        kv_channels=model.head_dim,
+        rotary_percent=1.0,
+        rotary_base=model.rope_base,
+        rope_scaling=model.rope_scaling_factor != 1.0,
+        rope_scaling_factor=model.rope_scaling_factor,
+        use_cpu_initialization=True,
+    ).inv_freq
+    limits = torch.finfo(values.dtype)  # they were rounded to that type, and computed by other versions
+    tolerance = {"rtol": 8 * limits.eps, "atol": limits.tiny * limits.eps}
+    return torch.allclose(values.double(), used.to(values.dtype).double(), **tolerance)

@@ -7,12 +7,14 @@ them. Unknown ones also are classes of packages that are not installed here.
 import argparse
 import collections
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 _VALUES: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
@@ -67,6 +69,21 @@ class InertUnpickler(pickle.Unpickler):
         return Inert
 
 
+@contextmanager
+def named_damage(where: str | Path) -> Iterator[None]:
+    """Turns whatever the reading of a damaged pickle raises into a ValueError of one line that says where it is."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"{where} is missing") from error
+    except OSError:
+        raise
+    except Exception as error:
+        lines = [*str(error).splitlines(), ""]
+        reason = "".join(letter for letter in f"{type(error).__name__}: {lines[0]:.100}" if letter.isprintable())
+        raise ValueError(f"{where} cannot be read: {reason}") from error
+
+
 def _load(file: IO[bytes], **options: Any) -> Any:
     return InertUnpickler(file, **options).load()
 
@@ -74,12 +91,8 @@ def _load(file: IO[bytes], **options: Any) -> Any:
 def read_common(file: Path) -> dict[str, Any]:
     """The content of `common.pt`. Raises ValueError if it is not one."""
     reader = SimpleNamespace(Unpickler=InertUnpickler, load=_load, __name__=__name__)
-    try:
+    with named_damage(file):
         found = torch.load(file, map_location="cpu", weights_only=False, pickle_module=reader)
-    except FileNotFoundError as error:
-        raise ValueError(f"{file} is missing") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no dictionary")
     return found
@@ -87,13 +100,19 @@ def read_common(file: Path) -> dict[str, Any]:
 
 def read_metadata(file: Path) -> Metadata:
     """The description of a checkpoint's tensors and files. Raises ValueError if it is not one."""
-    try:
-        with file.open("rb") as stream:
-            found = _load(stream)
-    except FileNotFoundError as error:
-        raise ValueError(f"{file} is missing") from error
-    except (pickle.UnpicklingError, EOFError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(getattr(found, "state_dict_metadata", None), dict):
-        raise ValueError(f"{file} describes no checkpoint")
-    return found  # type: ignore[no-any-return]
+    with named_damage(file), file.open("rb") as stream:
+        found: Metadata = _load(stream)
+        for key, entry in found.state_dict_metadata.items():
+            if not isinstance(key, str):
+                raise TypeError("the key of a tensor is no text")
+            if isinstance(entry, TensorStorageMetadata):
+                _require_sizes(entry)
+    return found
+
+
+def _require_sizes(entry: TensorStorageMetadata) -> None:
+    boxes = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
+    if not all(type(number) is int and number >= 0 for part in (entry.size, *boxes) for number in part):
+        raise TypeError("the sizes of a tensor are no numbers")
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise TypeError("the type of a tensor is none of torch's")

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from spare_megatron.config.model_tensors import ModelTensor
 from spare_megatron.mcore.checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
-from spare_megatron.mcore.inert_pickle import read_metadata
+from spare_megatron.mcore.inert_pickle import named_damage, read_metadata
 from spare_megatron.mcore.model import Chunk
 
 
@@ -54,13 +54,19 @@ class StoredWeights:
         self._folder = folder
         self._reader = torch_checkpoint.FileSystemReader(folder)
         metadata = read_metadata(folder / METADATA_FNAME)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        entries = metadata.state_dict_metadata.items()
-        self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        with named_damage(folder / METADATA_FNAME):
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        entries = metadata.state_dict_metadata
+        self._tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self._objects = frozenset(entries.keys() - self._tensors)
 
     def names(self) -> frozenset[str]:
         """Keys of all tensors, those of an optimizer too."""
         return frozenset(self._tensors)
+
+    def objects(self) -> frozenset[str]:
+        """Keys of everything that is no tensor."""
+        return self._objects
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._tensor(key).size)
@@ -88,7 +94,8 @@ class StoredWeights:
         num_here = sum(math.prod(item.lengths) for item in items)
         if num_here != into.numel():
             raise ValueError(f"{self._folder}: {num_here} of {into.numel()} elements of {name} are there")
-        self._reader.read_data(LoadPlan(items), _BoxPlanner(into))
+        with named_damage(f"{self._folder}: {name}"):
+            self._reader.read_data(LoadPlan(items), _BoxPlanner(into))
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spare_megatron.config.whole_files import parsed_json
+
 LOCK = "lock"
 
 
@@ -56,7 +58,7 @@ def is_held(folder: Path) -> bool | None:
 
 def _holder(fd: int) -> str:
     try:
-        holder = json.loads(os.pread(fd, 1024, 0))
+        holder = parsed_json(os.pread(fd, 1024, 0))
         return f"process {holder['pid']} on host {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "a process that has not written its name yet"

@@ -1,7 +1,6 @@
 """Loads scenarios from presets and TOML files, and holds the published results of SPARe (arXiv 2603.00357)."""
 
 import csv
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.resources import files
@@ -10,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.building import advice
+from spare_megatron.config.whole_files import parsed_toml
 from spare_megatron.simulator.failures import UNNAMED, Cause, Loss
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId
@@ -79,8 +79,8 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
     """
     text, folder = _read(name_or_path)
     try:
-        values = dict(_flatten(tomllib.loads(text), ""))
-    except tomllib.TOMLDecodeError as error:
+        values = dict(_flatten(parsed_toml(text), ""))
+    except ValueError as error:
         raise ScenarioError(f"{name_or_path} is not valid TOML: {error}") from error
     values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
     values |= dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
@@ -165,8 +165,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not separator or not key.strip():
         raise ScenarioError(f"{text} must have the form key=value")
     try:
-        return key.strip(), tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), parsed_toml(f"value = {value.strip()}")["value"]
+    except ValueError:
         return key.strip(), value.strip()
 
 

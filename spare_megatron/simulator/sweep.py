@@ -13,6 +13,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from spare_megatron.config.own_code import code_digest
+from spare_megatron.config.whole_files import parsed_json
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import Scenario, SimulatedPolicy
 from spare_megatron.simulator.slow_groups import SlowSpec
@@ -226,7 +227,7 @@ def decode_results(text: str) -> dict[str, CaseResult]:
 
 def _decode(line: str, number: int) -> CaseResult:
     try:
-        fields: Any = json.loads(line)
+        fields: Any = parsed_json(line)
         return CaseResult(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error

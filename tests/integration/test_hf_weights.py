@@ -1,5 +1,6 @@
 """Weights in Hugging Face's format: transformers computes what this model computes, and they come back bit for bit."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model, LlamaConfig
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
@@ -221,6 +222,30 @@ def test_a_gpt2_as_it_is_published_without_an_output_layer_comes_back(tmp_path: 
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", local_files_only=True).transformer.state_dict()
     assert back.keys() == model.state_dict().keys()
     assert all(torch.equal(back[name], values) for name, values in model.state_dict().items())
+
+
+BESIDE_MEGATRON = """
+import sys
+from pathlib import Path
+import numpy as np
+from spare_megatron.mcore import cpu
+cpu.install()
+from tests.integration.test_hf_weights import transformers_outputs
+folder = Path(sys.argv[1])
+np.save(folder / "logits.npy", transformers_outputs(folder, np.load(folder / "tokens.npy"))[0])
+"""
+
+
+def test_transformers_computes_the_same_in_a_process_where_megatron_runs_on_a_cpu(tmp_path: Path) -> None:
+    # It asks torch for the device of `with torch.device("meta")`, and left the frequencies of RoPE as they were found.
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCAB, **sizes)).save_pretrained(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, size=(2, 16))
+    np.save(tmp_path / "tokens.npy", tokens)
+    command = [sys.executable, "-c", BESIDE_MEGATRON, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100, cwd=Path(__file__).parents[2])
+    assert np.array_equal(np.load(tmp_path / "logits.npy"), transformers_outputs(tmp_path, tokens)[0])
 
 
 def test_without_safetensors_the_commands_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """Whole runs that begin with weights alone."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spare_megatron.config.corpus import note_of, read_corpus
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
@@ -28,15 +30,25 @@ def beginning_with(weights: Path, corpus: Path, **terms: object) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, load_weights=str(weights)))
 
 
+def with_a_note(corpus: Path, prefix: Path) -> Path:
+    """A copy of a corpus, whose documents end with line feeds by its note."""
+    for ending in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{ending}", f"{prefix}{ending}")
+    facts = replace(read_corpus(prefix), tokenizer="byte", vocab_size=256, end_of_document=10)
+    Path(f"{prefix}.json").write_text(note_of(facts))
+    return prefix
+
+
 def test_a_run_begins_with_weights_of_another_layout_and_begins_with_them_again_after_a_wipe_out(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     source = tiny_config(text_corpus, LayoutConfig(num_groups=2, tensor_parallel=2))
     prepare_index(source)
     run_group(save_random, source, tmp_path / "source")
-    whole = complete_run(beginning_with(tmp_path / "source", text_corpus), tmp_path / "whole")
+    corpus = with_a_note(text_corpus, tmp_path / "noted")
+    whole = complete_run(beginning_with(tmp_path / "source", corpus), tmp_path / "whole")
     faults = [kill(FaultPoint.FORWARD, 2, 0), kill(FaultPoint.BACKWARD, 2, 1), kill(FaultPoint.BACKWARD, 2, 2)]
-    run = complete_run(beginning_with(tmp_path / "source", text_corpus, faults=faults), tmp_path / "run")
+    run = complete_run(beginning_with(tmp_path / "source", corpus, faults=faults), tmp_path / "run")
     for found in (whole, run):
         assert (found.summary.outcome, found.summary.verdict) == ("finished", "valid"), found.summary.reasons
     assert (whole.summary.restarts, run.summary.restarts) == (0, 1)
@@ -48,8 +60,11 @@ def test_a_run_begins_with_weights_of_another_layout_and_begins_with_them_again_
     identity = weights_identity(read_manifest(path))
     [record] = run.journal.of(RunRecord)
     assert record.weights == identity
-    saved = load_run_config(run.run_dir / "config.toml").config.checkpoint
-    assert (saved.load_weights, saved.weights_identity) == (str(path), identity)
+    saved = load_run_config(run.run_dir / "config.toml").config
+    assert (saved.checkpoint.load_weights, saved.checkpoint.weights_identity) == (str(path), identity)
+    assert saved.data.end_of_document == 10, (
+        "the note of the corpus, which exports need where the corpus is not at hand"
+    )
     first = min(loss for loss, _ in losses_of(run.journal)[0])
     assert first > 5.8, "random weights of this size, not those that the seed gives, which start near log(256)"
     assert json.loads((run.run_dir / "summary.json").read_text())["verdict"] == "valid"

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.config.hf_config import FAMILIES
 from spare_megatron.process.lock import locked
 from spare_megatron.state.checkpoint.verification import refuse
 from tests.unit.test_checkpoints import MEMBERS, REFUSED, STACKED, WRONG, cut_short, save
@@ -133,3 +134,9 @@ def test_a_damaged_manifest_cannot_be_shown(tmp_path: Path) -> None:
     code, output = invoke("show", path)
     assert code == 2
     assert "manifest.json cannot be read" in output
+
+
+def test_the_help_of_exports_names_every_family() -> None:
+    output = " ".join(invoke("export", "--help")[1].replace("│", " ").split())
+    assert "Llama, Qwen2, Qwen3, Mixtral and GPT-2 models" in output
+    assert {name.removesuffix("ForCausalLM") for name in FAMILIES.values()} == {"Llama", "Qwen2", "Qwen3", "Mixtral"}

@@ -1,11 +1,13 @@
 """Settings and the arguments of Megatron-LM: what has an equal on the other side, and what is refused by name."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from spare_megatron.config.building import build_run_config
+from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_args import args_of, flags_of, settings_in
 from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.config.terms import weights_terms_of
@@ -74,19 +76,64 @@ def test_what_pretrain_gpt_has_no_argument_for_is_refused_with_the_setting(confi
     assert f"\n  - {reason}: " in str(error.value)
 
 
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 4, 10**40, 2.0, 0.5, -0.0, float("nan"), float("inf"), "", "2", "false", "rope",
+    "LayerNorm", "bad\n\ud800", [], [1], (4, 0), (-1, -1), (1, 2, 3), {}, object(),
+]  # fmt: skip
+
+
+def test_drawn_arguments_become_valid_settings_or_are_refused_by_name() -> None:
+    draw = random.Random(4)
+    usual = args_of(config_of(**LLAMA))
+    num_refused = 0
+    for _ in range(2000):
+        changed = draw.sample(sorted(usual), k=draw.choice([1, 1, 2]))
+        args = {**usual, **{name: draw.choice(ODD) for name in changed}}
+        error = ""
+        try:
+            tables = settings_in(args, 256, "fp32")
+        except ValueError as found:
+            error = str(found)
+        if error:
+            assert error.isprintable()
+            assert any(name in error for name in changed), (error, changed)
+            num_refused += 1
+            continue
+        flat = {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+        config, mistakes = build_run_config(flat)
+        assert not mistakes
+        assert not list(violations(config.model))
+    assert 200 < num_refused < 1800
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_experts": 8, "qk_l2_norm": True}, "have no equal here:\n  - num_experts=8\n  - qk_l2_norm=True"),
+        ({"num_experts": 8}, "common.pt: num_experts=8 has no equal here; only null can be imported"),
+        ({"qk_l2_norm": True}, "qk_l2_norm=True has no equal"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' has no equal"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
         (
             {"position_embedding_type": "mrope", "use_rotary_position_embeddings": False},
-            "position_embedding_type=mrope",
+            "position_embedding_type='mrope' has no equal",
         ),
         ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor=32.0 is ambiguous"),
         ({"window_size": (-1, 0)}, r"window_size=\(-1, 0\) has no equal"),
-        ({"normalization": "L2Norm"}, "normalization=L2Norm has no equal"),
+        ({"normalization": "L2Norm"}, "normalization='L2Norm' has no equal"),
         ({"hidden_size": None}, "hidden_size=None must be a whole number"),
+        ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
+        ({"num_layers": True}, "num_layers=True must be a whole number"),
+        ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon=nan must be a number or null"),
+        (
+            {"layernorm_epsilon": 1e-6, "norm_epsilon": 1e-5},
+            "layernorm_epsilon=1e-06 and norm_epsilon=1e-05",
+        ),
+        ({"swiglu": "false"}, "swiglu='false' must be true or false"),
+        ({"window_size": (4, "0")}, r"window_size=\(4, '0'\) must be a tuple"),
+        ({"rotary_base": 0}, "rotary_base=0 must be a finite number from 1"),
+        ({"num_query_groups": 3}, "num_query_groups=3 does not divide num_attention_heads=4"),
+        ({"num_query_groups": None}, "num_query_groups=None must be a whole number"),
+        ({"kv_channels": None, "num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=64"),
     ],
 )
 def test_arguments_without_an_equal_are_refused_by_name(changes: dict[str, Any], reason: str) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import enum
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -102,8 +103,11 @@ def test_bf16_stays_and_other_types_become_fp32(tmp_path: Path) -> None:
     assert 'precision = "fp32"' in (tmp_path / "b" / "config.toml").read_text()
     found = imported(tmp_path / "b")
     assert all(torch.equal(found[key], halves[key].float()) for key in halves)
-    with pytest.raises(ValueError, match="only fp32, bf16 and fp16 can be imported"):
-        import_megatron(write(tmp_path / "int8", {**tensors, "x": torch.zeros(2, dtype=torch.int8)}), tmp_path / "c")
+    key = "embedding.word_embeddings.weight"
+    for kind in (torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn):
+        folder = write(tmp_path / str(kind), {**tensors, key: tensors[key].to(kind)})
+        with pytest.raises(ValueError, match=f"{key} is stored as {kind}; only fp32, bf16 and fp16 can be imported"):
+            import_megatron(folder, tmp_path / "c")
 
 
 def test_only_a_program_with_the_model_of_the_settings_is_exported(
@@ -137,6 +141,11 @@ QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
         ),
         ({"mtp.layers.0.eh_proj.weight": torch.zeros(2)}, "mtp.layers.0.eh_proj.weight, which has no place in the"),
         ({QKV: torch.zeros(47, 16)}, f"{QKV} is of (47, 16), and (48, 16) by its common.pt"),
+        (
+            {"output_layer.weight": torch.zeros(20, 16)},
+            "has a tensor output_layer.weight, which has no place in the model",
+        ),
+        ({"embedding.word_embeddings.weight": torch.zeros(())}, "embedding.word_embeddings.weight is of ()"),
     ],
 )
 def test_missing_foreign_and_wrongly_shaped_tensors_are_refused_by_name(
@@ -146,6 +155,54 @@ def test_missing_foreign_and_wrongly_shaped_tensors_are_refused_by_name(
     with pytest.raises(ValueError, match=re.escape(reason)):
         import_megatron(write(tmp_path / "saved", tensors), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_parts_of_the_model_that_are_no_tensors_are_named(tmp_path: Path) -> None:
+    common = {"args": argparse.Namespace(**ARGS), "model": {}, "model0": {"decoder.gate": torch.ones(2)}}
+    folder = write(tmp_path / "saved", layers_apart(), common)
+    with pytest.raises(ValueError, match=r"common\.pt has model0\.decoder\.gate pickled, and only tensors are read"):
+        import_megatron(folder, tmp_path / "out")
+    objects = {"decoder.layers.0.mlp._extra_state/shard_0_1": None, "rng_state": 1, "decoder.gate": [1]}
+    folder = write(tmp_path / "other", {**layers_apart(), **objects})
+    with pytest.raises(ValueError, match=r"\.metadata has decoder\.gate pickled"):
+        import_megatron(folder, tmp_path / "out")
+
+
+def test_a_number_of_layers_that_no_folder_has_is_refused_at_once(tmp_path: Path) -> None:
+    common = {"args": argparse.Namespace(**{**ARGS, "num_layers": 10**12})}
+    with pytest.raises(ValueError, match=r"has no tensor .* nor decoder\.layers\.2\."):
+        import_megatron(write(tmp_path / "saved", layers_apart(), common), tmp_path / "out")
+
+
+def test_drawn_damage_is_named_in_one_line(tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", layers_apart())
+    files = {name: (folder / "iter_0000012" / name).read_bytes() for name in (".metadata", "common.pt", "__0_0.distcp")}
+    draw = random.Random(2)
+    num_refused = 0
+    for number in range(300):
+        name = draw.choice(list(files))
+        content = bytearray(files[name])
+        match draw.randrange(3):
+            case 0:
+                for _ in range(draw.choice([1, 1, 2, 8])):
+                    content[draw.randrange(len(content))] = draw.randrange(256)
+            case 1:
+                del content[draw.randrange(len(content)) :]
+            case 2:
+                start = draw.randrange(len(content))
+                del content[start : start + draw.randrange(1, 40)]
+        (folder / "iter_0000012" / name).write_bytes(content)
+        error = ""
+        try:
+            import_megatron(folder, tmp_path / str(number))
+        except ValueError as found:
+            error = str(found)
+        if error:
+            assert str(folder) in error or "common.pt" in error
+            assert error.isprintable()
+            num_refused += 1
+        (folder / "iter_0000012" / name).write_bytes(files[name])
+    assert num_refused > 200
 
 
 def test_a_folder_that_is_none_of_torch_dist_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -171,6 +228,9 @@ def test_a_folder_that_is_none_of_torch_dist_is_refused_with_what_to_do(tmp_path
     data.write_bytes(whole)
     (iteration / ".metadata").write_bytes(b"\x80\x04.")
     assert ".metadata cannot be read" in refusal(folder)
+    for text in ("\u00b2", "12\n13", "../saved/iter_0000012"):
+        (folder / "latest_checkpointed_iteration.txt").write_text(text)
+        assert f"names iteration {text!r}, of which there is no folder" in refusal(folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("13")
     assert "names iteration '13', of which there is no folder" in refusal(folder)
     shutil.rmtree(iteration)

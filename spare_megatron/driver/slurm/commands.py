@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.whole_files import parsed_json
+
 JOB_FILE = "job.json"
 """File in a job's folder that names the job."""
 
@@ -61,7 +63,7 @@ def tasks_of(folder: Path) -> Mapping[str, str]:
 
 def _noted(folder: Path) -> Mapping[str, Any]:
     try:
-        noted = json.loads((folder / JOB_FILE).read_text())
+        noted = parsed_json((folder / JOB_FILE).read_text())
         return {"job_id": noted["job_id"], **noted}
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{folder} holds no {JOB_FILE}: name the directory that `spare submit` printed") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.config.terms import step_of
+from spare_megatron.config.whole_files import parsed_json
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.run_record import RunRecord
@@ -126,7 +127,7 @@ def assemble(path: Path) -> folders.Manifest:
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
         try:
-            saved = SavedRank(**json.loads(file.read_bytes()))
+            saved = SavedRank(**parsed_json(file.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise NotACheckpoint(f"{path.name}: {file.name} cannot be read: {error}") from error
         by_group.setdefault(saved.group, {})[saved.rank] = saved

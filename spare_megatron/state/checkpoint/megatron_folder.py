@@ -1,23 +1,31 @@
 """Weights in Megatron-LM's format: `iter_*` folders of torch.distributed.checkpoint, named by a file beside them."""
 
 import argparse
-import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.megatron_args import args_of, settings_in
 from spare_megatron.config.model_tensors import LAYERS, WORDS, ModelTensor, model_tensors, with_local_norms
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.inert_pickle import read_common
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
-from spare_megatron.state.checkpoint.weights_folder import Export, ExportOptions, Reader, made_whole, write_import
+from spare_megatron.state.checkpoint.weights_folder import (
+    Export,
+    ExportOptions,
+    Reader,
+    made_whole,
+    precision_of,
+    write_import,
+)
 
 _LATEST = "latest_checkpointed_iteration.txt"
 
@@ -38,6 +46,11 @@ _STATES = (
     "mlp.linear_fc2",
 )
 """Modules of a layer for which transformer-engine or Megatron's own layers demand an extra state, which is empty."""
+
+_CHUNK = re.compile(r"model\d*$")
+"""Keys of common.pt for parts of the model that Megatron does not store as tensors; usually there are none."""
+
+_MODULES = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|param_state)\b")
 
@@ -109,25 +122,39 @@ def import_megatron(folder: Path, out: Path) -> Checkpoint:
     Raises ValueError if the folder is none of that format, or its model has no equal here.
     """
     iteration = _iteration_at(folder)
-    args = read_common(iteration / _COMMON).get("args")
+    common = read_common(iteration / _COMMON)
+    args = common.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ValueError(
             f"{iteration / _COMMON} has no args, which describe the model; Megatron-LM's training saves them"
         )
     stored = StoredWeights(iteration)
+    _require_no_others(common, stored, iteration)
     names = {name for name in stored.names() if not _OF_OPTIMIZER.match(name)}
-    settings = settings_in(vars(args), stored.shape(WORDS)[0], _precision(stored, names, iteration))
+    precision = precision_of({name: stored.dtype(name) for name in names}, iteration)
+    settings = settings_in(vars(args), (stored.shape(WORDS) or (0,))[0], precision)
     return write_import(folder, out, settings, lambda config: _reader(stored, names, config, iteration))
+
+
+def _require_no_others(common: Mapping[Any, Any], stored: StoredWeights, folder: Path) -> None:
+    """Raises ValueError for parts of the model that are stored where no tensors are looked for."""
+    chunks = {key: part for key, part in common.items() if _CHUNK.match(str(key)) and isinstance(part, dict)}
+    pickled = [f"{key}.{name}" for key, part in chunks.items() for name in part]
+    objects = [key for key in stored.objects() if key.startswith(_MODULES) and "_extra_state" not in key]
+    for file, names in ((_COMMON, pickled), (".metadata", objects)):
+        if names:
+            raise ValueError(f"{folder / file} has {names[0]} pickled, and only tensors are read")
 
 
 def _iteration_at(path: Path) -> Path:
     """The folder of the iteration that is to be read. Raises ValueError."""
     folder = path
     if (tracker := path / _LATEST).is_file():
-        latest = tracker.read_text().strip()
-        folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}" if latest.isdigit() else "")
+        latest = tracker.read_text(errors="replace").strip()
+        is_number = re.fullmatch("[0-9]{1,18}", latest)
+        folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}" if is_number else "")
         if not folder.is_dir() or folder == path:
-            raise ValueError(f"{tracker} names iteration {latest!r}, of which there is no folder")
+            raise ValueError(f"{tracker} names iteration {shown(latest)}, of which there is no folder")
     if not folder.is_dir():
         raise ValueError(f"{path} is no directory; name Megatron-LM's --save, or an iter_* folder in it")
     if any(folder.glob("mp_rank_*")):
@@ -144,14 +171,6 @@ def _iteration_at(path: Path) -> Path:
     return folder
 
 
-def _precision(stored: StoredWeights, names: Collection[str], folder: Path) -> str:
-    found = {name: stored.dtype(name) for name in sorted(names)}
-    for name, dtype in found.items():
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{folder}: {name} is stored as {dtype}; only fp32, bf16 and fp16 can be imported")
-    return "bf16" if set(found.values()) == {torch.bfloat16} else "fp32"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     """Where the rows of a tensor are: in these keys one after the other, in each at `offset` of a stack if set."""
@@ -162,9 +181,10 @@ class _Source:
 
 def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: Path) -> Reader:
     """Reads the model of the settings. Raises ValueError for missing, foreign and wrongly shaped tensors."""
-    sources = {tensor: _source(tensor, names, folder) for tensor in model_tensors(config)}
-    for tensor, source in sources.items():
-        _require_shape(stored, tensor, source, config.model.num_layers, folder)
+    sources: dict[ModelTensor, _Source] = {}
+    for tensor in model_tensors(config):
+        sources[tensor] = _source(tensor, names, folder)
+        _require_shape(stored, tensor, sources[tensor], config.model.num_layers, folder)
     used = {key for source in sources.values() for key in source.keys}
     if foreign := sorted(names - used):
         raise ValueError(
@@ -174,10 +194,7 @@ def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: P
 
     def read(tensor: ModelTensor) -> Tensor:
         source = sources[tensor]
-        try:
-            parts = [_read(stored, key, source.offset) for key in source.keys]
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{folder}: {source.keys[0]} cannot be read: {error}") from error
+        parts = [_read(stored, key, source.offset) for key in source.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return read

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from spare_megatron.config.whole_files import parsed_json
 from spare_megatron.core.actions import CheckpointCandidate, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_validity import why_refused
 from spare_megatron.core.entries import Entry, decode_entry
@@ -56,7 +57,7 @@ def refuse(folder: Path, action: RefuseCheckpoint) -> None:
 
 def _mark(path: Path, action: RefuseCheckpoint) -> None:
     try:
-        manifest = json.loads((path / folders.MANIFEST).read_bytes())
+        manifest = parsed_json((path / folders.MANIFEST).read_bytes())
     except (FileNotFoundError, ValueError):  # it cannot be loaded without its manifest
         return
     saved_by = manifest.get("group"), manifest.get("incarnation"), manifest.get("epoch")
@@ -79,7 +80,7 @@ def mark_refused(path: Path, reason: str, audited_steps: int | None = None) -> N
 def refusal_of(path: Path) -> str:
     """Why the checkpoint is refused; empty if it is not."""
     try:
-        return str(json.loads((path / REFUSAL).read_bytes())["reason"])
+        return str(parsed_json((path / REFUSAL).read_bytes())["reason"])
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -89,7 +90,7 @@ def refusal_of(path: Path) -> str:
 def audited_by_refusal(path: Path) -> int | None:
     """Steps of the audited checkpoint to which a run went back when it refused this one; None if that is not why."""
     try:
-        steps = json.loads((path / REFUSAL).read_bytes()).get("audited_steps")
+        steps = parsed_json((path / REFUSAL).read_bytes()).get("audited_steps")
     except (OSError, ValueError, AttributeError):
         return None
     return None if steps is None else int(steps)
@@ -132,7 +133,7 @@ def read_manifest(path: Path) -> folders.Manifest:
             raise DamagedCheckpoint(str(error)) from error
     file = path / folders.MANIFEST
     try:
-        content = json.loads(file.read_bytes())
+        content = parsed_json(file.read_bytes())
         digest = content.pop("sha256")
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{path.name}: {folders.MANIFEST} is missing") from error

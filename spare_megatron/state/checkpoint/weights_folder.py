@@ -21,6 +21,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import weights_differences, weights_terms_of
+from spare_megatron.config.whole_files import json_object
 from spare_megatron.mcore.weights import StoredWeights, stacked_part, write_weights
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     FOLDER,
@@ -49,6 +50,9 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
+CONFIG_JSON, GENERATION_JSON = TOKEN_ID_FILES = ("config.json", "generation_config.json")
+"""Hugging Face's files that name ids of special tokens; an import keeps them beside the tokenizer's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
@@ -72,9 +76,10 @@ class Export:
         if found := weights_differences(checkpoint.manifest.terms, config):
             where = f"{checkpoint.path} is of another model than its run's config.toml:"
             raise ValueError("\n  - ".join([where, *found]))
-        imported = checkpoint.path.absolute().parents[1] / _TOKENIZER
-        tokenizer = options.tokenizer or (imported if imported.is_dir() else None)
-        self._tokenizer = [] if tokenizer is None else _tokenizer_files(tokenizer)
+        imported = _tokenizer_beside(checkpoint.path)
+        self._tokenizer = _tokenizer_files(options.tokenizer) if options.tokenizer else _files_in(imported)
+        begun_with = _tokenizer_beside(Path(config.checkpoint.load_weights or checkpoint.path))
+        self._origin = options.tokenizer or (imported if imported.is_dir() else begun_with)
         self._stored = StoredWeights(checkpoint.path)
         if config.program.file and (key := _foreign(self._stored, config)):
             raise ValueError(
@@ -86,9 +91,20 @@ class Export:
     def read(self, tensor: ModelTensor) -> Tensor:
         return self._stored.read_tensor(tensor, self.dtype)
 
+    def described(self, name: str) -> dict[str, Any]:
+        """A file with ids of special tokens, from the tokenizer's folder or from the import that the run began with;
+        empty without one. Raises ValueError for one that cannot be read.
+        """
+        file = self._origin / name
+        return json_object(file) if file.is_file() else {}
+
     def copy_tokenizer(self, folder: Path) -> None:
         for file in self._tokenizer:
             shutil.copy(file, folder / file.name)
+
+
+def _tokenizer_beside(checkpoint: Path) -> Path:
+    return checkpoint.absolute().parent.parent / _TOKENIZER
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -138,6 +154,17 @@ Reader = Callable[[ModelTensor], Tensor]
 """Reads a tensor of a model from a foreign folder."""
 
 
+def precision_of(stored: Mapping[str, object], folder: Path) -> Dtype:
+    """The precision that holds tensors of these types exactly. Raises ValueError for numbers of other types."""
+    for name, dtype in sorted(stored.items()):
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{folder}: {name} is stored as {dtype}; only fp32, bf16 and fp16 can be imported: convert quantized "
+                f"weights back to one of these"
+            )
+    return "bf16" if set(stored.values()) == {torch.bfloat16} else "fp32"
+
+
 def write_import(
     source: Path, out: Path, settings: Mapping[str, Any], reader_of: Callable[[RunConfig], Reader]
 ) -> Checkpoint:
@@ -150,7 +177,8 @@ def write_import(
         (aside / "config.toml").write_text(tomli_w.dumps(settings))
         config = load_run_config(aside / "config.toml").config
         read = reader_of(config)
-        for file in _files_in(source):
+        described = (source / name for name in TOKEN_ID_FILES)
+        for file in [*_files_in(source), *(file for file in described if file.is_file())]:
             (aside / _TOKENIZER).mkdir(exist_ok=True)
             shutil.copy(file, aside / _TOKENIZER / file.name)
         found = _write_checkpoint(aside, config, read)

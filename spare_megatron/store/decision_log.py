@@ -14,7 +14,7 @@ from spare_megatron.store.interface import ControlStore
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
-"""Over all ranks of a run: a quarter of what the embedded store's server answers with one processor."""
+"""Over all ranks of a run, two keys each: half of what the embedded store's server answers with one processor."""
 
 
 class DecisionLog:
@@ -31,9 +31,9 @@ class DecisionLog:
         """Whether the entry is written; the cheap poll of a rank in a reduction."""
         return self._store.exists(keys.entry(index))
 
-    def report_broken(self, index: int) -> None:
-        """Marks the collective preceding entry `index` as failed."""
-        self._store.put(keys.broken(index), "broken")
+    def report_broken(self, index: int, cause: str) -> str:
+        """Marks the collective preceding entry `index` as failed; returns the cause of the first such mark."""
+        return self._store.put_if_absent(keys.broken(index), cause)
 
     def is_broken(self, index: int) -> bool:
         """Whether a rank has marked that collective as failed; as cheap as `has`."""

@@ -39,6 +39,7 @@ from spare_megatron.process.reports import (
     StepCommitted,
     StoreGone,
 )
+from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
@@ -378,7 +379,7 @@ class Supervisor:
         if (measured := self._measurements.poll(now_s)) is not None:
             self._driver.report(measured)
         for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
-            self._lose(group, rank, cause)
+            self._lose(group, rank, "; ".join([cause, *limits_reached(self._ranks.pids[group, rank])]))
 
     def _poll_stops(self) -> None:
         """Reads which ranks are stopped or being killed, then reschedules itself."""

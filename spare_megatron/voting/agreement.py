@@ -118,13 +118,20 @@ class GroupAgreement:
             time.sleep(_POLL_S)
         return is_written
 
-    def report_broken(self, index: int) -> None:
-        """Marks the collective preceding entry `index` as failed; this rank alone writes to the store."""
-        self._log.report_broken(index)
+    def report_broken(self, index: int, cause: str) -> str:
+        """Marks the collective preceding entry `index` as failed, unless that is written; this rank alone writes.
 
-    def is_broken(self, index: int) -> bool:
-        """Whether a rank of any group has marked that collective as failed; this rank alone asks the store."""
-        return self._log.is_broken(index)
+        Returns the cause that the first such mark names, this group's or another's.
+        """
+        return (
+            cause if self.is_written(index) else self._log.report_broken(index, f"group {self.member.group}: {cause}")
+        )
+
+    def is_over(self, index: int) -> bool:
+        """Whether the collective preceding entry `index` can be given up: that is written, or a rank of any group has
+        marked the collective as failed. This rank alone asks the store.
+        """
+        return self.is_written(index) or self._log.is_broken(index)
 
     def highest(self, value: int) -> int:
         """Maximum of the ranks' values. Collective over: all ranks of the group."""
@@ -201,6 +208,8 @@ class GroupAgreement:
 
     def gathered(self, value: T) -> list[T]:
         """The ranks' values in rank order. Collective over: all ranks of the group."""
+        if self._is_alone:
+            return [value]
         values: list[Any] = [None] * self._ranks.size()
         self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
         return values

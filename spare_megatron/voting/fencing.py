@@ -23,7 +23,7 @@ _NUM_RECENT = 64
 """Entries searched for an existing fence. A second fence loses nothing, but ends the reduction under way."""
 
 
-def is_connection_error(error: RuntimeError) -> bool:
+def is_connection_error(error: Exception) -> bool:
     """Whether a collective or transfer failed because a peer is gone, rather than by a fault of its own.
 
     gloo and NCCL raise RuntimeError for both; only the text differs.

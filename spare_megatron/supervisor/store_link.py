@@ -215,6 +215,8 @@ class StoreLink:
         self._beats = incarnation * BEATS_PER_INCARNATION
         self._beat_at_s = time.monotonic()
         """Due time of the next heartbeat."""
+        self.head = 0
+        """Entries of the log that ranks here have read, as far as they have reported."""
         self.answers = (0, 0.0)
         """Heartbeats that the store has answered, and seconds until it had, in all."""
         self._last_beats: dict[int, int] = {}
@@ -285,7 +287,7 @@ class StoreLink:
         """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
-            return self._on_beat(store)
+            return self._on_beat(store, log)
         try:
             wanted = self._wanted.get(timeout=left_s)
         except queue.Empty:
@@ -312,9 +314,11 @@ class StoreLink:
                 self._fence(store, log, wanted)
         return True
 
-    def _on_beat(self, store: ControlStore) -> bool:
+    def _on_beat(self, store: ControlStore, log: DecisionLog) -> bool:
         """Beats, and reads what others have written. Returns False if the machine's place is another's."""
         self._beat(store)
+        log.expect(self.head)
+        log.check()
         if self._layout.num_nodes > 1:
             self._poll_quarantines(store)
         if self._parts.are_broken:

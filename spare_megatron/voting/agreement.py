@@ -329,9 +329,10 @@ class GroupAgreement:
         Collective over: all ranks of the group. Only the leader waits on the store, for one connection per group.
         Raises StoreTimeout after the decision timeout.
         """
-        entry = decode_entry(self._broadcast((text or self.await_entry(index)) if self.is_leader else ""))
+        text = self._broadcast((text or self.await_entry(index)) if self.is_leader else "")
+        self._log.note(index, text)  # every rank finds out by itself that the store has lost it
         self.head = index + 1
-        return entry
+        return decode_entry(text)
 
     def read_entries(self, index: int) -> list[Entry]:
         """The entry at the index, as soon as it is written, and those already written after it, up to _MOST_ENTRIES.
@@ -341,7 +342,9 @@ class GroupAgreement:
         texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]
-        return [decode_entry(text) for text in self._broadcast("\n".join(texts)).split("\n")]
+        texts = self._broadcast("\n".join(texts)).split("\n")
+        self._log.note(index + len(texts) - 1, texts[-1])
+        return [decode_entry(text) for text in texts]
 
     def _broadcast(self, text: str) -> str:
         if self._is_alone:

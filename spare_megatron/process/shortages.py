@@ -4,8 +4,11 @@ import contextlib
 import errno
 import os
 import resource
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from spare_megatron.config.validate_cluster import ProcessLimits
 
 _REMEDIES: Mapping[int, str] = {
     errno.EMFILE: "raise `ulimit -n`",
@@ -31,6 +34,18 @@ _TEXTS: Mapping[str, int] = {
 _FEW_FILES = 16
 _LITTLE_MEMORY_BYTES = 64 * 2**20
 """Room below a limit with which neither a connection nor a thread may be possible."""
+
+
+def process_limits() -> ProcessLimits:
+    """The limits of this process, which those that it starts inherit."""
+    open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return ProcessLimits(
+        open_files=open_files,
+        open_files_most=open_files_most,
+        address_space_bytes=None if address_space == resource.RLIM_INFINITY else address_space,
+        temp_folder=tempfile.gettempdir(),
+    )
 
 
 def shortage_in(error: BaseException) -> str:

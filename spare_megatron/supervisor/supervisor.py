@@ -279,7 +279,7 @@ class Supervisor:
             case RankRaised(group=group, rank=rank):
                 self._raised.note(report)
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
-                    self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
+                    self._lose(group, rank, *self._raised.cause_of_end((group, rank), report.code))
             case RanksReady(group=group):
                 self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first

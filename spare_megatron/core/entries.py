@@ -200,7 +200,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 4}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 5}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}

@@ -36,6 +36,7 @@ from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.lanes import CountsHalfARow, Lanes, PatchesOnOneLane
 from tests.protocol.partitions import PartitionStates
 from tests.protocol.shortages import LACKING
+from tests.protocol.store import UncheckedLog
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -171,7 +172,7 @@ class RestartsWithoutHosts(Controller):
         self.restarts = Restarts(setup.restarts, setup.placement, last_resort=True)
 
 
-class CountsOldVotes(DecisionLog):
+class CountsOldVotes(UncheckedLog):
     """Takes a group's vote on an earlier attempt where it has not voted on this one."""
 
     def votes(self, attempt: int, voters: Sequence[Member], relays: Sequence[Member] = ()) -> dict[int, str]:
@@ -521,7 +522,7 @@ class Protocol:
     """The parts under test."""
 
     controller_type: type[Controller] = Controller
-    log_type: type[DecisionLog] = DecisionLog
+    log_type: type[DecisionLog] = UncheckedLog
     partitions_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
     buckets_type: type[Buckets] = Buckets

@@ -88,14 +88,14 @@ def check(
     Prints every problem, and warnings about settings that may be mistakes. Exit codes: 0 it can run, 2 it cannot.
     """
     from spare_megatron.config.loader import load_and_judge
-    from spare_megatron.config.validate import problems, warnings
+    from spare_megatron.config.validate import beyond_limits, problems, warnings
 
     machine_of = fitting_machine if elsewhere else partial(this_machine, "config check")
     with explained_errors("config check"):
         loaded, found = load_and_judge(preset, overrides or (), lambda config: problems(config, machine_of(config)))
         config = loaded.config
         machine = machine_of(config)
-        found = found or _megatron_problems(config, machine)
+        found = found or _megatron_problems(config, machine) or beyond_limits(config, machine)
         doubts = [] if found else warnings(config, machine)
         if as_json:
             say_json({"problems": found, "warnings": doubts})

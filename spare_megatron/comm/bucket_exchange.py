@@ -72,6 +72,14 @@ class BucketExchange:
         return self._window.is_complete and self._bucket_sums.is_finished and not self._wrong
 
     @property
+    def has_given_up(self) -> bool:
+        """Whether the attempt has ended here without all sums, and not because one of them is unsound: the others may
+        still receive that one.
+        """
+        has_all = self._window.is_complete and self._bucket_sums.is_finished
+        return not (has_all or self._is_unsound)
+
+    @property
     def num_complete(self) -> int:
         """Leading buckets whose sums this rank holds."""
         return self._window.num_complete

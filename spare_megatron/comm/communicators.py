@@ -32,6 +32,8 @@ _POLL_S = 0.0005
 _PAUSE_S = 0.050
 """Longest sleep between two progress reports while waiting for something that wakes the rank."""
 _NUM_TAGS = 1 << 30
+_FAILURES = (RuntimeError, MemoryError, OSError)
+"""What c10d raises for a broken connection, or for lack of memory, threads or open files."""
 MOVED_ON = "the log has moved on"
 """Evidence of a wait that an entry has ended."""
 _MAX_RENDEZVOUS = 2
@@ -96,6 +98,8 @@ class CrossGroupCommunicator:
         self._rendezvous: deque[tuple[str, int]] = deque()  # the latest rendezvous, with this rank's index in each
         self.evidence = ""
         """Why the last wait ended without a result."""
+        self.error: Exception | None = None
+        """The error behind `evidence`, if this rank has met one itself."""
         self.ready_at_s: float | None = None
         """Monotonic time at which the current attempt had its communicator; None before that."""
 
@@ -133,13 +137,17 @@ class CrossGroupCommunicator:
         self._run_in_thread(build, lambda: self._extend(build, earlier, call))
 
     def _run_in_thread(self, build: _Build, run: Callable[[], None]) -> None:
-        build.thread = threading.Thread(target=run, daemon=True)
-        build.thread.start()
+        thread = threading.Thread(target=run, daemon=True)
+        try:
+            thread.start()
+            build.thread = thread
+        except (RuntimeError, MemoryError) as error:  # the system has no room for another thread
+            build.result.append(error)
 
     def start_attempt(self) -> None:
-        """Starts an attempt: clears `evidence` and `ready_at_s`, and frees abandoned work that has ended."""
+        """Starts an attempt: clears `evidence`, `error` and `ready_at_s`, and frees abandoned work that has ended."""
         self._sweep()
-        self.evidence, self.ready_at_s = "", None
+        self.evidence, self.error, self.ready_at_s = "", None, None
 
     def is_ready(self) -> bool:
         """Whether sums can be posted now. Never waits."""
@@ -208,7 +216,7 @@ class CrossGroupCommunicator:
         self.num_posted_bytes += sum(tensor.nbytes for tensor in tensors)
         try:
             self._begin(transfer, connection, start)
-        except RuntimeError as error:
+        except _FAILURES as error:
             return self.give_up(error)
         return True
 
@@ -230,7 +238,7 @@ class CrossGroupCommunicator:
                 num_complete += 1
             for transfer in self._in_flight:
                 transfer.advance()
-        except RuntimeError as error:
+        except _FAILURES as error:
             self.give_up(error)
         return num_complete
 
@@ -247,7 +255,7 @@ class CrossGroupCommunicator:
         """Whether the first sum in flight has ended, with or without success."""
         try:
             return all([transfer.advance() for transfer in self._in_flight][:1])
-        except RuntimeError as error:
+        except _FAILURES as error:
             self.give_up(error)
             return True
 
@@ -266,10 +274,10 @@ class CrossGroupCommunicator:
         self.start_attempt()
         return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 
-    def give_up(self, error: RuntimeError | None = None) -> Literal[False]:
+    def give_up(self, error: Exception | None = None) -> Literal[False]:
         """Abandons the communicator and all sums in flight, as failed with `error` or as obsolete. Returns False."""
         if error is not None:
-            self.evidence = f"connection: {str(error).splitlines()[0]}"
+            self.evidence, self.error = f"connection: {_first_line(error)}", error
         self.evidence = self.evidence or MOVED_ON
         self._drop_connection()
         return False
@@ -368,18 +376,27 @@ class CrossGroupCommunicator:
         """Waits for a build under way. Returns whether there is a communicator."""
         if self._build is None:
             return self._connection is not None
-        build = self._build
-        assert build.thread is not None, "started with the build"
-        if is_decided() or not self._wait(lambda: build.is_over, build.thread.join, is_decided):
+        build, thread = self._build, self._build.thread
+        if thread is not None and (is_decided() or not self._wait(lambda: build.is_over, thread.join, is_decided)):
             return False
         return self._take_over(build)
+
+    def find_error(self) -> Exception | None:
+        """`error`, or that of a build that fails at once although this rank no longer waits for it."""
+        build = self._build
+        if self.error is None and build is not None:
+            if build.thread is not None:
+                build.thread.join(_PAUSE_S)
+            if build.is_over and isinstance(build.result[0], Exception):
+                self._take_over(build)
+        return self.error
 
     def _take_over(self, build: _Build) -> bool:
         self._build = None
         self._abandoned += build.transfers
         result = build.result[0]
         if isinstance(result, Exception):
-            self.evidence = f"rebuild: {result}"
+            self.evidence, self.error = f"rebuild: {_first_line(result)}", result
             return False
         self._connection = result
         return True
@@ -433,3 +450,7 @@ class CrossGroupCommunicator:
                 if isinstance(build.result[0], SharedBackend):
                     self._abort(build.result[0], MOVED_ON)
         self._abandoned_builds = [build for build in self._abandoned_builds if not build.is_over]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -13,17 +13,13 @@ from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib, shortage
-from spare_megatron.config.validate_cluster import num_etcd_members
+from spare_megatron.config.validate_cluster import ProcessLimits, limit_problems, num_etcd_members
 
 T = TypeVar("T", bound=Hashable)
 
 _SLOW_LINK = 3.0
 """Factor below the median speed at which a link slows the others down."""
 _MIN_LINKS = 3
-_OWN_FILES = 256
-"""Files for libraries, logs, the corpus and the store."""
-_FILES_PER_PEER = 4
-"""gloo keeps a socket per member of a communicator, and dropped communicators may still be closing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,16 +182,15 @@ def _clock(config: RunConfig, node: NodeMeasurements) -> Iterator[NodeFinding]:
 
 
 def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
-    layout = config.parallel
-    needed = _OWN_FILES + _FILES_PER_PEER * (layout.num_groups + layout.ranks_per_group)
-    if facts.open_files < needed:
-        raising = f"`ulimit -n {needed}`" if facts.open_files_most >= needed else "limits.conf, as root,"
-        yield NodeFinding(
-            node=name,
-            check="limits",
-            text=f"a process may have {facts.open_files} files open, and a rank among {layout.num_groups} groups needs "
-            f"{needed}; raise it by {raising} there, in a job by slurm.setup",
-        )
+    is_cpu = config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus)
+    limits = ProcessLimits(
+        open_files=facts.open_files,
+        open_files_most=facts.open_files_most,
+        address_space_bytes=facts.address_space_bytes,
+        temp_folder=facts.temp_folder,
+    )
+    for text in limit_problems(config, limits, run_sizes(config).memory.total_bytes if is_cpu else 0):
+        yield NodeFinding(node=name, check="limits", text=text)
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
         yield NodeFinding(
             is_problem=False,

@@ -46,6 +46,10 @@ class NodeFacts:
     sees_folder: bool
     """The file that the driver wrote to the checkpoint folder is visible."""
     folder_free_bytes: int
+    address_space_bytes: int | None = None
+    """Limit on the address space of a process; None if unlimited."""
+    temp_folder: str = ""
+    """Folder of temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,14 @@ from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems,
 from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings as settings_of
+from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
 from spare_megatron.config.validate_cluster import (
+    ProcessLimits,
     launcher_problems,
     launcher_warnings,
+    limit_problems,
     ramp_problems,
     reforming_problems,
     reforming_warnings,
@@ -74,6 +77,8 @@ class Machine:
     """Memory of one machine."""
     process_memory_bytes: int | None = None
     """Memory that one process may use."""
+    limits: ProcessLimits | None = None
+    """None on a machine that is not this one."""
 
 
 def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
@@ -139,6 +144,15 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
     if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
         found = list(memory_problems(config, machine.memory_bytes))
     return found
+
+
+def beyond_limits(config: RunConfig, machine: Machine) -> list[str]:
+    """Every limit of the machine's processes that a configuration without problems exceeds."""
+    if machine.limits is None:
+        return []
+    is_cpu = resolve_device(config, machine) == "cpu" and "model_provider" not in machine.program
+    rank_bytes = run_sizes(on_device(config, machine)).memory.total_bytes if is_cpu else 0
+    return list(limit_problems(config, machine.limits, rank_bytes))
 
 
 def warnings(config: RunConfig, machine: Machine) -> list[str]:

@@ -3,9 +3,11 @@
 import ipaddress
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.config.store_space import gib
 from spare_megatron.core.reforming import places_per_group
 from spare_megatron.stacking.layout import GroupId
 
@@ -17,6 +19,68 @@ _STRIKING_ONE_MACHINE = ("cut", "stop_node", "stop_store", "kill_store")
 _ETCD_MEMBERS = 3
 
 _ETCD_PORTS = 2 * _ETCD_MEMBERS
+
+
+_OWN_FILES, _LEAST_OWN_FILES = 256, 128
+"""Files for libraries, logs, the corpus and the store, with room for what a rank inherits; without that."""
+_FILES_PER_PEER = 4
+"""gloo keeps a socket per member of a communicator, and dropped communicators may still be closing."""
+_FILES_PER_RANK = 5
+"""Of a supervisor for each of its ranks, which later ones inherit; of the embedded store for each of all ranks."""
+_ADDRESS_SPACE_BYTES = 7 * 2**28
+"""Of a rank on CPUs beside its model: its libraries, and the stacks and memory pools of its threads."""
+_LONGEST_SOCKET_PATH = 107
+_SOCKET_IN_FOLDER = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""What Python adds to its temporary folder for the socket of a fork server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """What the system allows each process that is started here."""
+
+    open_files: int
+    open_files_most: int
+    """Value to which the limit of open files can be raised."""
+    address_space_bytes: int | None = None
+    """None if there is no limit, or it is not known."""
+    temp_folder: str = ""
+    """Where Python puts temporary files."""
+
+
+def limit_problems(config: RunConfig, limits: ProcessLimits, rank_bytes: int = 0) -> Iterator[str]:
+    """Every limit of its processes that the run exceeds, with the command that raises it. `rank_bytes`: memory that
+    the model takes on a rank; 0 where that is no main memory.
+    """
+    needed = open_files_needed(config)
+    if limits.open_files < needed:
+        first = "limits.conf, as root, and " if limits.open_files_most < needed else ""
+        yield (
+            f"a process may have {limits.open_files} files open, and the processes of {config.layout.num_groups} "
+            f"groups need {needed}; raise it by {first}`ulimit -n {needed}` there, in a job by slurm.setup"
+        )
+    needed = _ADDRESS_SPACE_BYTES + rank_bytes
+    if rank_bytes and limits.address_space_bytes is not None and limits.address_space_bytes < needed:
+        yield (
+            f"a process may use {gib(limits.address_space_bytes)} of address space, and a rank needs {gib(needed)}; "
+            f"raise it by `ulimit -v {needed >> 10}`, or `ulimit -v unlimited`"
+        )
+    path = len(limits.temp_folder.encode(errors="surrogateescape")) + _SOCKET_IN_FOLDER
+    if path > _LONGEST_SOCKET_PATH:
+        yield (
+            f"TMPDIR={limits.temp_folder} has {path - _SOCKET_IN_FOLDER} bytes, and a socket in it may have "
+            f"{_LONGEST_SOCKET_PATH - _SOCKET_IN_FOLDER}: set TMPDIR to a shorter path, such as `TMPDIR=/tmp`"
+        )
+
+
+def open_files_needed(config: RunConfig) -> int:
+    """The most files that a process of the run may have open: a rank, or the embedded store."""
+    layout = config.parallel
+    is_local = config.cluster.launcher == "local"
+    num_ranks_here = layout.num_ranks if is_local else -(-layout.num_ranks // max(layout.num_nodes, 1))
+    served = layout.num_ranks if config.control.store == "embedded" else 0
+    own = max(_OWN_FILES, _LEAST_OWN_FILES + _FILES_PER_RANK * num_ranks_here)
+    rank = own + _FILES_PER_PEER * (layout.num_groups + layout.ranks_per_group)
+    return max(rank, _LEAST_OWN_FILES + _FILES_PER_RANK * served)
 
 
 def num_etcd_members(num_nodes: int) -> int:

@@ -89,6 +89,7 @@ class Controller:
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
+        self._failed: frozenset[GroupId] = frozenset()  # by themselves, in this step
         self._hosts = None if setup.last_resort else setup.placement.hosts
         self._audits = AuditCourse(setup.audits, self._hosts, setup.first_step)
         self._is_communicator_unused = False
@@ -208,6 +209,7 @@ class Controller:
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
+        self._failed -= {group}
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
@@ -232,7 +234,7 @@ class Controller:
         self._audits.on_paces(dealt, self._paces.dealt, self.members)
         self.step += 1
         self.attempt += 1
-        self._wrong_sums = ()
+        self._wrong_sums, self._failed = (), frozenset()
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         actions += self._own(
@@ -307,7 +309,7 @@ class Controller:
         )
         self.step = step
         self.attempt += 1
-        self._is_discarded, self._wrong_sums = False, ()
+        self._is_discarded, self._wrong_sums, self._failed = False, (), frozenset()
         self._audits.on_restart(step, self.members)
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
@@ -331,6 +333,7 @@ class Controller:
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
         self._wrong_sums = retry.wrong_sums
+        self._failed |= {failure.group for failure in retry.failures}
         self._is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
         self._audits.on_retry(retry)
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
@@ -341,6 +344,7 @@ class Controller:
             if retry.wrong_sums:
                 groups = ", ".join(map(str, retry.wrong_sums))
                 reason += f"; in the last one sums contradicted their checksums on groups {groups}"
+            reason += "".join(f"; group {group}: {cause}" for group, cause in retry.failures[:1])
             return (StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         state = (*state, *(self._save_dispute(retry.disputes) if self._is_discarded else ()))
@@ -384,6 +388,7 @@ class Controller:
             is_evaluation=self._is_evaluating,
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
+            failed=self._failed,
             disputes=self._audits.disputes,
             questioned=self._audits.questioned,
             may_question=self._audits.may_question,

@@ -1,9 +1,9 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
-First come objections: different plans or state (`core.comparison`), then audits (`core.audits`) and suspects. Without
-one, Commit follows if every survivor holds the complete sum; otherwise Retry, which keeps the buckets whose sums all
-survivors hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each loss takes work
-away and needs a Retry. Groups whose votes are missing too long are fenced.
+First come objections: different plans or state (`core.comparison`), groups that lack a resource of their own again,
+then audits (`core.audits`) and suspects. Without one, Commit follows if every survivor holds the complete sum, else
+Retry, which keeps the buckets whose sums all survivors hold, and none if a sum is wrong. An evaluation is decided by
+the sums in the votes, so each loss takes work away and needs a Retry. Groups that do not vote in time are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from spare_megatron.core.audits import Dispute, Outvoted, Undecided, able_to_compute, heard, judge, mismatches, unasked
 from spare_megatron.core.comparison import by_value, objection
-from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, Retry
+from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
 from spare_megatron.core.evaluation import added
 from spare_megatron.core.events import VotesRead
 from spare_megatron.core.suspects import confirmation, first_questions, suspicions
@@ -37,6 +37,9 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     if _is_at_fault(wrong, attempted, votes):
         reason = "it alone found sums over groups wrong, in two attempts in succession"
         return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
+    failures = _own_failures(attempted, votes) if any(vote.failure for vote in different) else ()
+    if (repeated := _repeated(failures, attempted)) is not None:
+        return repeated
     if attempted.disputes or any(vote.audits or vote.losses for vote in votes.values()):
         entry = _judge_audits(attempted, votes, different, may_question=not wrong)
         if entry is not None:
@@ -51,6 +54,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
             recompute=is_anew,
             gather=(is_anew and attempted.is_shared) or any(vote.lacks_params for vote in different),
             wrong_sums=wrong,
+            failures=failures,
         )
     if attempted.is_evaluation:
         sums = added(vote.sums for vote in counted)
@@ -99,6 +103,25 @@ def _is_at_fault(wrong: Sequence[GroupId], attempted: Attempted, votes: Mapping[
         return False
     others = [votes[group] for group in attempted.members if group != wrong[0]]
     return bool(others) and all(vote.is_complete for vote in others)
+
+
+def _own_failures(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[OwnFailure, ...]:
+    return tuple(OwnFailure(group, votes[group].failure) for group in attempted.members if votes[group].failure)
+
+
+def _repeated(failures: Sequence[OwnFailure], attempted: Attempted) -> Fence | Halt | None:
+    """The end of the first group that fails by itself for the second time in this step; of the run if all groups do.
+
+    While all fail for the first time, none of them stands out, so that all try again.
+    """
+    again = [failure for failure in failures if failure.group in attempted.failed]
+    if not again or len(again) < len(failures) == len(attempted.members):
+        return None
+    group, cause = again[0]
+    if len(again) == len(attempted.members):
+        return Halt(step=attempted.step, reason=f"no group can connect to the others, group {group} for this: {cause}")
+    reason = f"it could not connect to the others in two attempts of step {attempted.step}: {cause}"
+    return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=reason)
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:

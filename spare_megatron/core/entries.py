@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 4
+VERSION = 5
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -33,6 +33,13 @@ class SaveEnd(NamedTuple):
     step: int
     is_saved: bool
     stall_s: float
+
+
+class OwnFailure(NamedTuple):
+    """The group could not take part in the sums of an attempt: it lacks a resource of its own. `cause`: for people."""
+
+    group: GroupId
+    cause: str
 
 
 # ---------------------------------------------------------------------------------- entries of the decision log
@@ -110,6 +117,7 @@ class Retry:
         wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
         disputes: Microbatches that groups have computed to different values, and suspect ones. The groups that these
             name compute them in the next attempt, whose sums are not committed if values differ.
+        failures: Groups that are themselves the cause; one that is so in a further attempt of the step is fenced.
     """
 
     step: int
@@ -119,6 +127,7 @@ class Retry:
     gather: bool = False
     wrong_sums: tuple[GroupId, ...] = ()
     disputes: tuple[Dispute, ...] = ()
+    failures: tuple[OwnFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +200,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 4}'
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 5}'
     """
     usual = _USUAL[type(entry)]
     said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
@@ -218,6 +227,7 @@ def decode_entry(text: str) -> Entry:
         ("save_ends", SaveEnd),
         ("sums", SetSum),
         ("paces", PaceException),
+        ("failures", OwnFailure),
     ):  # JSON knows no tuples
         if name in values:
             values[name] = tuple(of(*one) for one in values[name])

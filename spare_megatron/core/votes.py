@@ -66,6 +66,8 @@ class Vote:
     """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
     ends: bool = False
     """A rank of the group is asked to end the run: the commit of this attempt is the last."""
+    failure: str = ""
+    """Which resource of its own the group lacked for the sums, so that it could not take part; for people."""
     has_wrong_sum: bool = False
     """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
     audits: tuple[AuditWord, ...] = ()
@@ -114,6 +116,7 @@ class Attempted:
 
     A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
     the attempt decides whether the run can end. `wrong_sums`: the groups that found wrong sums in the attempt before.
+    `failed`: the groups that were themselves the cause of earlier failures in this step.
     """
 
     step: int
@@ -125,6 +128,7 @@ class Attempted:
     is_evaluation: bool = False
     ownership: Ownership | None = None
     wrong_sums: tuple[GroupId, ...] = ()
+    failed: frozenset[GroupId] = frozenset()
     disputes: tuple[Dispute, ...] = ()
     """About microbatches that this attempt has had computed again."""
     questioned: frozenset[Named] = frozenset()

@@ -28,6 +28,7 @@ from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.process.gpus import visible_gpus
+from spare_megatron.process.shortages import process_limits
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
@@ -136,7 +137,7 @@ def examine_node(
     """Collects the facts about this machine. The file `token`, from the driver, is visible within `visible_s`."""
     gpus = visible_gpus()
     versions, torch_failure = _torch_facts(has_gpus=bool(gpus))
-    open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = process_limits()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = Path("/sys/class/infiniband")
     store_failures = _store_failures(control)
@@ -149,8 +150,8 @@ def examine_node(
         torch_failure=torch_failure,
         gpus=gpus,
         gpu_driver=_gpu_driver(),
-        open_files=open_files,
-        open_files_most=open_files_most,
+        open_files=limits.open_files,
+        open_files_most=limits.open_files_most,
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         busy_ports=tuple(port for port in ports if _is_busy(port)),
@@ -160,6 +161,8 @@ def examine_node(
         corpus_bytes=tuple(map(_size, input_files(data))),
         sees_folder=_appears(folder / token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
+        address_space_bytes=limits.address_space_bytes,
+        temp_folder=limits.temp_folder,
     )
 
 

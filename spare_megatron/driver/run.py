@@ -5,7 +5,6 @@ import dataclasses
 import ipaddress
 import json
 import os
-import resource
 import shutil
 import socket
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus, step_of
-from spare_megatron.config.validate import Machine, on_device
+from spare_megatron.config.validate import Machine, beyond_limits, on_device
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.event_command import EventCommand
 from spare_megatron.driver.preflight import preflight
@@ -52,6 +51,7 @@ from spare_megatron.process.reports import (
     Starting,
     StoreAwaited,
 )
+from spare_megatron.process.shortages import process_limits
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
 from spare_megatron.state.checkpoint.loading import resolve_load
@@ -72,6 +72,7 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
     """Collects what this machine offers a run. `on_read` is called with a description before a slow step."""
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     program, program_failure = judge_program(config.program)
+    limits = process_limits()
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     fault_kinds = {fault.kind for fault in config.faults.trace}.union(config.faults.kinds)
     return Machine(
@@ -86,7 +87,8 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
         program=program,
         program_failure=program_failure,
         memory_bytes=_memory_bytes(),
-        process_memory_bytes=_process_memory_bytes(),
+        process_memory_bytes=min(_memory_bytes(), limits.address_space_bytes or _memory_bytes()),
+        limits=limits,
         has_corpus=corpus is not None,
     )
 
@@ -110,6 +112,8 @@ def start_run(
     """
     machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
     config = resolved(config, machine)
+    if exceeded := beyond_limits(config, machine):
+        raise ValueError("; ".join(exceeded))
     _check_empty(run_dir)
     if config.control.store == "etcd":
         check_files_for_etcd(config.control, os.environ)
@@ -250,12 +254,6 @@ def _loaded_corpus(config: RunConfig) -> str:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _process_memory_bytes() -> int:
-    """The memory that a process may use: the machine's, or less under a limit (ulimit -v)."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return _memory_bytes() if limit == resource.RLIM_INFINITY else min(_memory_bytes(), limit)
 
 
 def _can_listen(address: str) -> bool:

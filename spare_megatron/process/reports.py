@@ -139,12 +139,15 @@ class EvaluationDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRaised:
-    """An exception ended the rank; `concerns_all` if its cause holds for all groups: a setting, or missing groups."""
+    """An exception ended the rank, with this exit code; `concerns_all` if its cause holds for all groups: a setting, or
+    missing groups.
+    """
 
     group: GroupId
     rank: int
     traceback: str
     concerns_all: bool = False
+    code: ExitCode = ExitCode.RAISED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from spare_megatron.mcore.digests import words_digest
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.rank.reduction import report_incomplete
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import GatherShare, Round, gather_rounds
 from spare_megatron.store.interface import StoreLost
@@ -63,17 +64,19 @@ class ParamsGather:
             nonlocal lost
             if lost is None:
                 try:
-                    return self._agreement.is_written(head) or self._agreement.is_broken(head)
+                    return self._agreement.is_over(head)
                 except StoreLost as error:
                     lost = error
             return False
 
         self._probe(FaultPoint.BEFORE_GATHER)
+        self._progress.gather_failure = ""
         evidence = "another rank of the group could not gather"
         with self._probe.during(Operation.REDUCE):
             is_complete = len(members) == 1 or self._exchange(action, members, is_over)
             if not is_complete and lost is None:
-                evidence = self._explain(head)
+                self._progress.gather_failure = report_incomplete(self._communicator, self._agreement, head)
+                evidence = self._communicator.evidence
         with self._probe.during(Operation.SETTLE):
             is_broken = bool(self._agreement.highest(int(not is_complete)))
         if is_broken:
@@ -83,14 +86,6 @@ class ParamsGather:
         self._progress.lacks_params = self._progress.lacks_params and is_broken
         if lost is not None:
             raise lost
-
-    def _explain(self, head: int) -> str:
-        """Why the gather is incomplete; reported in the store, as other groups may not notice by themselves."""
-        if self._agreement.is_broken(head):
-            return "another group could not gather"
-        if not self._agreement.is_written(head):
-            self._agreement.report_broken(head)
-        return self._communicator.evidence
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
         self._communicator.start_attempt()

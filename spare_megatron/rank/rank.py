@@ -29,6 +29,7 @@ from spare_megatron.process.reports import (
     ExitCode,
     FaultStruck,
     FaultWanted,
+    RankRaised,
     RanksReady,
     RestartAwaited,
     RunPaused,
@@ -103,7 +104,10 @@ class _Rank:
                 return self._stopped(stop)
         except JoinFailed as error:
             say(error)
-            return ExitCode.JOIN_FAILED
+            code = ExitCode.JOIN_FAILED
+            group, rank = self._spec.group, self._spec.rank
+            self._reports.send(RankRaised(group=group, rank=rank, traceback=str(error), code=code))
+            return code
         except Fenced as error:
             say(error)
             return ExitCode.FENCED

@@ -55,6 +55,7 @@ class RankProgress:
         num_steps: Committed steps in the parameters.
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
+        gather_failure: Which resource this rank lacked for it; empty if none.
         save_ends: Finished saves of the group, which its votes report until a commit records them.
         is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
         is_end_asked: Likewise whether this rank is asked to end the run.
@@ -65,6 +66,7 @@ class RankProgress:
     num_restarts: int = 0
     lacks_params: bool = False
     gather_evidence: str = ""
+    gather_failure: str = ""
     save_ends: list[SaveEnd] = field(default_factory=list)
     is_leave_asked: Callable[[], bool] = lambda: False
     is_end_asked: Callable[[], bool] = lambda: False

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
+from spare_megatron.comm.communicators import MOVED_ON, CrossGroupCommunicator
 from spare_megatron.core.actions import AttemptReduce, BuildCommunicator
 from spare_megatron.core.audits import AuditWord
 from spare_megatron.core.events import Event, VotesRead
@@ -20,6 +21,7 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.shortages import shortage_in
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
@@ -28,8 +30,12 @@ from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.voting.agreement import GroupOpinion
+from spare_megatron.voting.agreement import GroupAgreement, GroupOpinion
+from spare_megatron.voting.fencing import is_connection_error
 from spare_megatron.voting.voting import Voting
+
+_LONGEST_FAILURE = 150
+"""Characters of a group's failure in its vote, from which a fence's reason of at most 200 is made."""
 
 
 class Reduction:
@@ -132,6 +138,7 @@ class Reduction:
             self._contribute(action)
         with self._probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
+            failure = self._report_incomplete() if self._buckets.has_given_up else ""
         wrong = self._buckets.first_wrong_sum()
         if self._is_early:
             self._suspicions.judge(step, action.attempt)
@@ -159,9 +166,12 @@ class Reduction:
         with self._probe.during(Operation.SETTLE):
             words = self._audits.words(action.attempt, action.disputed)
             losses = self._audits.losses(action.disputed, has_suspects=opinion.has_suspects)
+            failure = "" if opinion.is_complete else self._first(failure)
         self.loss, self.terms, self.compute_s = opinion.loss, opinion.terms, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
-        votes = self._cast(action, opinion, work_digest, digests, restored=restored, audits=words, losses=losses)
+        votes = self._cast(
+            action, opinion, work_digest, digests, failure=failure, restored=restored, audits=words, losses=losses
+        )
         self._reports.clock.on_reduced(self._buckets.communicator.ready_at_s)
         return votes
 
@@ -178,13 +188,15 @@ class Reduction:
         self._agree_on(finding, step)
 
     def _is_decided(self) -> bool:
-        """Whether the next log entry is written, or the sums cannot complete.
+        """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete."""
+        return self._agreement.is_over(self._progress.head)
 
-        A group that could not gather this step's parameters adds nothing to them.
-        """
-        head = self._progress.head
-        is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
-        return is_in_vain or self._agreement.is_written(head)
+    def _report_incomplete(self) -> str:
+        return report_incomplete(self._buckets.communicator, self._agreement, self._progress.head)
+
+    def _first(self, failure: str) -> str:
+        """The first failure of any rank. Collective over: all ranks of the group."""
+        return next(filter(None, self._agreement.gathered(failure)), "")
 
     def _agree_on(self, finding: GradientFinding, step: int) -> None:
         """Raises `UnsoundGradient` if any rank's gradients are unsound. Collective over: all ranks of the group."""
@@ -200,7 +212,9 @@ class Reduction:
         """Votes without reducing. Collective over: all ranks of the group."""
         self._buckets.communicator.evidence, self.compute_s = self._progress.gather_evidence, ()
         opinion = GroupOpinion(is_complete=False, loss=None, num_complete=())
-        return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)
+        with self._probe.during(Operation.SETTLE):
+            failure = self._first(self._progress.gather_failure)
+        return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True, failure=failure)
 
     def _cast(
         self,
@@ -209,6 +223,7 @@ class Reduction:
         work_digest: str,
         digests: Digests,
         *,
+        failure: str,
         lacks_params: bool = False,
         restored: tuple[PartitionId, ...] = (),
         audits: tuple[AuditWord, ...] = (),
@@ -241,6 +256,7 @@ class Reduction:
                 pace_ns=round(opinion.pace_s * 1e9),
                 leaves=self._progress.is_leave_asked(),
                 ends=opinion.ends,
+                failure=failure[:_LONGEST_FAILURE],
                 has_wrong_sum=opinion.has_wrong_sum,
                 audits=audits,
                 losses=losses,
@@ -267,6 +283,26 @@ class Reduction:
             kept=list(action.kept),
         )
         self._reports.write_if_leader(record)
+
+
+def report_incomplete(communicator: CrossGroupCommunicator, agreement: GroupAgreement, head: int) -> str:
+    """Reports in the store that this rank posts no more before entry `head`, so that no other rank waits for it.
+
+    Returns which resource this rank lacks, if that is why; else an empty string. `communicator.evidence` names the
+    failure, of a rank that waited for others in vain the first one that any of them has reported.
+    """
+    lacking = _lacking(communicator.error)
+    if lacking:
+        communicator.evidence += f" ({lacking})"
+    first = agreement.report_broken(head, communicator.evidence)
+    if communicator.evidence != MOVED_ON:
+        return lacking
+    communicator.evidence = first
+    return _lacking(communicator.find_error())
+
+
+def _lacking(error: Exception | None) -> str:
+    return "" if error is None or is_connection_error(error) else shortage_in(error)
 
 
 def _wrong_sums(opinion: GroupOpinion) -> str:

@@ -5,35 +5,83 @@ that are not members are never read. Entries and votes are opaque text here; `co
 """
 
 import json
+import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
-"""Over all ranks of a run: a quarter of what the embedded store's server answers with one processor."""
+"""Over all ranks of a run, two keys each: half of what the embedded store's server answers with one processor."""
+
+
+_CHECK_S = 2.0
+"""Longest time for which a process relies on entries that it has seen while it waits for the next one."""
+_RECENT_S = 0.1
+"""The same before it appends an entry."""
 
 
 class DecisionLog:
-    """The decision log over one store connection."""
+    """The decision log over one store connection.
 
-    def __init__(self, store: ControlStore) -> None:
+    A store that has lost entries which it had confirmed counts as lost, though it answers. So the newest entry that is
+    known here is looked up again every `check_s`, and before each append unless that was done just before. What reads
+    or appends raises `StoreLost` if it is gone or another one.
+    """
+
+    def __init__(self, store: ControlStore, check_s: float = _CHECK_S) -> None:
         self._store = store
+        self._check_s = check_s
+        self._checked_at_s = time.monotonic()
+        self._num_known = 0
+        self._newest: str | None = None
+        """The last known entry, the run's name while none is known; None if it has not been read."""
+
+    def note(self, index: int, entry: str) -> None:
+        """Notes an entry that is written. Raises StoreLost if another one stood there before."""
+        if index == self._num_known - 1 and self._newest not in (None, entry):
+            raise _lost(keys.entry(index))
+        if index >= self._num_known - 1:
+            self._num_known, self._newest = index + 1, entry
+
+    def expect(self, head: int) -> None:
+        """Notes that so many entries are written."""
+        if head > self._num_known:
+            self._num_known, self._newest = head, None
+
+    def check(self, interval_s: float | None = None) -> None:
+        """Raises StoreLost if the store has lost what is known here. Looks again after `check_s`, or less."""
+        now_s = time.monotonic()
+        if now_s - self._checked_at_s >= min(self._check_s, self._check_s if interval_s is None else interval_s):
+            self._checked_at_s = now_s
+            self._require()
+
+    def _require(self) -> None:
+        key = keys.entry(self._num_known - 1) if self._num_known else keys.RUN_NAME
+        (value,) = self._store.get([key])
+        is_known = self._num_known > 0 or self._newest is not None  # the embedded store has no name
+        if is_known and (value is None or self._newest not in (None, value)):
+            raise _lost(key)
+        self._newest = value
 
     def append(self, index: int, entry: str) -> str:
         """Writes the entry if the index is free; returns the entry stored there."""
-        return self._store.put_if_absent(keys.entry(index), entry)
+        self.check(_RECENT_S)
+        stored = self._store.put_if_absent(keys.entry(index), entry)
+        self.note(index, stored)
+        return stored
 
     def has(self, index: int) -> bool:
         """Whether the entry is written; the cheap poll of a rank in a reduction."""
+        self.check()
         return self._store.exists(keys.entry(index))
 
-    def report_broken(self, index: int) -> None:
-        """Marks the collective preceding entry `index` as failed."""
-        self._store.put(keys.broken(index), "broken")
+    def report_broken(self, index: int, cause: str) -> str:
+        """Marks the collective preceding entry `index` as failed; returns the cause of the first such mark."""
+        return self._store.put_if_absent(keys.broken(index), cause)
 
     def is_broken(self, index: int) -> bool:
         """Whether a rank has marked that collective as failed; as cheap as `has`."""
@@ -41,22 +89,44 @@ class DecisionLog:
 
     def wait(self, index: int, timeout_s: float) -> str:
         """Blocks until the entry is written and returns it; raises `StoreTimeout` after timeout_s seconds."""
-        return self._store.wait(keys.entry(index), timeout_s)
+        key, left_s = keys.entry(index), timeout_s
+        while True:
+            self.check()
+            try:
+                entry = self._store.wait(key, min(left_s, _CHECK_S))
+                break
+            except StoreTimeout as late:
+                self._require()
+                left_s -= _CHECK_S
+                if left_s <= 0:
+                    raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from late
+        self.note(index, entry)
+        return entry
 
     def entries(self, indices: Sequence[int]) -> list[str | None]:
         """A few consecutive entries, None for those that are not written."""
         return self._store.get([keys.entry(index) for index in indices])
+
+    def written(self, start: int, end: int) -> list[str]:
+        """A few consecutive entries, all of which are known to be written."""
+        found = self.entries(range(start, end))
+        for index, entry in enumerate(found, start):
+            if entry is None:
+                raise _lost(keys.entry(index))
+            self.note(index, entry)
+        return [entry for entry in found if entry is not None]
 
     def read(self, index: int, most: int) -> list[str]:
         """Written entries from the index on: at least half of those that exist, at most `most`.
 
         Cost: some log2(most) small reads. The index must be at or before the head.
         """
+        self.expect(index)
+        self.check()
         number = most if self._is_written(index) else 0
         while number and not self._is_written(index + number - 1):  # if it is, all before it are
             number //= 2
-        found = self.entries(range(index, index + number)) if number else []
-        return [entry for entry in found if entry is not None]
+        return self.written(index, index + number) if number else []
 
     def find_head(self, from_index: int) -> int:
         """The first index without an entry, as of the read; all earlier indices have one.
@@ -148,6 +218,13 @@ class DecisionLog:
     def relay(self, member: Member) -> str | None:
         """Address of the member's relay, None if it has published none."""
         return self._store.get([keys.relay(member)])[0]
+
+
+def _lost(key: str) -> StoreLost:
+    return StoreLost(
+        f"the control store has lost {key}, which it had confirmed: it was emptied, restored from a backup, or the "
+        f"keys of the run were removed"
+    )
 
 
 def ask_interval_s(num_ranks: int) -> float:

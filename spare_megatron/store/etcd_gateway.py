@@ -31,6 +31,9 @@ _NUM_SHORT_TRIES, _NUM_DOUBLINGS = 3, 4
 times, so that repetitions do not flood a cluster that is merely slow.
 """
 
+_LINEARIZABLE = "/v3/kv/"
+"""Requests whose answers are never older than earlier ones, from whichever member; a status may be."""
+
 _PAUSE_S = 0.02
 
 _SILENCE_S = 600.0
@@ -62,10 +65,14 @@ class StoreFull(StoreLost):
 
 @dataclass(slots=True)
 class Session:
-    """TLS context and token shared by a client's connections: etcd takes some 100 ms to check a password."""
+    """Shared by a client's connections: TLS context, token (etcd takes some 100 ms to check a password), the cluster
+    that answers, and its newest revision.
+    """
 
     tls: ssl.SSLContext | None
     token: str = ""
+    cluster: str = ""
+    revision: int = 0
 
 
 class EtcdGateway:
@@ -90,9 +97,9 @@ class EtcdGateway:
         """Sends a request; returns the answer of the first member that gives one.
 
         Raises StoreRefused (credentials, permissions), StoreLacks (a lease that does not exist), StoreFull (no writes
-        any more), or StoreLost if no member answered within `timeout_s` of the spec.
+        any more), or StoreLost if no member answered within `timeout_s` of the spec, or one from an older state.
         """
-        began_s = time.monotonic()
+        began_s, revision = time.monotonic(), self._session.revision
         while True:
             try_s = try_timeout_s(self._num_timeouts)
             try:
@@ -100,6 +107,8 @@ class EtcdGateway:
                     self._authenticate(try_s)
                 answer = self._send(path, body, try_s)
                 self._num_timeouts = max(0, self._num_timeouts - 1)
+                if path.startswith(_LINEARIZABLE) and "header" in answer:
+                    self._require_history(answer["header"], revision)
                 return answer
             except _Again as again:
                 self._num_timeouts += isinstance(again.__cause__, TimeoutError)
@@ -214,6 +223,18 @@ class EtcdGateway:
         elif code in (_INVALID, _DENIED, _FAILED):
             raise StoreRefused(f"etcd refuses{self._as_user()}: {text}")
         raise _Again(text)
+
+    def _require_history(self, header: Mapping[str, str], known: int) -> None:
+        """Raises StoreLost if the answer is from another cluster, or older than one from before the request."""
+        session, cluster, revision = self._session, header.get("cluster_id", ""), int(header.get("revision", 0))
+        session.cluster = session.cluster or cluster
+        if cluster != session.cluster or revision < known:
+            what = "is another cluster than before" if cluster != session.cluster else "has gone back in time"
+            raise StoreLost(
+                f"etcd at {', '.join(self._spec.endpoints)} {what} (revision {revision}, before {known}): what it had "
+                f"confirmed is lost; it was emptied, replaced, or restored from a backup"
+            )
+        session.revision = max(session.revision, revision)
 
     def _as_user(self) -> str:
         return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""

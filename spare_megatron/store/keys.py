@@ -47,7 +47,7 @@ def entry(index: int) -> str:
 
 
 def broken(index: int) -> str:
-    """Says that the collective preceding entry `index` has failed. Written by any of its ranks; read by the others."""
+    """Why the collective preceding entry `index` has failed. Written by any of its ranks; read by the others."""
     return f"broken/{index}"
 
 

@@ -8,12 +8,14 @@ import contextlib
 import ctypes
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from spare_megatron.store.interface import StoreLost, StoreTimeout
+
+T = TypeVar("T")
 
 _RES_INIT = 1
 """Flag in `_Resolver.options`: the structure is initialized."""
@@ -46,6 +48,8 @@ class _Resolver(ctypes.Structure):
 
 
 _CONNECT_TIMEOUT_S = 60.0
+_PROBE_S = 0.1
+"""A server that can be reached takes a connection within this time."""
 
 _TCP_RTO_MAX_MS = 44
 """Socket option of Linux 6.15 and later (linux/tcp.h): the longest interval between retransmissions."""
@@ -63,14 +67,14 @@ def _retransmit_often(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MS)
 
 
-def _retransmit_often_to(port: int) -> None:
-    """The same for this process's connections to a port: torch does not show which descriptors they have."""
+def _connections_to(port: int) -> Iterator[socket.socket]:
+    """This process's connections to a port, each open until the next: torch does not show their descriptors."""
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
             connection = socket.socket(fileno=int(descriptor))
             try:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                    _retransmit_often(connection)
+                    yield connection
             finally:
                 connection.detach()
 
@@ -102,68 +106,118 @@ def listen(address: str, timeout: timedelta) -> Any:
 
 
 class TcpControlStore:
-    """A client of the embedded store; a `ControlStore`."""
+    """A client of the embedded store; a `ControlStore`. Its requests may be repeated by `renew_if_back`."""
 
     def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._descriptors: set[int] = set()
+        """The connection's, and perhaps those that other threads opened at the same time."""
+        self._unanswered: list[tuple[str, str]] = []
+        """Pairs put since the last answer: the server answers no `set`, but carries requests out in order."""
+        self._is_renewing = False
+        with _lost_when_unreachable():
+            self._client = self._open()
+
+    def _open(self) -> Any:
         import torch.distributed as dist
 
-        self._address = (host, port)
+        port = self._address[1]
+        before = {connection.fileno() for connection in _connections_to(port)}
+        client = dist.TCPStore(
+            *self._address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
+        )
+        self._descriptors.clear()
+        for connection in _connections_to(port):
+            _retransmit_often(connection)
+            self._descriptors |= {connection.fileno()} - before
+        return client
+
+    def renew_if_back(self) -> None:
+        """Repeats the request that another thread waits for, on a new connection, if the server takes one now.
+
+        After an outage of the network the kernel may send again only when as much time has passed again. Waits for
+        little; to be called while no answer comes.
+        """
+        if self._is_renewing:
+            return
+        with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=_PROBE_S):
+            old = [one.dup() for one in _connections_to(self._address[1]) if one.fileno() in self._descriptors]
+            self._is_renewing = True
+            for connection in old:  # duplicates: the other thread may open the new one meanwhile, under the same number
+                with connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _request(self, ask: Callable[[Any], T], *, is_answered: bool = True) -> T:
+        import torch.distributed as dist
+
         with _lost_when_unreachable():
-            self._client = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
-            )
-        _retransmit_often_to(port)
+            while True:
+                try:
+                    answer = ask(self._client)
+                    if is_answered:
+                        self._unanswered.clear()
+                    return answer
+                except dist.DistNetworkError:
+                    if not self._is_renewing:
+                        raise
+                    self._client = self._open()
+                    for key, value in self._unanswered:
+                        self._client.set(key, value)
+                    self._is_renewing = False
 
     def put_if_absent(self, key: str, value: str) -> str:
-        with _lost_when_unreachable():
-            return bytes(self._client.compare_set(key, "", value)).decode()
+        return self._request(lambda client: bytes(client.compare_set(key, "", value)).decode())
 
     def put(self, key: str, value: str) -> None:
-        with _lost_when_unreachable():
-            self._client.set(key, value)
+        self._unanswered.append((key, value))
+        self._request(lambda client: client.set(key, value), is_answered=False)
 
     def beat(self, key: str, value: str, ttl_s: int) -> None:  # noqa: ARG002  (there are no leases)
         self.put(key, value)
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        with _lost_when_unreachable():
-            # multi_get blocks on an absent key.
-            if self._client.check(list(keys)):
-                return [bytes(value).decode() for value in self._client.multi_get(list(keys))]
+        # multi_get blocks on an absent key.
+        if self._request(lambda client: client.check(list(keys))):
+            return [bytes(value).decode() for value in self._request(lambda client: client.multi_get(list(keys)))]
         if len(keys) == 1:
             return [None]
         middle = len(keys) // 2  # few keys are absent, or there are few keys
         return [*self.get(keys[:middle]), *self.get(keys[middle:])]
 
     def exists(self, key: str) -> bool:
-        with _lost_when_unreachable():
-            return bool(self._client.check([key]))
+        return self._request(lambda client: bool(client.check([key])))
 
     def wait(self, key: str, timeout_s: float) -> str:
         import torch.distributed as dist
 
-        with _lost_when_unreachable():
-            self._client.set_timeout(timedelta(seconds=timeout_s))  # `get` waits by itself, in fewer messages
+        def ask(client: Any) -> str:
+            client.set_timeout(timedelta(seconds=timeout_s))  # `get` waits by itself, in fewer messages
             try:
-                return bytes(self._client.get(key)).decode()
+                return bytes(client.get(key)).decode()
             except dist.DistStoreError as error:
                 raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from error
 
+        return self._request(ask)
+
     def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
-        with _lost_when_unreachable():
-            self._client.set(key, value)
-            count = int(self._client.add(counter, weight))
+        def ask(client: Any) -> int:  # repeated, it counts twice; never too little
+            client.set(key, value)
+            return int(client.add(counter, weight))
+
+        count = self._request(ask)
         self.delete(forget)
         return count
 
     def counted(self, counter: str) -> int:
-        with _lost_when_unreachable():
-            return int(self._client.add(counter, 0))
+        return self._request(lambda client: int(client.add(counter, 0)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        with _lost_when_unreachable():
+        def ask(client: Any) -> None:
             for key in keys:
-                self._client.delete_key(key)
+                client.delete_key(key)
+
+        if keys:
+            self._request(ask)
 
     def rendezvous(
         self,

@@ -41,7 +41,7 @@ FOUND_FENCED = "found itself fenced"
 
 _CAUSES: dict[int, str] = {
     ExitCode.GROUP_BROKEN: LOST_A_PEER,
-    ExitCode.JOIN_FAILED: "could not copy the state; its log says why",
+    ExitCode.JOIN_FAILED: "could not copy the state",
     ExitCode.FENCED: FOUND_FENCED,
     ExitCode.STORE_LOST: "lost the control store",
 }
@@ -57,6 +57,8 @@ _OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
 def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
     """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string."""
     error = _error_in(traceback)
+    if code == ExitCode.JOIN_FAILED:  # others may fail for the same donor, which is no fault of the program
+        return ": ".join(filter(None, (_CAUSES[code], error))), ""
     cause = error or _CAUSES.get(code) or describe_exit(code)
     is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
     return cause, "" if is_its_own else error

@@ -24,6 +24,7 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
+from spare_megatron.store.tcp_store import TcpControlStore
 from spare_megatron.supervisor.examination import ExaminationWanted
 from spare_megatron.supervisor.group_reforming import (
     BEATS_PER_INCARNATION,
@@ -215,9 +216,12 @@ class StoreLink:
         self._beats = incarnation * BEATS_PER_INCARNATION
         self._beat_at_s = time.monotonic()
         """Due time of the next heartbeat."""
+        self.head = 0
+        """Entries of the log that ranks here have read, as far as they have reported."""
         self.answers = (0, 0.0)
         """Heartbeats that the store has answered, and seconds until it had, in all."""
         self._last_beats: dict[int, int] = {}
+        self._store: ControlStore | None = None
         self._has_begun = False  # training
         self._since_s = time.monotonic()
         self._slow_at_s = -math.inf
@@ -259,13 +263,18 @@ class StoreLink:
         """Seconds since the store last answered; small while it does."""
         return time.monotonic() - self._since_s
 
+    def renew(self) -> None:
+        """Has what the embedded store has not answered repeated once it can be reached; waits for little."""
+        if isinstance(self._store, TcpControlStore):
+            self._store.renew_if_back()
+
     def forgive(self) -> None:
         """Restarts the count of `unanswered_s`."""
         self._since_s = time.monotonic()
 
     def _run(self) -> None:
         try:
-            store = self._connect()
+            store = self._store = self._connect()
             log = self._begin(store)
             while self._handle_next(store, log):
                 self._since_s = time.monotonic()
@@ -285,7 +294,7 @@ class StoreLink:
         """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
-            return self._on_beat(store)
+            return self._on_beat(store, log)
         try:
             wanted = self._wanted.get(timeout=left_s)
         except queue.Empty:
@@ -312,9 +321,11 @@ class StoreLink:
                 self._fence(store, log, wanted)
         return True
 
-    def _on_beat(self, store: ControlStore) -> bool:
+    def _on_beat(self, store: ControlStore, log: DecisionLog) -> bool:
         """Beats, and reads what others have written. Returns False if the machine's place is another's."""
         self._beat(store)
+        log.expect(self.head)
+        log.check()
         if self._layout.num_nodes > 1:
             self._poll_quarantines(store)
         if self._parts.are_broken:
@@ -492,6 +503,8 @@ class StoreWatch:
                 f"the control store did not answer for control.store_timeout_s={self._limit_s:g}; check that it runs "
                 "and can be reached from here"
             )
+        if silent_s > self._interval_s:
+            self._link.renew()
         if silent_s > self._interval_s and self._away_since_s is None:
             self._away_since_s = now_s - silent_s
             return StoreAway(node=self._node, limit_s=self._limit_s)

@@ -39,6 +39,7 @@ from spare_megatron.process.reports import (
     StepCommitted,
     StoreGone,
 )
+from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
@@ -123,6 +124,7 @@ class Supervisor:
         self._raised = RaisedExceptions()
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # not written yet
+        self._num_without_store = 0  # groups whose ranks have lost it, before the link has
         self._is_following = False  # whether the link follows the log, as no rank here does
         self._timers = Timers()
         self.budget = budget or RestartBudget(spec.config.spare.rejoins, self._interval_s)
@@ -262,7 +264,8 @@ class Supervisor:
         if may_last and not self._is_following:
             self._is_following = True
             self._link.follow(controller_setup(self._spec.config))
-        return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out or restarts.drained)
+        is_expecting = self._num_fences_wanted or self._num_without_store
+        return bool(is_expecting or restarts.coming_back or may_be_wiped_out or restarts.drained)
 
     def _receive_report(self, pipe: Connection) -> bool:
         """Handles one report of a rank. Returns False when its pipe has ended."""
@@ -272,11 +275,11 @@ class Supervisor:
             return False
         match report:
             case StepCommitted(head=head):
-                self._head_hint = max(self._head_hint, head)
+                self._head_hint = self._link.head = max(self._head_hint, head)
             case RankRaised(group=group, rank=rank):
                 self._raised.note(report)
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
-                    self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
+                    self._lose(group, rank, *self._raised.cause_of_end((group, rank), report.code))
             case RanksReady(group=group):
                 self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
@@ -333,6 +336,7 @@ class Supervisor:
                 self._restarts.on_wipe_out()
             case Consequence.GROUP_LOST_LATER:
                 member = self._ranks.member(group)
+                self._num_without_store += 1
                 self._timers.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             case Consequence.GROUP_LOST:
                 self._receive_all_reports(group)  # a rank sends its traceback before it ends; its peers end after it
@@ -340,6 +344,7 @@ class Supervisor:
                 self._lose(group, first, *self._raised.cause_of_end((group, first), code))
 
     def _lose_without_store(self, member: Member, rank: int) -> None:
+        self._num_without_store -= 1
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
         if is_present and not self._store_failure:
             self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
@@ -378,7 +383,7 @@ class Supervisor:
         if (measured := self._measurements.poll(now_s)) is not None:
             self._driver.report(measured)
         for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
-            self._lose(group, rank, cause)
+            self._lose(group, rank, "; ".join([cause, *limits_reached(self._ranks.pids[group, rank])]))
 
     def _poll_stops(self) -> None:
         """Reads which ranks are stopped or being killed, then reschedules itself."""

@@ -118,13 +118,20 @@ class GroupAgreement:
             time.sleep(_POLL_S)
         return is_written
 
-    def report_broken(self, index: int) -> None:
-        """Marks the collective preceding entry `index` as failed; this rank alone writes to the store."""
-        self._log.report_broken(index)
+    def report_broken(self, index: int, cause: str) -> str:
+        """Marks the collective preceding entry `index` as failed, unless that is written; this rank alone writes.
 
-    def is_broken(self, index: int) -> bool:
-        """Whether a rank of any group has marked that collective as failed; this rank alone asks the store."""
-        return self._log.is_broken(index)
+        Returns the cause that the first such mark names, this group's or another's.
+        """
+        return (
+            cause if self.is_written(index) else self._log.report_broken(index, f"group {self.member.group}: {cause}")
+        )
+
+    def is_over(self, index: int) -> bool:
+        """Whether the collective preceding entry `index` can be given up: that is written, or a rank of any group has
+        marked the collective as failed. This rank alone asks the store.
+        """
+        return self.is_written(index) or self._log.is_broken(index)
 
     def highest(self, value: int) -> int:
         """Maximum of the ranks' values. Collective over: all ranks of the group."""
@@ -201,6 +208,8 @@ class GroupAgreement:
 
     def gathered(self, value: T) -> list[T]:
         """The ranks' values in rank order. Collective over: all ranks of the group."""
+        if self._is_alone:
+            return [value]
         values: list[Any] = [None] * self._ranks.size()
         self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
         return values
@@ -320,9 +329,10 @@ class GroupAgreement:
         Collective over: all ranks of the group. Only the leader waits on the store, for one connection per group.
         Raises StoreTimeout after the decision timeout.
         """
-        entry = decode_entry(self._broadcast((text or self.await_entry(index)) if self.is_leader else ""))
+        text = self._broadcast((text or self.await_entry(index)) if self.is_leader else "")
+        self._log.note(index, text)  # every rank finds out by itself that the store has lost it
         self.head = index + 1
-        return entry
+        return decode_entry(text)
 
     def read_entries(self, index: int) -> list[Entry]:
         """The entry at the index, as soon as it is written, and those already written after it, up to _MOST_ENTRIES.
@@ -332,7 +342,9 @@ class GroupAgreement:
         texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]
-        return [decode_entry(text) for text in self._broadcast("\n".join(texts)).split("\n")]
+        texts = self._broadcast("\n".join(texts)).split("\n")
+        self._log.note(index + len(texts) - 1, texts[-1])
+        return [decode_entry(text) for text in texts]
 
     def _broadcast(self, text: str) -> str:
         if self._is_alone:

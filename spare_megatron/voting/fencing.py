@@ -23,7 +23,7 @@ _NUM_RECENT = 64
 """Entries searched for an existing fence. A second fence loses nothing, but ends the reduction under way."""
 
 
-def is_connection_error(error: RuntimeError) -> bool:
+def is_connection_error(error: Exception) -> bool:
     """Whether a collective or transfer failed because a peer is gone, rather than by a fault of its own.
 
     gloo and NCCL raise RuntimeError for both; only the text differs.
@@ -60,9 +60,9 @@ def fence(
         Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])
     )
     head = log.find_head(from_index)
-    recent = range(max(0, head - _NUM_RECENT), head)  # also before from_index, which may have come from a later commit
-    for index, entry in zip(recent, log.entries(recent), strict=True):
-        if entry is not None and _fences(entry, member):
+    first = max(0, head - _NUM_RECENT)  # also before from_index, which may have come from a later commit
+    for index, entry in enumerate(log.written(first, head), first):
+        if _fences(entry, member):
             return index
     while not _fences(log.append(head, text), member):
         head += 1

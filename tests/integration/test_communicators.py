@@ -1,5 +1,8 @@
 """Ranks that wait for each other, over gloo."""
 
+import errno
+import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,3 +118,66 @@ def test_a_connection_that_breaks_wakes_up_who_sleeps(pool: ThreadPoolExecutor) 
     assert not early.reduce()
     assert early.communicator.evidence.startswith("connection: ")
     pending.result(PATIENCE_S)
+
+
+# ------------------------------------------------------------------------------------------- failures of one's own
+
+NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def short_of_files(*_: object) -> dist.Store:
+    raise NO_FILES
+
+
+def test_a_build_that_fails_at_once_ends_the_wait_of_its_rank_with_the_error_and_the_next_build_may_succeed(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = dist.HashStore()
+    short, other = (_Rank(store, group, PATIENCE_S) for group in (0, 1))
+    works = short.communicator._store
+    short.communicator._store = SimpleNamespace(rendezvous=short_of_files)  # type: ignore[assignment]
+    short.communicator.start_build(1, [GroupId(0), GroupId(1)])
+    assert not short.communicator.connect(lambda: False)
+    assert (short.communicator.error, short.communicator.evidence) == (NO_FILES, f"rebuild: {NO_FILES}")
+    other.communicator.start_build(1, [GroupId(0), GroupId(1)])
+    assert not other.communicator.connect(lambda: True), "it is told by way of the log"
+    assert other.communicator.find_error() is None
+    short.communicator._store = works
+    for rank in (short, other):
+        rank.communicator.start_attempt()
+        rank.communicator.start_build(2, [GroupId(0), GroupId(1)])
+    assert all(pool.map(_Rank.reduce, (short, other), timeout=PATIENCE_S))
+    assert (short.communicator.error, short.communicator.evidence) == (None, "")
+
+
+def test_a_rank_that_gives_up_for_others_finds_that_its_own_build_has_failed_too() -> None:
+    rank = _Rank(dist.HashStore(), 0, PATIENCE_S)
+    rank.communicator._store = SimpleNamespace(rendezvous=short_of_files)  # type: ignore[assignment]
+    rank.communicator.start_build(1, [GroupId(0), GroupId(1)])
+    assert not rank.communicator.connect(lambda: True)
+    assert rank.communicator.find_error() is NO_FILES
+    assert rank.communicator.evidence == f"rebuild: {NO_FILES}"
+
+
+def test_a_rank_without_room_for_a_thread_fails_to_build_and_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = _Rank(dist.HashStore(), 0, PATIENCE_S)
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    rank.communicator.start_build(1, [GroupId(0), GroupId(1)])
+    assert not rank.communicator.connect(lambda: False)
+    assert rank.communicator.evidence == "rebuild: can't start new thread"
+
+
+def test_a_rank_without_memory_for_a_sum_gives_it_up_and_names_the_error(pool: ThreadPoolExecutor) -> None:
+    short, _ = connected(pool, PATIENCE_S, PATIENCE_S)
+
+    def post(*_: object) -> None:
+        raise MemoryError
+
+    short.communicator._begin = post  # type: ignore[assignment]
+    assert not short.reduce()
+    assert short.communicator.evidence == "connection: MemoryError"
+    assert isinstance(short.communicator.error, MemoryError)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.mcore.probe import SilentProbe
@@ -47,8 +48,7 @@ class Agreement:
     def __init__(self, index: int) -> None:
         self.member = Member(MEMBERS[index])
         self.written: set[int] = set()
-        self.broken: set[int] = set()
-        self.reported: list[int] = []
+        self.broken: dict[int, str] = {}
         self.is_store_there = True
         self.num_questions = 0
 
@@ -61,11 +61,11 @@ class Agreement:
             raise StoreLost("the control store does not answer")
         return index in self.written
 
-    def is_broken(self, index: int) -> bool:
-        return index in self.broken
+    def is_over(self, index: int) -> bool:
+        return self.is_written(index) or index in self.broken
 
-    def report_broken(self, index: int) -> None:
-        self.reported.append(index)
+    def report_broken(self, index: int, cause: str) -> str:
+        return cause if self.is_written(index) else self.broken.setdefault(index, f"group 0: {cause}")
 
 
 class Communicator:
@@ -74,6 +74,7 @@ class Communicator:
     """
 
     evidence = "connection: reset"
+    error: Exception | None = None
     members = MEMBERS
     waits_for_ever = False
 
@@ -102,6 +103,8 @@ class Communicator:
         is_over = is_decided()
         if not self.others:
             assert is_over or not self.waits_for_ever, "nothing ends the wait"
+            if is_over:
+                self.evidence = MOVED_ON
             return False
         self.in_flight.popleft()[self.other].copy_(self.others.popleft())
         self.num_complete += 1
@@ -113,6 +116,9 @@ class Communicator:
 
     def give_up(self) -> None:
         self.in_flight.clear()
+
+    def find_error(self) -> None:
+        pass
 
 
 class Rank:
@@ -172,17 +178,17 @@ def test_buffers_in_use_when_a_gather_broke_are_not_used_again() -> None:
 def test_a_rank_that_sees_a_gather_break_reports_it() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.run()
-    assert rank.agreement.reported == [HEAD]
+    assert rank.agreement.broken == {HEAD: "group 0: connection: reset"}
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "connection: reset")
 
 
 def test_a_waiting_rank_gives_up_as_soon_as_a_broken_gather_is_reported() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())])
     rank.communicator.waits_for_ever = True
-    rank.agreement.broken.add(HEAD)
+    reported = rank.agreement.broken[HEAD] = "group 1: connection: reset"
     rank.run()
-    assert rank.agreement.reported == []
-    assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, "another group could not gather")
+    assert rank.agreement.broken == {HEAD: reported}
+    assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (True, reported)
 
 
 def test_parameters_that_arrive_without_the_store_are_taken_before_the_store_counts_as_lost() -> None:
@@ -201,7 +207,7 @@ def test_without_the_store_a_gather_may_break() -> None:
     with pytest.raises(StoreLost):
         rank.run()
     assert rank.progress.lacks_params
-    assert rank.agreement.reported == []
+    assert rank.agreement.broken == {}
 
 
 def test_a_broken_gather_is_not_reported_once_the_log_has_the_next_entry() -> None:
@@ -209,14 +215,14 @@ def test_a_broken_gather_is_not_reported_once_the_log_has_the_next_entry() -> No
     rank.communicator.waits_for_ever = True
     rank.agreement.written.add(HEAD)
     rank.run()
-    assert rank.agreement.reported == []
+    assert rank.agreement.broken == {}
     assert rank.progress.lacks_params
 
 
 def test_a_gather_that_completes_reports_nothing() -> None:
     rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
     rank.run()
-    assert rank.agreement.reported == []
+    assert rank.agreement.broken == {}
     assert (rank.progress.lacks_params, rank.progress.gather_evidence) == (False, "")
 
 
@@ -230,7 +236,7 @@ def test_parameters_that_contradict_their_checksum_have_not_come(number: int) ->
     rank.run()
     assert rank.progress.lacks_params
     assert rank.progress.gather_evidence == "gathered parameters contradict their checksums"
-    assert rank.agreement.reported == [HEAD]
+    assert rank.agreement.broken == {HEAD: "group 0: gathered parameters contradict their checksums"}
     others[number][0] ^= 1 << 9
     rank.communicator.others.extend(others)
     rank.run()

@@ -1,6 +1,8 @@
 """The buckets of one rank over its attempts, with a communicator that completes them as late as it may."""
 
+import errno
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +14,7 @@ import torch
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
+from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 from spare_megatron.core.failure_detector import Operation
@@ -102,6 +105,8 @@ class Communicator:
     """
 
     evidence = ""
+    error: Exception | None = None
+    error_of_build: Exception | None = None
     ready_at_s = 0.0
     num_posted_bytes = 0
 
@@ -116,12 +121,20 @@ class Communicator:
 
     def start_attempt(self) -> None:
         self._num_complete = 0
+        self.evidence, self.error = "", None
 
     def is_ready(self) -> bool:
         return self.is_built
 
     def connect(self, is_decided: Callable[[], bool]) -> bool:
-        return not is_decided()
+        if self.error_of_build is None and not is_decided():
+            return True
+        self.error = self.error_of_build
+        self.evidence = f"rebuild: {self.error}" if self.error else MOVED_ON
+        return False
+
+    def find_error(self) -> Exception | None:
+        return self.error
 
     def post(self, tensor: torch.Tensor) -> bool:
         assert not any(tensor.data_ptr() == given_up.data_ptr() for given_up in self.abandoned)
@@ -136,6 +149,7 @@ class Communicator:
         if not self.num_left:
             self.abandoned += self.in_flight
             self.in_flight.clear()
+            self.evidence = "connection: closed by peer"
             return False
         self.num_left -= 1
         summed = self.in_flight.popleft().mul_(2)
@@ -157,15 +171,18 @@ class Agreement:
 
     def __init__(self) -> None:
         self.votes: list[Vote] = []
-        self.broken: set[int] = set()
+        self.broken: dict[int, str] = {}
         self.head_is_written = False
         self.found = GradientFinding.SOUND  # by another rank
 
-    def is_broken(self, index: int) -> bool:
-        return index in self.broken
+    def is_over(self, index: int) -> bool:
+        return self.head_is_written or index in self.broken
 
-    def is_written(self, _index: int) -> bool:
-        return self.head_is_written
+    def report_broken(self, index: int, cause: str) -> str:
+        return cause if self.head_is_written else self.broken.setdefault(index, f"group 0: {cause}")
+
+    def gathered(self, value: str) -> list[str]:
+        return [value]
 
     def highest(self, value: int) -> int:
         return value
@@ -222,6 +239,7 @@ class Rank:
         self.records: list[Any] = []
         self.judged: list[tuple[int, int]] = []  # steps and attempts whose losses were judged
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
+        self.progress = RankProgress(step=step)
         buckets = BucketExchange(
             position=0,
             lanes=(0,),
@@ -246,11 +264,12 @@ class Rank:
             overlaps=overlaps,
             num_chunks=1,
             probe=self.probe,
-            progress=RankProgress(step=step),
+            progress=self.progress,
         )
 
     def attempt(self, number: int, *kept: int) -> Vote:
         self.reduction.attempt(action(number, *kept))
+        self.progress.head += 1
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:
@@ -414,11 +433,43 @@ def test_a_bucket_that_is_unsound_in_another_group_ends_the_attempt_and_stands_i
 
 def test_no_rank_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
-    rank.agreement.broken.add(0)
+    rank.agreement.broken[0] = "group 1: it could not gather"
     vote = rank.attempt(0)
     assert (vote.is_complete, rank.num_posted) == (False, 0)
-    rank.agreement.broken.clear()
     assert rank.attempt(1).is_complete
+
+
+NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_rank_that_cannot_build_its_communicator_reports_it_at_once_and_names_what_it_lacks() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS)
+    rank.communicator.error_of_build = NO_FILES
+    vote = rank.attempt(0)
+    assert (vote.is_complete, rank.num_posted) == (False, 0)
+    assert vote.failure == "too many open files; raise `ulimit -n`"
+    evidence = f"rebuild: {NO_FILES} ({vote.failure})"
+    assert rank.records[-1].evidence == evidence
+    assert rank.agreement.broken == {0: f"group 0: {evidence}"}
+    rank.communicator.error_of_build = None
+    vote = rank.attempt(1)
+    assert (vote.is_complete, vote.failure) == (True, "")
+
+
+def test_a_rank_that_waits_for_one_that_has_failed_gives_up_with_its_evidence_and_has_not_failed_itself() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS)
+    rank.agreement.broken[0] = reported = "group 3: rebuild: too many open files"
+    vote = rank.attempt(0)
+    assert (vote.is_complete, vote.failure) == (False, "")
+    assert rank.records[-1].evidence == reported
+    assert rank.agreement.broken == {0: reported}
+
+
+def test_a_lost_peer_is_no_failure_of_ones_own_but_is_reported_too() -> None:
+    rank = Rank(num_sums=1)
+    vote = rank.attempt(0)
+    assert (vote.is_complete, vote.failure) == (False, "")
+    assert rank.agreement.broken == {0: "group 0: connection: closed by peer"}
 
 
 # -------------------------------------------------------------------------------------------------- leaving early

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import FaultConfig, LayoutConfig
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import LEAST_STEPS
 from spare_megatron.journal.records import FaultRecord, LossRecord, SuspicionRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
+from tests.integration.whole_run import REPLICATED, Run, complete_run, entries_of, kill, losses_of, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,10 +35,11 @@ def finished(
     *,
     steps: int = 4,
     mode: str = "fast",
+    optimizer: OptimizerConfig = REPLICATED,
     watch: Watch | None = None,
 ) -> Run:
     """A run that finishes, with a valid journal, and in which every fault struck."""
-    config = tiny_config(corpus, layout, steps=steps, faults=faults, mode=mode)
+    config = tiny_config(corpus, layout, steps=steps, faults=faults, mode=mode, optimizer=optimizer)
     run = complete_run(config, run_dir, watch)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert run.summary.steps_committed == steps
@@ -129,15 +130,24 @@ def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Pat
 
 @pytest.mark.parametrize(
     ("layout", "kind", "bit", "what"),
-    [(ONE_RANK, "moment_flip", 0, "state"), (STAGES, "param_flip", 10, "parameters")],
+    [(ONE_RANK, "moment_flip", 2, "state"), (STAGES, "param_flip", 10, "parameters")],
     ids=["moment", "parameter"],
 )
 def test_a_flipped_bit_of_the_state_is_found_by_the_next_comparison(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig, kind: str, bit: int, what: str
 ) -> None:
-    """The bit of the moment changes no parameter in this update; it is found before any that it may change counts."""
+    """The bit of the moment changes no parameter in this update; it is found before any that it may change counts.
+
+    Of the lowest bit the update often leaves nothing, by rounding (in 3 of 6 runs with other seeds). That depends on
+    the gradients, and so on the corpus, Python's own sources. Of bit 2 it always leaves something, which the small
+    steps keep from the parameters.
+    """
     fault = wrong(kind, FaultPoint.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=bit)
-    run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=Watch(dump_steps=frozenset({2, 3})))
+    small_steps, watch = (
+        OptimizerConfig(learning_rate=1e-7, min_learning_rate=1e-8),
+        Watch(dump_steps=frozenset({2, 3})),
+    )
+    run = finished(text_corpus, tmp_path / "run", [fault], layout, optimizer=small_steps, watch=watch)
     assert_exact(run, [2, 3])
     fence = fences_of(run)[3]
     assert (fence["discard"], fence["error"]) == (True, "")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from spare_megatron.process.reports import RunEvent, StepCommitted, StoreAway
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.etcd_gateway import EtcdGateway
 from spare_megatron.store.spec import EtcdStoreSpec
-from tests.integration.etcd_cluster import EtcdCluster, running_cluster
+from tests.integration.etcd_cluster import NUM_MEMBERS, EtcdCluster, running_cluster
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, tiny_config
 
@@ -154,3 +155,35 @@ def test_losses_are_masked_while_the_leader_of_etcd_is_killed_again_and_again(
     assert_masked(run)
     assert killed == [5, 25, 45]
     assert len(own_cluster.members) == 3
+
+
+@pytest.mark.parametrize("loses", ["all", "its keys"])
+def test_a_run_whose_etcd_loses_its_log_ends_and_names_its_saved_state(
+    own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path, loses: str
+) -> None:
+    """All members come back empty, as without a volume; or another program removes the keys of the run."""
+    lost: list[int] = []
+
+    def lose(event: RunEvent) -> None:
+        if not isinstance(event, StepCommitted) or lost:
+            return
+        lost.append(keys_left(own_cluster))
+        if loses == "its keys":
+            gateway = EtcdGateway(EtcdStoreSpec(endpoints=own_cluster.endpoints, prefix="", timeout_s=60.0))
+            gateway.call("/v3/kv/deleterange", {"key": "AA==", "range_end": "AA=="})
+            return
+        for number in list(own_cluster.members):
+            own_cluster.kill(number)
+            shutil.rmtree(tmp_path / f"member-{number}")
+        for number in range(NUM_MEMBERS):
+            own_cluster.start(number)
+
+    config = with_etcd(tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=3000), own_cluster)
+    run = complete_run(config, tmp_path / "run", on_event=lose)
+    assert lost
+    assert lost[0] > 0
+    assert run.summary.outcome == "failed"
+    assert run.summary.outcome_reason.startswith("the control store is gone: "), run.summary.outcome_reason
+    assert "confirmed" in run.summary.outcome_reason
+    assert "the state is in" in run.summary.outcome_reason
+    assert 0 < run.summary.steps_committed < 3000

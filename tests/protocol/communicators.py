@@ -37,14 +37,12 @@ class Communicator:
         members: The groups it connects.
         processes: Those that have come, one of each group.
         dead: Those that have ended.
-        gone: Those, and all that have released it.
     """
 
     key: int
     members: tuple[int, ...]
     processes: dict[int, str] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     num_posted: dict[str, int] = field(default_factory=dict)
 
@@ -62,9 +60,6 @@ class Communicator:
         if group in self.processes:
             raise Violation(f"communicator {self.key} is built twice: by {self.processes[group]} and by {process}")
         self.processes[group] = process
-
-    def leave(self, process: str) -> None:
-        self.gone.add(process)
 
     def post(self, process: str, name: str, brought: Any) -> Reduction:
         """A member starts its next collective.
@@ -87,13 +82,8 @@ class Communicator:
 
     @property
     def has_dead(self) -> bool:
-        """The end of a member shows on its connections, however they are used."""
+        """The end of a member shows on its connections; that a living one has given up does not."""
         return bool(self.dead)
-
-    @property
-    def is_broken(self) -> bool:
-        """A member has closed its end of the connections."""
-        return bool(self.gone)
 
 
 class Communicators:
@@ -118,4 +108,3 @@ class Communicators:
         for communicator in self._all.values():
             if communicator.processes.get(group, process) == process:
                 communicator.dead.add(process)
-                communicator.leave(process)

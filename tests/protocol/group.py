@@ -139,6 +139,10 @@ class Group:
         """A local gradient sum becomes unsound. False if none is to be summed any more."""
         return self._buckets.spoil(random)
 
+    def lack(self, num_failures: int) -> None:
+        """As `Links.lack`."""
+        self._links.lack(num_failures)
+
     def flip(self, what: str) -> None:
         """As `Buckets.flip`."""
         self._buckets.flip(what)
@@ -177,7 +181,6 @@ class Group:
             case BuildCommunicator(key=key, members=members):
                 communicator = self._world.communicators.named(key, members)
                 self._links.begin(communicator)
-                self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
             case AttemptReduce() | AttemptEvaluation() | AttemptFinish():
                 return (yield from self._attempt(action))
             case ReportEvaluation(step=step, sums=sums):
@@ -502,6 +505,7 @@ class Group:
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
             pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
+            failure="" if is_complete else self._links.failure,
             has_wrong_sum=has_wrong_sum,
             audits=self.audits.words() if is_audited else (),
             losses=self.audits.losses.words() if is_audited else (),
@@ -518,15 +522,21 @@ class Group:
         buckets = self._buckets
         buckets.begin(action.attempt, action.kept, recipients_of(action))
         if not (yield from self._links.connect()):
+            yield from self._links.report()
             return
         in_flight: deque[Reduction] = deque()
         while not buckets.window.is_complete:
             while buckets.window.may_post(buckets.num_buckets):
                 bucket, local = buckets.post()
-                in_flight.append(self._links.post(f"attempt {action.attempt}, bucket {bucket}", local))
+                posted = self._links.post(f"attempt {action.attempt}, bucket {bucket}", local)
+                if posted is None:
+                    yield from self._links.report()
+                    return
+                in_flight.append(posted)
                 yield None
             sums = yield from self._links.await_sums(in_flight.popleft())
             if sums is None:
+                yield from self._links.report()
                 return
             if not buckets.receive(sums):
                 self._world.invariants.counts["sum with an unsound part"] += 1

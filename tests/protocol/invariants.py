@@ -24,12 +24,13 @@
     computed wrongly; the run halts for it only if fewer than two right members can compute the microbatch. A suspect is
     committed only if another host has computed it to the same loss, unless there is none or such questions have held
     the run up as often as they may.
-11. No log entry is written twice; no communicator's name is used twice (`communicators`).
+11. A group that votes twice in a step that it lacks a resource is fenced, and no other one for that; if all members do,
+    the run halts (`shortages`).
+12. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 from spare_megatron.core.actions import (
@@ -61,25 +62,15 @@ from tests.protocol.audits import AuditObserver
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.evaluations import SET, loss_of
+from tests.protocol.incarnations import Incarnation, Opening, incarnation_of
 from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
+from tests.protocol.shortages import LACKING, ShortageObserver
 from tests.protocol.suspects import SuspectObserver
 from tests.protocol.violation import Violation
 
 MAX_RESUMES = 4
 """One more without a commit, and the run may end for want of hosts."""
-
-Incarnation = tuple[int, int]
-"""A group and its incarnation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """The state in which an attempt begins."""
-
-    step: int
-    members: frozenset[Incarnation]
-    epoch: int
 
 
 class Invariants:
@@ -138,6 +129,7 @@ class Invariants:
         self._is_discarded = False  # the attempt under way
         self._is_anew = False  # it follows one of which nothing may stay
         self._found_wrong: frozenset[Incarnation] = frozenset()  # sums of the attempt before
+        self._shortages = ShortageObserver()
         self._is_halted = False
         self._is_finished = not partitions.exist  # the log has said that the run can end
         self.counts: Counter[str] = Counter()
@@ -159,6 +151,9 @@ class Invariants:
                     self.counts["outvoted"] += 1
                 elif discard:
                     self._discarded(f"{group}.{incarnation}", writer)
+                elif LACKING in entry.reason:
+                    self._shortages.fenced((group, incarnation), writer, self._votes_now())
+                    self.counts["fence for lack of a resource"] += 1
                 self._lost(group, incarnation)
             case Commit() | Retry() | Evaluated() | Finish():
                 self._decided(entry, writer)
@@ -213,6 +208,7 @@ class Invariants:
         self._admitted |= self.members
         self.epoch += 1
         self.step = entry.step
+        self._shortages.begin()
         self._num_resumes = 0
         self._is_evaluation_due = self._evaluates_now()
         self.attempt += 1
@@ -257,6 +253,11 @@ class Invariants:
         )
 
     def _halted(self, reason: str, writer: str) -> None:
+        if LACKING in reason:
+            self._shortages.halted(reason, writer, self._votes_now())
+            self.counts["halt for lack of a resource"] += 1
+            self._is_halted = True
+            return
         if reason.startswith("audit of"):
             self.audits.halted(writer, self.entries, set(self.members))
             self.counts["halt over an audit"] += 1
@@ -323,6 +324,10 @@ class Invariants:
         self.members |= latest
         self._admitted |= latest
 
+    def _votes_now(self) -> dict[Incarnation, Vote | None]:
+        """Of the members, on this attempt."""
+        return {incarnation: self._votes.get((incarnation, self.attempt)) for incarnation in sorted(self.members)}
+
     def _evaluates_now(self) -> bool:
         is_last = self.step == self._num_steps
         return bool(self._eval_every and self.step and (is_last or self.step % self._eval_every == 0))
@@ -332,7 +337,7 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
         if incarnation_of(writer) not in self.members:
             raise Violation(f"{writer} is fenced and writes {entry}")
-        votes = {incarnation: self._votes.get((incarnation, entry.attempt)) for incarnation in sorted(self.members)}
+        votes = self._votes_now()
         silent = [incarnation for incarnation, vote in votes.items() if vote is None]
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
@@ -381,6 +386,7 @@ class Invariants:
         """`is_summed`: all have the sum, of which the last bucket is summed again once suspects are computed."""
         if not isinstance(entry, Retry):
             return
+        self._shortages.retried(entry, writer, votes)
         held = [vote.num_complete for vote in votes.values() if vote is not None]
         least = () if is_anew or () in held else (min(held)[0] - is_summed,)
         if (entry.recompute, entry.kept) != (is_anew, least):
@@ -406,6 +412,7 @@ class Invariants:
         if self.members != self._opened[self.attempt].members:
             self.counts["commit with the sum of a fenced group"] += 1
         self.step += 1
+        self._shortages.begin()
         present = {group for group, _ in self.members}
         self._drain(entry, writer, cast)
         if self.step < self._num_steps:
@@ -587,9 +594,3 @@ class Invariants:
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}
         return self.partitions.is_wiped_out or not self._has_hosts(groups)
-
-
-def incarnation_of(process: str) -> Incarnation:
-    """The group and the incarnation of a process, which is named after them."""
-    group, _, incarnation = process.partition(".")
-    return int(group), int(incarnation)

@@ -12,6 +12,7 @@ from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.communicators import Communicator, Reduction
+from tests.protocol.shortages import LACKING
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 
@@ -39,6 +40,7 @@ class Links:
     Attributes:
         communicator: The one to use next; None where the last one broke.
         head: Entries of the log read so far.
+        failure: Why this process itself cannot take part in sums over groups; empty if it can.
     """
 
     def __init__(self, member: Member, name: str, controller: Controller, world: Surroundings) -> None:
@@ -48,82 +50,101 @@ class Links:
         self.communicator: Communicator | None = None
         self._is_alone = False  # among the members of the last one
         self.head = 0
+        self.failure = ""
+        self._num_failures = 0
+
+    def lack(self, num_failures: int) -> None:
+        """Its next builds, or the collectives on what it has built, fail at once."""
+        self._num_failures = num_failures
 
     def begin(self, communicator: Communicator) -> None:
-        """Takes this one in place of the last."""
+        """Takes this one in place of the last, and starts to build it unless that fails at once."""
         self.release()
         self.communicator, self._is_alone = communicator, len(communicator.members) == 1
+        self.failure = ""
+        if not self._fails():
+            self._world.start_in_background(f"{self._name} builds {communicator.key}", self._build(communicator))
+
+    def _fails(self) -> bool:
+        """Whether this operation fails for lack of a resource; if so, the communicator is gone and `failure` set."""
+        if self._num_failures and not self._is_alone:
+            self._num_failures -= 1
+            self.failure = LACKING
+            self.release()
+        return bool(self.failure)
+
+    def report(self) -> Steps:
+        """Reports that this process posts no more before the next entry: the others cannot see that by themselves."""
+        yield from self.speak(lambda voice: voice.report_broken(self.head, self.failure or "it has given up"))
 
     def gather(self, name: str, brought: Any) -> Steps:
-        """What all members brought, or None as soon as it cannot be had or no one needs it.
-
-        The others cannot see that a living member has given up: it reports that, unless another one has.
-        """
+        """What all members brought, or None as soon as it cannot be had or no one needs it."""
         gathered = yield from self._gather(name, brought)
-        if gathered is None and not (yield from self.is_over(is_gathering=True)):
-            yield from self.speak(lambda voice: voice.report_broken(self.head))
+        if gathered is None:
+            yield from self.report()
         return gathered
 
     def _gather(self, name: str, brought: Any) -> Steps:
-        if not (yield from self.connect(is_gathering=True)):
+        if not (yield from self.connect()):
             return None
         gathered = None
         for number in range(NUM_ROUNDS):
             reduction = self.post(f"{name}, round {number}", brought)
             yield None
-            gathered = yield from self.await_sums(reduction, is_gathering=True)
+            gathered = reduction and (yield from self.await_sums(reduction))
             if gathered is None:
                 return None
         return gathered
 
-    def connect(self, *, is_gathering: bool = False) -> Steps:
+    def connect(self) -> Steps:
         """Whether there is a communicator to post on, as soon as there is."""
         if self._is_alone:
             return True
-        if self.communicator is None or (yield from self.is_over(is_gathering=is_gathering)):
+        if self.communicator is None or (yield from self.is_over()):
             return False
         communicator = self.communicator
         while not communicator.is_built:
-            yield Until(lambda: communicator.is_built or self._has_news(is_gathering=is_gathering))
-            if not communicator.is_built and (yield from self.is_over(is_gathering=is_gathering)):
+            yield Until(lambda: communicator.is_built or self._has_news())
+            if not communicator.is_built and (yield from self.is_over()):
                 return False
         return True
 
-    def post(self, name: str, brought: Any) -> Reduction:
+    def post(self, name: str, brought: Any) -> Reduction | None:
+        """None if that fails at once."""
         if self._is_alone:
             return Reduction(name, {self._name: brought})
+        if self._fails():
+            return None
         assert self.communicator is not None, "it has been connected"
         return self.communicator.post(self._name, name, brought)
 
-    def await_sums(self, reduction: Reduction, *, is_gathering: bool = False) -> Steps:
+    def await_sums(self, reduction: Reduction) -> Steps:
         """What all members brought, or None as soon as it cannot be had or no one needs it."""
         if self._is_alone:
             return dict(reduction.posted)
         communicator = self.communicator
-        assert communicator is not None, "it was posted on"
+        if communicator is None:
+            return None
 
         def possible() -> list[str]:
-            is_broken = communicator.has_dead if is_gathering else communicator.is_broken
             found = ["completes"] if communicator.may_complete(reduction) else []
-            found += ["breaks"] if is_broken else []
-            return found + (["looks at the store"] if self._has_news(is_gathering=is_gathering) else [])
+            found += ["breaks"] if communicator.has_dead else []
+            return found + (["looks at the store"] if self._has_news() else [])
 
         while True:
             yield Until(lambda: bool(possible()))
             outcome = self._world.choose(*possible())
             if outcome == "completes":
                 return dict(reduction.posted)
-            if outcome == "breaks" or (yield from self.is_over(is_gathering=is_gathering)):
+            if outcome == "breaks" or (yield from self.is_over()):
                 self.release()
                 return None
 
-    def build(self, communicator: Communicator) -> Steps:
+    def _build(self, communicator: Communicator) -> Steps:
         yield None
         communicator.join(self._member.group, self._name)
 
     def release(self) -> None:
-        if self.communicator is not None:
-            self.communicator.leave(self._name)
         self.communicator = None
 
     # ------------------------------------------------------------------------------------------------- coming back
@@ -154,16 +175,14 @@ class Links:
         log_type = self._world.log_type
         return (yield from conversation(lambda store: call(self._voice(log_type(store)))))
 
-    def is_over(self, *, is_gathering: bool) -> Steps:
+    def is_over(self) -> Steps:
         """Whether the store says that what is under way is abandoned."""
         head = self.head
-        if (yield from self.speak(lambda voice: voice.is_written(head))):
-            return True
-        return is_gathering and (yield from self.speak(lambda voice: voice.is_broken(head)))
+        return (yield from self.speak(lambda voice: voice.is_over(head)))
 
-    def _has_news(self, *, is_gathering: bool) -> bool:
+    def _has_news(self) -> bool:
         """Whether it will be."""
-        return self._world.is_written(self.head) or (is_gathering and self._world.is_reported_broken(self.head))
+        return self._world.is_written(self.head) or self._world.is_reported_broken(self.head)
 
     def read_entry(self, index: int) -> Steps:
         return self.take_entry(index, (yield from self.await_entry(index)))

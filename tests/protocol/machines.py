@@ -32,7 +32,7 @@ from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.store import keys
+from spare_megatron.store import decision_log, keys
 from spare_megatron.supervisor import group_reforming, group_rendezvous, quarantine, restarts, store_link
 from spare_megatron.supervisor.examination import ExaminationWanted
 from spare_megatron.supervisor.group_reforming import Assigned, AssignmentList, PlaceTaken
@@ -97,6 +97,7 @@ def clocked() -> Iterator[Clock]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (timers, group_rendezvous, group_reforming, quarantine, restarts, store_link):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+        patch.setattr(decision_log, "time", SimpleNamespace(monotonic=lambda: 0.0))  # no store loses its log here
         yield clock
 
 

@@ -35,6 +35,8 @@ from tests.protocol.communicators import Sums
 from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.lanes import CountsHalfARow, Lanes, PatchesOnOneLane
 from tests.protocol.partitions import PartitionStates
+from tests.protocol.shortages import LACKING
+from tests.protocol.store import UncheckedLog
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -170,7 +172,7 @@ class RestartsWithoutHosts(Controller):
         self.restarts = Restarts(setup.restarts, setup.placement, last_resort=True)
 
 
-class CountsOldVotes(DecisionLog):
+class CountsOldVotes(UncheckedLog):
     """Takes a group's vote on an earlier attempt where it has not voted on this one."""
 
     def votes(self, attempt: int, voters: Sequence[Member], relays: Sequence[Member] = ()) -> dict[int, str]:
@@ -404,10 +406,10 @@ class CopiesAtOnce(PartitionStates):
 
 
 class ReportsNoBreak(GroupAgreement):
-    """Lets the others of a gathering wait for what never comes."""
+    """Lets the others wait for what never comes."""
 
-    def report_broken(self, index: int) -> None:
-        pass
+    def report_broken(self, index: int, cause: str) -> str:
+        return cause
 
 
 class PatchesEvaluations(Controller):
@@ -489,12 +491,38 @@ class AsksAboutAllSuspects(Controller):
         return actions
 
 
+class FencesAtTheFirstFailure(Controller):
+    """Gives a group that lacks a resource no second chance."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        self._failed = frozenset(self.members)
+        return super()._decide(event, now_s)
+
+
+class FencesThoseThatWait(Controller):
+    """Takes every group without the whole sum for one that is itself the cause."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        if any(vote.failure for vote in event.votes.values()):
+            votes = {g: vote if vote.is_complete else replace(vote, failure=LACKING) for g, vote in event.votes.items()}
+            event = replace(event, votes=votes)
+        return super()._decide(event, now_s)
+
+
+class ForgetsFailures(Controller):
+    """Lets a group that lacks a resource try again and again."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        self._failed = frozenset()
+        return super()._decide(event, now_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol:
     """The parts under test."""
 
     controller_type: type[Controller] = Controller
-    log_type: type[DecisionLog] = DecisionLog
+    log_type: type[DecisionLog] = UncheckedLog
     partitions_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
     buckets_type: type[Buckets] = Buckets
@@ -538,7 +566,7 @@ MUTATIONS = {
     "waits for votes of the lost": Protocol(controller_type=WaitsForVotesOfTheLost),
     "reads no votes after a loss": Protocol(reliance_type=ReadsNothing),
     "leaves votes to lost relays": Protocol(reliance_type=ReliesOnTheLost),
-    "does not report a broken gather": Protocol(voice_type=ReportsNoBreak),
+    "does not report what has failed": Protocol(voice_type=ReportsNoBreak),
     "installs pieces of an earlier step": Protocol(partitions_type=InstallsOldPieces),
     "copies state partitions in the step of the loss": Protocol(partitions_type=CopiesAtOnce),
     "publishes checkpoints without reading the log": Protocol(refusal_in_log=lambda log, head, action: ""),
@@ -571,6 +599,12 @@ MUTATIONS_OF_AUDITS = {
 MUTATIONS_OF_SUSPECTS = {
     "commits suspects unheard": Protocol(controller_type=CommitsSuspectsUnheard),
     "asks about all suspects": Protocol(controller_type=AsksAboutAllSuspects),
+}
+MUTATIONS_OF_SHORTAGES = {
+    "fences a group at its first failure": Protocol(controller_type=FencesAtTheFirstFailure),
+    "fences groups that wait for one that fails": Protocol(controller_type=FencesThoseThatWait),
+    "lets a group fail again and again": Protocol(controller_type=ForgetsFailures),
+    "waits for groups that have failed": Protocol(voice_type=ReportsNoBreak),
 }
 MUTATIONS_OF_LANES = {
     "counts half a row": Protocol(lanes_type=CountsHalfARow),

@@ -252,6 +252,33 @@ class Scene:
         return replace(scene, fault_budget=faults, save_interval_s=random.choice((None, 20.0)))
 
     @classmethod
+    def draw_shortages(cls, random: Random) -> "Scene":
+        """One in which groups lack what it takes to connect or to post, for a while, and little else happens.
+
+        The faults `lack` and `lack everywhere` are none of `FAULTS`: so many such operations of a group, or of all,
+        fail at once.
+        """
+        scene = cls._draw_hosted(random, groups=(2, 5), steps=(2, 3))
+        return replace(
+            scene,
+            fault_moves=20 * scene.num_groups * scene.num_steps,
+            fault_budget={
+                "lack": random.randint(1, 4),
+                "lack everywhere": random.choice((0, 0, 1)),
+                "crash": random.choice((0, 1, 2)),
+                "suspect": random.choice((0, 0, 1)),
+                "replace": random.choice((0, 1, 2)),
+                "break": random.choice((0, 0, 1)),
+                "pause": random.choice((0, 1)),
+            },
+            partition_redundancy=min(scene.num_groups, random.choice((0, 0, 3))),
+            num_buckets=random.choice((1, 5)),
+            fan_in=random.choice((1, 2)),
+            pauses=random.choice((False, True)),
+            eval_every_steps=random.choice((0, 0, 2)),
+        )
+
+    @classmethod
     def draw_audits(cls, random: Random) -> "Scene":
         """One with audits, in which groups compute wrongly, and some are lost or come back meanwhile.
 

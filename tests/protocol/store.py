@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from spare_megatron.store.decision_log import DecisionLog
 from tests.protocol.violation import Violation
 
 T = TypeVar("T")
@@ -79,6 +80,13 @@ def conversation(call: Callable[[Any], T]) -> Generator[Request, Any, T]:
             return call(_Connection(answers))
         except _Unanswered as unanswered:
             answers.append((yield unanswered.request))
+
+
+class UncheckedLog(DecisionLog):
+    """Looks nothing up again: no store here loses its log, and no history depends on the time that it takes."""
+
+    def check(self, interval_s: float | None = None) -> None:
+        pass
 
 
 class Store:

@@ -18,6 +18,7 @@ NUM_PAUSE_HISTORIES = 200
 NUM_CORRUPTION_HISTORIES = 100
 NUM_UNSOUND_HISTORIES = 150
 NUM_FLIP_HISTORIES = 100
+NUM_SHORTAGE_HISTORIES = 1000
 NUM_RETURN_HISTORIES = 300
 NUM_EVALUATION_HISTORIES = 150
 NUM_DRAIN_HISTORIES = 60
@@ -46,7 +47,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "void admission": 5,
         "fenced while alive": 100,
         "vote of a fenced group": 100,
-        "commit with the sum of a fenced group": 25,
+        "commit with the sum of a fenced group": 15,
         "discard": 20,
         "refused checkpoint": 1,  # most wrong state is found before it is saved
         "superseded checkpoint": 10,
@@ -122,6 +123,16 @@ def test_no_history_of_wrong_sums_violates_an_invariant() -> None:
     assert sample.counts["Halt"] == 0
 
 
+def test_no_history_of_shortages_violates_an_invariant() -> None:
+    """A group that lacks a resource twice costs itself alone, and none halts the run unless all lack one."""
+    sample = run_histories(range(NUM_SHORTAGE_HISTORIES), draw=Scene.draw_shortages)
+    assert sample.violations == {}
+    least = {"lack": 1800, "lack everywhere": 200, "fence for lack of a resource": 300, "FinishRun": 1000}
+    least |= {"halt for lack of a resource": 60, "broken gather": 60, "retry that keeps buckets": 30}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+    assert sample.counts["Halt"] == sample.counts["halt for lack of a resource"]
+
+
 def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_RETURN_HISTORIES), draw=Scene.draw_returns)
     assert sample.violations == {}
@@ -181,7 +192,7 @@ def test_no_history_with_audits_violates_an_invariant() -> None:
 def test_no_history_with_suspects_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_SUSPECT_HISTORIES), draw=Scene.draw_suspects)
     assert sample.violations == {}
-    least = {"question about suspects": 100, "commit with agreed suspects": 60, "dispute over a loss": 20}
+    least = {"question about suspects": 100, "commit with agreed suspects": 60, "dispute over a loss": 15}
     least |= {"outvoted": 20, "FinishRun": 100}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 

@@ -20,6 +20,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_LANES,
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHARED_DATA,
+    MUTATIONS_OF_SHORTAGES,
     MUTATIONS_OF_SUMS,
     MUTATIONS_OF_SUSPECTS,
     Protocol,
@@ -89,7 +90,11 @@ FOUND_AS = {
     "evaluates without what the lost have computed": "though the members voted",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
-    "does not report a broken gather": "no progress|no end",
+    "does not report what has failed": "no progress|no end",
+    "fences a group at its first failure": "for lack of a resource",
+    "fences groups that wait for one that fails": "for lack of a resource|lack a resource|halts the run",
+    "lets a group fail again and again": "lack a resource again",
+    "waits for groups that have failed": "no progress|no end",
     "installs pieces of an earlier step": "counts as a host of partition|other parameters",
     "copies state partitions in the step of the loss": "whose sums have not come to it",
     "publishes checkpoints without reading the log": "before it was fenced is wrong, and is used",
@@ -205,7 +210,7 @@ RARE = {
     "leaves votes to lost relays": draw_lost_relays,
     "compares nothing of its last checkpoint": draw_last_saves,
     "trusts any report of a copy": draw_late_copies,
-    "does not report a broken gather": draw_breaks,
+    "does not report what has failed": draw_breaks,
     "patches a step that was discarded": draw_discards,
     "installs pieces of an earlier step": draw_copies,
     "copies state partitions in the step of the loss": draw_copies,
@@ -215,7 +220,7 @@ RARE = {
 }
 
 
-FIRST_SEEDS = {"publishes checkpoints without reading the log": 1700}
+FIRST_SEEDS = {"publishes checkpoints without reading the log": 950, "restarts with the larger batch": 1380}
 """Seeds before these take long, and find nothing."""
 
 PROTOCOLS_BY_SCENES = {
@@ -231,6 +236,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_PAUSES, Scene.draw_pauses),
         (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
         (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),
+        (MUTATIONS_OF_SHORTAGES, Scene.draw_shortages),
         (MUTATIONS_OF_SUMS, Scene.draw_flips),
         (MUTATIONS_OF_SUSPECTS, Scene.draw_suspects),
     )
@@ -258,7 +264,8 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
 @pytest.mark.parametrize("mutation", PROTOCOLS_BY_SCENES)
 def test_the_simulation_of_certain_scenes_finds_a_protocol_that(mutation: str) -> None:
     protocol, draw = PROTOCOLS_BY_SCENES[mutation]
-    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=draw)
+    seeds = range(FIRST_SEEDS.get(mutation, 0), MAX_SEEDS)
+    found = run_histories(seeds, protocol, until_found=True, draw=draw)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

@@ -354,6 +354,10 @@ class World:
             case "flip" | "flip always" if alive:
                 what = self._random.choice(("sent", "received")) if fault == "flip" else "always"
                 self._groups[self._random.choice(alive).name].flip(what)
+            case "lack" | "lack everywhere" if alive:
+                num_failures = self._random.randint(1, 5)
+                for process in alive if fault == "lack everywhere" else [self._random.choice(alive)]:
+                    self._groups[process.name].lack(num_failures)
             case "miscompute" if alive:
                 self._groups[self._random.choice(alive).name].audits.spoil(self._random)
             case "unsound" if alive:

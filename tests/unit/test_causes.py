@@ -42,6 +42,12 @@ def test_of_a_chain_the_last_exception_counts() -> None:
     assert cause_of_end(ExitCode.RAISED, chain) == ("OSError: 2", "OSError: 2")
 
 
+def test_a_state_that_could_not_be_copied_is_explained_and_is_nothing_that_others_may_meet() -> None:
+    text = "group 0 has not given its state: [Errno 24] Too many open files"
+    assert cause_of_end(ExitCode.JOIN_FAILED, text) == (f"could not copy the state: {text}", "")
+    assert cause_of_end(ExitCode.JOIN_FAILED) == ("could not copy the state", "")
+
+
 def test_without_a_traceback_the_exit_code_is_the_reason() -> None:
     assert cause_of_end(-9) == ("SIGKILL", "")
     assert cause_of_end(ExitCode.GROUP_BROKEN) == ("lost a peer in its group", "")

@@ -24,7 +24,17 @@ from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
 from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.decision import fence_silent_voters
-from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry, decode_entry, encode_entry
+from spare_megatron.core.entries import (
+    Commit,
+    Entry,
+    Fence,
+    Halt,
+    OwnFailure,
+    Restart,
+    Retry,
+    decode_entry,
+    encode_entry,
+)
 from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -300,6 +310,78 @@ def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
 )
 def test_an_entry_survives_the_log(entry: Entry) -> None:
     assert decode_entry(encode_entry(entry)) == entry
+
+
+LACKING = "too many open files; raise `ulimit -n`"
+
+
+def failing(controller: Controller, *groups: int) -> VotesRead:
+    """Incomplete votes of all groups, of which these lack a resource."""
+    cast = votes(controller, g0=False, g1=False, g2=False, g3=False)
+    named = {GroupId(g): replace(cast.votes[GroupId(g)], failure=LACKING) for g in groups}
+    of_members = {group: vote for group, vote in {**cast.votes, **named}.items() if group in controller.members}
+    return replace(cast, votes=of_members)
+
+
+def decided(controller: Controller, *groups: int) -> Entry:
+    """The entry that follows if these groups lack a resource, folded."""
+    [append] = controller.handle(failing(controller, *groups), now_s=0.0)
+    assert isinstance(append, AppendEntry)
+    assert decode_entry(encode_entry(append.entry)) == append.entry
+    fold(controller, append.entry)
+    return append.entry
+
+
+def test_a_group_that_lacks_a_resource_twice_in_a_step_is_fenced_for_it_and_the_others_go_on() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    assert decided(controller, 2) == Retry(step=0, attempt=0, failures=(OwnFailure(GroupId(2), LACKING),))
+    assert decided(controller) == Retry(step=0, attempt=1), "a reduction that breaks otherwise forgets nothing"
+    lost = decided(controller, 2)
+    reason = f"it could not connect to the others in two attempts of step 0: {LACKING}"
+    assert lost == Fence(group=GroupId(2), reason=reason)
+    assert controller.members == (0, 1, 3)
+    assert isinstance(decided(controller), Retry)
+
+
+def test_a_group_that_lacks_a_resource_once_in_each_step_is_not_fenced() -> None:
+    controller = make_controller(steps=9)
+    controller.handle(RunStarted(), now_s=0.0)
+    for step in range(4):
+        assert isinstance(decided(controller, 2), Retry)
+        fold(controller, Commit(step=step, attempt=controller.attempt))
+    assert controller.members == (0, 1, 2, 3)
+
+
+def test_of_several_groups_that_lack_a_resource_again_each_is_fenced() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    assert isinstance(decided(controller, 1, 2), Retry)
+    assert [decided(controller, 1, 2), decided(controller, 2)] == [
+        Fence(group=GroupId(g), reason=f"it could not connect to the others in two attempts of step 0: {LACKING}")
+        for g in (1, 2)
+    ]
+    assert controller.members == (0, 3)
+
+
+def test_if_all_groups_lack_a_resource_the_run_halts_with_the_cause_and_fences_none() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    assert isinstance(decided(controller, 3), Retry)
+    assert isinstance(decided(controller, 0, 1, 2, 3), Retry), "three of them for the first time"
+    halt = decided(controller, 0, 1, 2, 3)
+    assert halt == Halt(step=0, reason=f"no group can connect to the others, group 0 for this: {LACKING}")
+
+
+def test_a_run_that_halts_for_failed_reductions_says_what_a_group_lacked() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    retry = Retry(step=0, attempt=0, failures=(OwnFailure(GroupId(1), LACKING),))
+    for attempt in range(MAX_RETRIES_WITHOUT_LOSS):
+        fold(controller, replace(retry, attempt=attempt))
+    [stop] = fold(controller, replace(retry, attempt=MAX_RETRIES_WITHOUT_LOSS))
+    assert isinstance(stop, StopHalted)
+    assert stop.reason.endswith(f"though no group was lost; group 1: {LACKING}")
 
 
 def test_a_waiting_group_is_taken_in_by_the_commit_and_works_from_the_next_step_on() -> None:

@@ -124,7 +124,8 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ),
         ({"clock": ClockOffset(ahead_s=-2.1, error_s=0.01)}, "clock", False, "2.1 s behind the driver's"),
         ({"open_files": 256}, "limits", True, "raise it by `ulimit -n 352`"),
-        ({"open_files": 256, "open_files_most": 256}, "limits", True, "raise it by limits.conf, as root,"),
+        ({"open_files": 256, "open_files_most": 256}, "limits", True, "limits.conf, as root, and `ulimit -n 352`"),
+        ({"temp_folder": f"/{'x' * 75}"}, "limits", True, "set TMPDIR to a shorter path"),
         ({"locked_memory_bytes": 65536}, "limits", False, "may lock 64 KiB of memory"),
         ({"corpus_bytes": (1000, None)}, "corpus", True, "data/corpus.idx cannot be read"),
         (
@@ -158,6 +159,8 @@ def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
         {"clock": ClockOffset(ahead_s=2.1, error_s=0.2)},  # a slow answer proves nothing
         {"clock": ClockOffset(ahead_s=-1.9, error_s=0.0)},
         {"open_files": 352},
+        {"temp_folder": f"/{'x' * 74}"},
+        {"address_space_bytes": 1},  # of no use to a GPU
         {"has_infiniband": False, "locked_memory_bytes": 65536},
         {"folder_free_bytes": 4 * CHECKPOINT},
         {"write": Rate(bytes_per_s=CHECKPOINT / 1799)},

@@ -195,3 +195,33 @@ def test_a_stream_is_heard_to_its_end_though_its_answer_ends_the_connection() ->
         with gateway.stream("/v3/watch", {}, PATIENT_S) as (_, messages):
             assert list(messages) == [{"events": []}]
         assert gateway.call("/v3/kv/put", {}) == FINE[1]
+
+
+# ------------------------------------------------------------------------------------------------ a lost history
+
+
+def answer_of(revision: int, cluster: str = "1") -> tuple[int, Any]:
+    return 200, {"header": {"cluster_id": cluster, "revision": str(revision)}}
+
+
+@pytest.mark.parametrize(
+    ("later", "named"),
+    [(answer_of(6), "has gone back in time \\(revision 6, before 7\\)"), (answer_of(900, "2"), "is another cluster")],
+)
+def test_an_etcd_that_has_lost_what_it_confirmed_is_a_lost_store(later: tuple[int, Any], named: str) -> None:
+    with member(answer_of(5), answer_of(7), answer_of(7), later) as server:
+        gateway = EtcdGateway(server.spec())
+        other = gateway.another()  # of the same process: what one has seen the other knows
+        for one in (gateway, other, gateway):
+            one.call("/v3/kv/range", {})
+        with pytest.raises(StoreLost, match=named):
+            other.call("/v3/kv/txn", {})
+        assert server.num_requests == 4, "asking again would not help"
+
+
+def test_the_status_of_a_member_that_lags_behind_is_no_lost_history() -> None:
+    with member(answer_of(7), answer_of(3), answer_of(8)) as server:
+        gateway = EtcdGateway(server.spec())
+        gateway.call("/v3/kv/range", {})
+        gateway.call("/v3/maintenance/status", {})
+        assert gateway.call("/v3/kv/range", {}) == answer_of(8)[1]

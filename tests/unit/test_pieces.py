@@ -18,7 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spare_megatron.core.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
-from spare_megatron.process.piece_wire import NONCE_BYTES, Address, NotOffered, TransferBroken, WrongStep, receive
+from spare_megatron.process.piece_wire import (
+    NONCE_BYTES,
+    Address,
+    NotOffered,
+    TransferBroken,
+    TurnedAway,
+    WrongStep,
+    receive,
+)
 from spare_megatron.state.transfer import piece_server
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
@@ -167,6 +175,24 @@ def test_a_server_that_had_no_descriptors_left_serves_again(
             assert failed.wait(TIMEOUT_S)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with closing(PieceClient(server.address, TIMEOUT_S)) as other:
+        assert other.fetch("state", STEP, Piece(0, 100)) == state.content
+
+
+def test_a_server_without_room_for_a_thread_turns_its_client_away_at_once_and_serves_the_next(
+    source: StateSource, server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended, so that groups that came back waited for their state until a timeout."""
+    state = Bytes(100)
+    source.offer(STEP, {"state": state})
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", start)
+        with pytest.raises(TurnedAway):
+            PieceClient(server.address, TIMEOUT_S)
     with closing(PieceClient(server.address, TIMEOUT_S)) as other:
         assert other.fetch("state", STEP, Piece(0, 100)) == state.content
 

@@ -96,7 +96,10 @@ class SnapshotServer:
             while True:
                 with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a wrong key, or the rank is gone
                     connection = listener.accept()
-                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                    try:
+                        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                    except RuntimeError:  # there is no memory for a thread now; what is held must not be lost for that
+                        connection.close()
 
     def _answer(self, connection: Connection) -> None:
         with connection, contextlib.suppress(EOFError, OSError):  # the rank is gone

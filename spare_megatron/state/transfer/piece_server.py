@@ -77,9 +77,13 @@ class PieceServer:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve_client, args=(connection,), name="pieces", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # there is no memory for a thread now
+                    connection.close()
+                    continue
                 self._connections.add(connection)
                 self._serving = [other for other in self._serving if other.is_alive()] + [thread]
-                thread.start()
 
     def _serve_client(self, connection: socket.socket) -> None:
         try:

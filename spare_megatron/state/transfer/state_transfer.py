@@ -11,7 +11,7 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.core.rejoin import in_order_to_give
-from spare_megatron.mcore.state import ForeignState, IncomingState
+from spare_megatron.mcore.state import IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.process.processes import say
@@ -174,8 +174,8 @@ class _Fetch(threading.Thread):
                         if not piece.start:
                             self._probe(FaultPoint.JOIN_TRANSFER)
                 self.state = state
-        except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
-            self.failure = "it is lost" if self.is_left else str(error)
+        except Exception as error:  # noqa: BLE001  (its text is the reason if no other donor gives the state)
+            self.failure = "it is lost" if self.is_left else str(error) or type(error).__name__
 
     def _description(self, client: PieceClient) -> bytes:
         """All but the tensors, as soon as the donor has reached the step."""

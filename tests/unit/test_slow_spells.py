@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -38,10 +37,10 @@ def test_passes_of_a_slow_group_sleep_for_longer_until_the_spell_is_over(
     file = tmp_path / "run.py"
     write_program(file, sleep_s=0.5, spells=[Spell(1, 10.0, 20.0, 3.0), Spell(0, 12.0, 20.0, 2.0)])
     now_s, slept_s = [1000.0], list[float]()
-    monkeypatch.setattr(time, "time", lambda: now_s[0])
-    monkeypatch.setattr(time, "sleep", slept_s.append)
+    clock = SimpleNamespace(time=lambda: now_s[0], sleep=slept_s.append)
     for group in (0, 1):
         program = load(file)
+        monkeypatch.setattr(program, "time", clock)  # not of the whole process: other threads sleep, too
         monkeypatch.setattr(program, "gpt_forward_step", lambda *_: None)
         monkeypatch.setattr(program, "_group", lambda group=group: group)
         for past_s in (0.0, 11.0, 13.0, 20.0):

@@ -1,23 +1,24 @@
 """`spare campaign`: a training run under many injected faults, and whether it survived all of them."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.detached_view import RunConsole, outlasting_output
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
+from spare_megatron.process.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
 
 
+@outlasting()
 def campaign(
     config: Annotated[Path, typer.Argument(help=f"{HELP} It sets faults.trace or faults.mean_steps.")],
     minutes: Annotated[
@@ -68,12 +69,9 @@ def campaign(
             file.write_text(result() + "\n")
     except NotWritten as error:  # hours have gone into the figures: they are shown all the same
         problems.append(f"campaign.json could not be written: {error.reason}")
-    with outlasting_output(console.file):
-        print_campaign(summary, figures, processes, problems, folder, console)
-    with outlasting_output(sys.stdout):
-        if as_json:
-            sys.stdout.write(result() + "\n")
-        sys.stdout.flush()
+    print_campaign(summary, figures, processes, problems, folder, console)
+    if as_json:
+        typer.echo(result())
     raise typer.Exit(1 if problems else 0)
 
 

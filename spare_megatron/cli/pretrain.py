@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spare_megatron.config.program import LOSS_TERMS, MODULE, ROLES, LossTerm, ProgramImported, read_program
 from spare_megatron.config.schema import ProgramConfig
+from spare_megatron.process.standard_streams import open_closed, outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.journal.summary import Summary
@@ -33,6 +34,7 @@ def pretrain(
     """
     if MODULE in sys.modules:
         raise ProgramImported
+    open_closed()
     given = dict(zip((*ROLES, LOSS_TERMS), (model_provider, forward_step, datasets_provider, loss_terms), strict=True))
     caller = sys._getframe(1).f_globals
     settings = [*overrides, *_program_setting({name: one for name, one in given.items() if one is not None}, caller)]
@@ -56,8 +58,9 @@ def _program_setting(given: Mapping[str, object], caller: Mapping[str, Any]) -> 
     return [f"program.file={file}"]
 
 
+@outlasting()
 def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: "OnStep | None") -> "Summary":
-    from spare_megatron.cli.detached_view import RunConsole, outlasting_output
+    from spare_megatron.cli.detached_view import RunConsole
     from spare_megatron.cli.folders import check_folders
     from spare_megatron.cli.progress import print_summary
     from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show
@@ -71,8 +74,7 @@ def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: 
         check_folders(loaded, folder)
         with elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher, on_step=on_step)
-    with outlasting_output(console.file):
-        print_summary(summary, folder, console)
+    print_summary(summary, folder, console)
     return summary
 
 

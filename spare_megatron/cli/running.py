@@ -91,7 +91,7 @@ def run_and_show(
 
     with contextlib.ExitStack() as shown:
         with interrupts.deferred():
-            progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir), console))
+            progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir)))
         progress.on_event(Starting(what=plan_of(config)))
 
         def dispatch(event: "RunEvent") -> None:

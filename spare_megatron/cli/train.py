@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from spare_megatron.cli.detached_view import RunConsole, outlasting_output
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
 from spare_megatron.process.interrupts import INTERRUPTED
+from spare_megatron.process.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -28,6 +28,7 @@ EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTE
 STEPS_LEFT = 5
 
 
+@outlasting()
 def train(
     preset: PresetArgument = None,
     config: PresetOption = None,
@@ -94,15 +95,11 @@ def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunC
     from spare_megatron.cli.progress import print_summary
 
     unsaved = unsaved_end(config, folder, summary)
-    with outlasting_output(console.file):
-        print_summary(summary, folder, console)
-    with outlasting_output(sys.stderr):
-        if unsaved:
-            typer.echo(f"spare train: {unsaved}", err=True)
-    with outlasting_output(sys.stdout):
-        if as_json:
-            sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
-        sys.stdout.flush()
+    print_summary(summary, folder, console)
+    if unsaved:
+        typer.echo(f"spare train: {unsaved}", err=True)
+    if as_json:
+        typer.echo(json.dumps({"run_dir": str(folder), **asdict(summary)}))
     return exit_code(summary, is_timed=config.train.max_minutes is not None) or bool(unsaved)
 
 

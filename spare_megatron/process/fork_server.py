@@ -10,9 +10,11 @@ import gc
 import signal
 
 from spare_megatron.config.own_code import code_digest
+from spare_megatron.process import standard_streams
 
 _PR_SET_PDEATHSIG = 1
 
 ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 gc.disable()
+standard_streams.open_closed()
 code_digest()

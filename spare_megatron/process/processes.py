@@ -26,6 +26,7 @@ from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, StopProcess
+from spare_megatron.process.standard_streams import outlast
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import StoreSpec, TcpStoreSpec
@@ -239,12 +240,11 @@ def die_with(parent_pid: int) -> None:
 
 
 def log_to_file(run_dir: Path, name: str) -> None:
-    """Redirects all output of this process, also from C++, to RUN_DIR/logs/NAME.log."""
+    """Redirects all output of this process, also from C++, to RUN_DIR/logs/NAME.log; drops what a full disk refuses."""
     log = run_dir / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    sys.stdout, sys.stderr = outlast(sys.stdout), outlast(sys.stderr)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -147,7 +147,7 @@ def write_import(
     those of that model.
     """
     with made_whole(out) as aside:
-        (aside / "config.toml").write_text(tomli_w.dumps(settings))
+        (aside / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
         config = load_run_config(aside / "config.toml").config
         read = reader_of(config)
         for file in _files_in(source):

@@ -8,6 +8,7 @@ from typing import IO
 
 import typer
 
+from spare_megatron.journal.output import real_paths
 from spare_megatron.process import interrupts
 
 
@@ -23,7 +24,7 @@ def explained_errors(command: str) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise  # click exits silently
-        typer.echo(f"spare {command}: {error}", err=True)
+        typer.echo(f"spare {command}: {real_paths(str(error))}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         typer.echo(f"spare {command}: interrupted", err=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spare_megatron.journal.output import real_paths
+
 LOCK = "lock"
 
 
@@ -16,20 +18,35 @@ class Locked(ValueError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[Path]:
     """Holds the directory, creating it if absent, against other jobs on any machine until the process ends; a file that
-    is left over means nothing. Locked: another process holds it. OSError: it cannot be created or written.
+    is left over means nothing. Yields its `held_path`. Locked: another process holds it. OSError: it cannot be created
+    or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with held_path(folder) as held:
+        fd = os.open(held / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Locked(f"{folder} is in use by {_holder(fd)}; wait for it, end it, or choose another") from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        yield
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                where = real_paths(str(folder))
+                raise Locked(f"{where} is in use by {_holder(fd)}; wait for it, end it, or choose another") from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            yield held
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def held_path(folder: Path) -> Iterator[Path]:
+    """A path that leads every process of this machine and user to the directory, wherever it is moved, until the end of
+    the block: that of this process's descriptor of it, a link to where it is.
+    """
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{fd}")
     finally:
         os.close(fd)
 

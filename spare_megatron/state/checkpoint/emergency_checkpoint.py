@@ -17,6 +17,7 @@ from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConf
 from spare_megatron.config.terms import step_of
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.journal_index import JournalIndex
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.process.lock import LOCK
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
@@ -69,7 +70,7 @@ def _stem(group: int, rank: int) -> str:
 def emergency_checkpoint_path(checkpoint: CheckpointConfig, run_dir: Path, step: int) -> Path:
     """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
     folder = folders.folder_of(checkpoint, run_dir)
-    if not (checkpoint.is_wanted and (folder / LOCK).exists()):
+    if not (folder / LOCK).exists():
         folder = run_dir.absolute() / folders.FOLDER
     path = folders.checkpoint_path(folder, step)
     return path.with_name(path.name + folders.EMERGENCY_SUFFIX)
@@ -164,7 +165,7 @@ def saved_state(checkpoint: CheckpointConfig, run_dir: Path) -> str:
         assemble(path)
     except NotACheckpoint as error:
         return f"; ranks have saved their state, which is of no use: {error}"
-    return f"; the state is in {path}, for checkpoint.load or --resume"
+    return f"; the state is in {real_paths(str(path))}, for checkpoint.load or --resume"
 
 
 def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> None:

@@ -11,7 +11,13 @@ from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import HELP, OverridesOption
-from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
+from spare_megatron.cli.running import (
+    RunDirectory,
+    choose_run_dir,
+    load_runnable,
+    reported_interruption,
+    run_and_show,
+)
 from spare_megatron.process.standard_streams import outlasting
 
 if TYPE_CHECKING:
@@ -52,10 +58,11 @@ def campaign(
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
         _refuse_a_run_without_faults(loaded)
-        folder = choose_run_dir(loaded, run_dir)
-        check_folders(loaded, folder)
-        with reported_interruption("campaign", folder), ProcessWatch() as watch:
-            summary = run_and_show(loaded, folder, console, watch.on_event)
+        directory = RunDirectory(choose_run_dir(loaded, run_dir))
+        check_folders(loaded, directory.path)
+        with reported_interruption("campaign", directory), ProcessWatch() as watch:
+            summary = run_and_show(loaded, directory, console, watch.on_event)
+        folder = directory.path
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]

@@ -1,7 +1,5 @@
 """Entry point of `spare`: opens closed streams, makes Ctrl-C exit without a traceback, then imports the commands."""
 
-import signal
-
 from spare_megatron.process import interrupts, standard_streams
 
 
@@ -13,4 +11,4 @@ def main() -> None:
     try:
         app()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit code is settled
+        interrupts.ignore()

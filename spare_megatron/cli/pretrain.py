@@ -63,18 +63,18 @@ def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: 
     from spare_megatron.cli.detached_view import RunConsole
     from spare_megatron.cli.folders import check_folders
     from spare_megatron.cli.progress import print_summary
-    from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show
+    from spare_megatron.cli.running import RunDirectory, choose_run_dir, load_runnable, run_and_show
     from spare_megatron.cli.train import elsewhere
     from spare_megatron.process import end_signal, interrupts
 
     console = RunConsole()
     with end_signal.blocked(), _not_imported_by_children(), interrupts.raising():
         loaded = load_runnable("pretrain", preset, settings)
-        folder = choose_run_dir(loaded, stated)
-        check_folders(loaded, folder)
-        with elsewhere(loaded, folder) as (loaded, launcher):
-            summary = run_and_show(loaded, folder, console, launcher=launcher, on_step=on_step)
-    print_summary(summary, folder, console)
+        directory = RunDirectory(choose_run_dir(loaded, stated))
+        check_folders(loaded, directory.path)
+        with elsewhere(loaded, directory.path) as (loaded, launcher):
+            summary = run_and_show(loaded, directory, console, launcher=launcher, on_step=on_step, takes_requests=True)
+    print_summary(summary, directory.path, console)
     return summary
 
 

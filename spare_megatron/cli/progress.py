@@ -19,14 +19,17 @@ from spare_megatron.journal.audits import text_of_spoiled
 from spare_megatron.journal.events import and_others, text_of_culprit, text_of_entry, text_of_loss, text_of_pause
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.run_state import RunState, SavePlan
 from spare_megatron.journal.summary import NOT_RUN, Summary
+from spare_megatron.process.lock import held_path
 from spare_megatron.process.reports import (
     CheckpointRejected,
     CulpritChanged,
+    EndAsked,
     EventCommandFailed,
     GroupLost,
     GroupRejoined,
@@ -36,6 +39,8 @@ from spare_megatron.process.reports import (
     RanksReady,
     RecordsHeld,
     RecordsLost,
+    RunDirectoryMoved,
+    RunDirectoryOpened,
     RunEvent,
     RunPaused,
     RunStopped,
@@ -65,6 +70,7 @@ class RunProgress:
         self._plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
         self._console = console
         self._follower = Follower(run_dir)
+        self._held = contextlib.ExitStack()  # the run's directory, wherever it is moved
         self._lines = NewLines(has_steps=not console.is_terminal)
         self._absent: set[int] = set()  # lost groups that are not up again
         self._is_store_away = self._is_store_short = False
@@ -88,6 +94,7 @@ class RunProgress:
                 self.refresh()
         finally:
             self._live.stop()
+            self._held.close()
 
     def refresh(self) -> None:
         """Shows what is new in the journal; without a terminal, only after an event or two seconds."""
@@ -106,6 +113,12 @@ class RunProgress:
         match event:
             case Starting(what=what):
                 self._show(f"starting: {what}")
+            case RunDirectoryOpened(path=path):
+                self._follower = Follower(self._held.enter_context(held_path(path)))
+            case RunDirectoryMoved(path=path, former=former):
+                self._show(f"{former}, the directory of the run, is now {path}: the run goes on there")
+            case EndAsked(by=by, limit_s=limit_s):
+                self._show(describe_request(by, limit_s))
             case KernelsChosen(kernels=kernels):
                 self._show(", ".join(f"{name}: {value}" for name, value in kernels.items()))
             case RanksReady(group=group) if group in self._absent:
@@ -219,7 +232,15 @@ class RunProgress:
 
     def _print(self, *lines: str) -> None:
         for line in lines:
-            self._console.print(Text(line))
+            self._console.print(Text(real_paths(line)))
+
+
+def describe_request(by: str, limit_s: float | None) -> str:
+    """A line about a request to end the run."""
+    text = f"{by}: the run ends after the step under way, with a checkpoint"
+    if limit_s is None:
+        return text
+    return f"{text}; a second signal ends it at once, as does the end of control.end_grace_s={limit_s:g}"
 
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:

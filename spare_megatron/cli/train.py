@@ -15,17 +15,20 @@ from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
-from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
-from spare_megatron.process.interrupts import INTERRUPTED
+from spare_megatron.cli.running import (
+    RunDirectory,
+    choose_run_dir,
+    load_runnable,
+    reported_interruption,
+    run_and_show,
+)
+from spare_megatron.journal.outcomes import MEANINGS, exit_code
 from spare_megatron.process.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
     from spare_megatron.supervisor.remote_supervisor import Launcher
-
-EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
-STEPS_LEFT = 5
 
 
 @outlasting()
@@ -55,18 +58,14 @@ def train(
 
     Example: `spare train demo_cpu --set train.steps=100`
 
-    SIGUSR1 to this process or any supervisor ends the run after the current step, with a checkpoint. The journal
-    is proven at the end; if that takes more than 60 s, run `spare check` instead.
+    SIGTERM to this process or any supervisor, or to all processes at once, ends the run after the step under way, with
+    a checkpoint, within control.end_grace_s; so do SIGHUP, SIGQUIT and SIGUSR2, and without a limit SIGUSR1. Ctrl-C
+    or a second SIGTERM ends it at once, as does SIGTERM during the start. The journal is proven at the end; if that
+    takes more than 60 s, run `spare check` instead.
 
     Exit codes:
 
-    - 0: all steps are committed and the journal is valid, or --resume found a finished training
-    - 1: the run failed, its journal does not prove it, or its last checkpoint is missing
-    - 2: the configuration cannot run
-    - 3: wipe-out
-    - 4: halted, because groups disagreed or training diverged
-    - 5: ended by SIGUSR1 with steps left
-    - 130: interrupted
+    EXIT_CODES
     """
     from spare_megatron.process import end_signal
 
@@ -76,8 +75,8 @@ def train(
     with end_signal.blocked(), explained_errors("train"):
         settings = [*(overrides or ()), *([f"program.file={program}"] if program else [])]
         loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
-        folder = choose_run_dir(loaded, run_dir)
-        check_folders(loaded, folder)
+        directory = RunDirectory(choose_run_dir(loaded, run_dir))
+        check_folders(loaded, directory.path)
         if restart_from == "audited":
             _go_back(loaded, resume=resume)
         if resume:
@@ -85,9 +84,15 @@ def train(
             if finished is not None:
                 _say_finished(finished, loaded, as_json=as_json)
                 return
-        with reported_interruption("train", folder), elsewhere(loaded, folder) as (loaded, launcher):
-            summary = run_and_show(loaded, folder, console, launcher=launcher)
-    raise typer.Exit(_report(summary, loaded, folder, console, as_json=as_json))
+        with reported_interruption("train", directory), elsewhere(loaded, directory.path) as (loaded, launcher):
+            summary = run_and_show(loaded, directory, console, launcher=launcher, takes_requests=True)
+    raise typer.Exit(_report(summary, loaded, directory.path, console, as_json=as_json))
+
+
+assert train.__doc__ is not None, "its help is its docstring"
+train.__doc__ = train.__doc__.replace(
+    "EXIT_CODES", "\n    ".join(f"- {code}: {text}" for code, text in MEANINGS.items())
+)
 
 
 def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunConsole, *, as_json: bool) -> int:
@@ -100,7 +105,7 @@ def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunC
         typer.echo(f"spare train: {unsaved}", err=True)
     if as_json:
         typer.echo(json.dumps({"run_dir": str(folder), **asdict(summary)}))
-    return exit_code(summary, is_timed=config.train.max_minutes is not None) or bool(unsaved)
+    return exit_code(summary.outcome, summary.verdict) or bool(unsaved)
 
 
 def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
@@ -155,24 +160,14 @@ def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> No
         typer.echo(json.dumps({"run_dir": None, **asdict(summary)}))
 
 
-def exit_code(summary: "Summary", *, is_timed: bool) -> int:
-    """What the command ends with. `is_timed`: the run was to end after some time, with steps left or not."""
-    from spare_megatron.journal.summary import NOT_RUN
-
-    if summary.outcome != "finished":
-        return EXIT_CODES.get(summary.outcome, 1)  # without its driver a run may have no end in the journal
-    if summary.verdict not in ("valid", NOT_RUN):
-        return 1
-    return 0 if is_timed or not summary.steps_left else STEPS_LEFT
-
-
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
     from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, folder_of, visible_steps
     from spare_megatron.state.checkpoint.verification import refusal_of
 
     last = config.train.steps - summary.steps_left
-    if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:
+    is_saved = summary.outcome == "stopped" or (summary.outcome == "finished" and config.checkpoint.is_wanted)
+    if not is_saved or not summary.steps_committed:
         return ""
     folder = folder_of(config.checkpoint, run_dir)
     steps = [step for step in visible_steps(folder) if not refusal_of(checkpoint_path(folder, step))]

@@ -249,6 +249,8 @@ def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
         reason = "the run ended as a wipe-out, and every shard has a surviving host"
         reason += "" if fold.known.is_over else " by the log, whose last entries may be missing"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+    elif ends[0].outcome == "stopped" and not any(commit.is_last for commit in fold.kept):
+        yield Finding(severity="unknown", reason="the run was stopped before its last step was committed")
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
 

@@ -147,8 +147,8 @@ def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[
     for error in partitions.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
-    if len(ends) == 1 and ends[0].outcome == "finished" and partitions.finished_at is None:
-        reason = "the run finished, and no log entry states that all parameters are complete"
+    if len(ends) == 1 and ends[0].outcome in ("finished", "stopped") and partitions.finished_at is None:
+        reason = "the run has ended, and no log entry states that all parameters are complete"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     if partitions.finished_at is None:
         return

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.journal.files import BytesLost, OnHeld
+from spare_megatron.journal.output import real_paths
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
@@ -59,7 +60,7 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.process.fork_server", *_IMPORTED])
     # Only the driver acts on Ctrl-C, which reaches every process of the terminal.
-    with never_in_children(), end_signal.blocked():
+    with never_in_children(), end_signal.blocked_in_children():
         forkserver.ensure_running()
     return context
 
@@ -127,7 +128,7 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
         args = (os.getpid(), target, *args)
         target = _with_parent
     process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
-    with end_signal.blocked():
+    with end_signal.blocked_in_children():
         process.start()
     theirs.close()
     return Child(process=process, reports=ours)
@@ -271,7 +272,7 @@ class _Closable(Protocol):
 
 def report_held(report: Callable[[RecordsHeld], None]) -> OnHeld:
     """The callback of an `AppendingFile`, for storage that stops taking it or takes it again."""
-    return lambda path, reason: report(RecordsHeld(path=str(path), reason=reason))
+    return lambda path, reason: report(RecordsHeld(path=real_paths(str(path)), reason=reason))
 
 
 def close_or_report(records: _Closable, report: Callable[[RecordsLost], None]) -> None:

@@ -19,7 +19,7 @@ from spare_megatron.core.gradient_guard import GradientFinding
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.rank_probe import CUT_OFF, RankProbe
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
@@ -28,6 +28,7 @@ from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
+from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupOpinion
 from spare_megatron.voting.voting import Voting
 
@@ -180,11 +181,15 @@ class Reduction:
     def _is_decided(self) -> bool:
         """Whether the next log entry is written, or the sums cannot complete.
 
-        A group that could not gather this step's parameters adds nothing to them.
+        A group that could not gather this step's parameters adds nothing to them. Raises StoreLost if the rank is to
+        give the step up and save its state alone.
         """
         head = self._progress.head
         is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
-        return is_in_vain or self._agreement.is_written(head)
+        is_decided = is_in_vain or self._agreement.is_written(head)
+        if not is_decided and self._progress.is_cut_off():
+            raise StoreLost(CUT_OFF)
+        return is_decided
 
     def _agree_on(self, finding: GradientFinding, step: int) -> None:
         """Raises `UnsoundGradient` if any rank's gradients are unsound. Collective over: all ranks of the group."""

@@ -11,12 +11,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.own_code import code_mismatch
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import FinishRun, StopHalted
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process import end_signal
+from spare_megatron.process.lock import held_path
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import (
@@ -70,9 +72,9 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
         supervisor = Supervisor(spec, link, network, examiner, taken, None if former is None else former.budget)
-        end_signal.listen(supervisor.ask_to_end)
-        if former is not None and former.is_end_asked:  # perhaps while it left its place
-            supervisor.ask_to_end()
+        end_signal.listen(supervisor.end_requests.on_signal)
+        if former is not None and (asked := former.end_requests.poll()) is not None:  # perhaps while it left its place
+            supervisor.end_requests.on_asked(asked)
         end = supervisor.run()
         if isinstance(end, str):
             is_orphaned = supervisor.close(end)
@@ -128,10 +130,10 @@ def _left_out(spec: NodeSpec) -> frozenset[GroupId]:
     return further
 
 
-def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
-    """Supervises a node for a driver on another machine. Returns how the run has ended if the driver is lost and the
-    nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is not the driver's, or it
-    cannot use the control store.
+def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, RunConfig] | None:
+    """Supervises a node for a driver on another machine. Returns how the run has ended, and its configuration, if the
+    driver is lost and the nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is
+    not the driver's, or it cannot use the control store.
     """
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)
@@ -141,10 +143,13 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
     if mismatch := code_mismatch(spec.code):
         raise ValueError(f"{mismatch}: install the same on all nodes")
     config = spec.config
-    spec = dataclasses.replace(spec, store=with_credentials(spec.store, config.control, os.environ))
-    place = look_after(spec, driver)
-    if place is None:
-        return None
-    with contextlib.suppress(StoreLost):
-        wait_for_others(open_store(spec.store), place, config.parallel.num_nodes, config.control.heartbeat_interval_s)
-    return conclude(spec.run_dir)
+    with held_path(run_dir) as held:
+        store = with_credentials(spec.store, config.control, os.environ)
+        spec = dataclasses.replace(spec, store=store, run_dir=held)
+        place = look_after(spec, driver)
+        if place is None:
+            return None
+        nodes, interval_s = config.parallel.num_nodes, config.control.heartbeat_interval_s
+        with contextlib.suppress(StoreLost):
+            wait_for_others(open_store(store), place, nodes, interval_s)
+        return conclude(held), config

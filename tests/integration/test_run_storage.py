@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.cli.train import exit_code, unsaved_end
+from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
@@ -19,6 +19,7 @@ from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
+from spare_megatron.journal.outcomes import exit_code
 from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
 from spare_megatron.process.specs import RankSpec
@@ -134,7 +135,7 @@ def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_co
     assert (summary.outcome, summary.verdict) == ("finished", "unknown"), summary.reasons
     assert (summary.steps_committed, summary.steps_left) == (STEPS, 0)
     assert check(JournalIndex(run_dir)).verdict == "unknown"
-    assert exit_code(summary, is_timed=False) == 1
+    assert exit_code(summary.outcome, summary.verdict) == 1
     assert unsaved_end(config, run_dir, summary) == ""
     [held] = [event for event in events if isinstance(event, RecordsHeld)]
     [lost] = [event for event in events if isinstance(event, RecordsLost)]

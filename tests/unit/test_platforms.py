@@ -18,10 +18,10 @@ import typer.main
 import yaml
 
 from spare_megatron.cli.main import app
-from spare_megatron.cli.train import EXIT_CODES, STEPS_LEFT
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, problems, warnings
+from spare_megatron.journal.outcomes import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -30,6 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 KUBERNETES = "1.33"
 """The oldest version that the recipe is for."""
 INVALID_CONFIGURATION = 2
+FIRST_OF_SIGNALS = 128
 TIMEOUT_S = 30.0
 SPARE = """#!/bin/sh
 echo "$@" >>calls
@@ -156,7 +157,7 @@ def test_pods_call_commands_and_options_that_there_are() -> None:
 
 def test_the_job_fails_by_the_codes_of_a_run_that_is_over() -> None:
     rules = {rule["action"]: rule for rule in objects()["Job"]["spec"]["podFailurePolicy"]["rules"]}
-    codes = {EXIT_CODES[outcome] for outcome in ("failed", "wipe_out", "halted")} | {INVALID_CONFIGURATION, STEPS_LEFT}
+    codes = {code for code in EXIT_CODES.values() if 0 < code < FIRST_OF_SIGNALS} | {INVALID_CONFIGURATION}
     assert rules["FailJob"]["onExitCodes"]["values"] == sorted(10 + code for code in codes)
     assert rules["FailIndex"]["onExitCodes"]["values"] == [INVALID_CONFIGURATION]
     assert {rule["onExitCodes"]["containerName"] for rule in rules.values() if "onExitCodes" in rule} == {"spare"}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.cli.train import exit_code
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.reforming import MachineId
@@ -20,7 +19,6 @@ from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
-from spare_megatron.journal.summary import Summary
 from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.process.reports import ExitCode, StoreAway
 from spare_megatron.process.specs import NodeSpec
@@ -133,6 +131,8 @@ def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
         ([0, ExitCode.WIPE_OUT], "wipe_out"),
         ([ExitCode.HALTED, ExitCode.WIPE_OUT], "halted"),
         ([0, ExitCode.RAISED], "failed"),
+        ([ExitCode.STOPPED, ExitCode.STOPPED], "stopped"),
+        ([ExitCode.STOPPED, 0], "failed"),
         ([], "failed"),
     ],
 )
@@ -177,8 +177,8 @@ def test_the_end_is_journaled_also_where_the_file_has_been_closed(tmp_path: Path
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     spec = NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main)
     zero, one = GroupId(0), GroupId(1)
-    write_end(spec, {(zero, 0): 0}, {zero})
-    write_end(spec, {(zero, 0): 0, (one, 0): int(ExitCode.WIPE_OUT)}, {zero})
+    write_end(spec, end_without_driver({(zero, 0): 0}, {zero}))
+    write_end(spec, end_without_driver({(zero, 0): 0, (one, 0): int(ExitCode.WIPE_OUT)}, {zero}))
     (end,) = read_journal(tmp_path).of(EndRecord)
     assert end.outcome == "wipe_out"
 
@@ -249,33 +249,6 @@ def test_a_supervisor_that_returns_after_it_was_replaced_fences_no_group_and_lea
     assert isinstance(inbox.recv(), NodeReplaced)
     link.stop(WAIT_S)
     assert [key for key in store.written if not key.startswith("life/")] == []
-
-
-def summary(outcome: str = "finished", verdict: str = "valid", steps_left: int = 0) -> Summary:
-    return Summary(
-        verdict=verdict,
-        reasons=(),
-        outcome=outcome,
-        outcome_reason="",
-        steps_committed=1,
-        steps_lost=0,
-        restarts=0,
-        groups_lost=0,
-        groups_rejoined=0,
-        microbatches_recomputed=0,
-        final_loss=None,
-        params_sha256=None,
-        recoveries=(),
-        steps_left=steps_left,
-    )
-
-
-def test_steps_that_are_left_have_an_exit_code_of_their_own_unless_the_time_was_the_plan() -> None:
-    assert exit_code(summary(steps_left=3), is_timed=False) == 5
-    assert exit_code(summary(steps_left=3), is_timed=True) == 0
-    assert exit_code(summary(), is_timed=False) == 0
-    assert exit_code(summary(verdict="unknown", steps_left=3), is_timed=False) == 1
-    assert exit_code(summary(outcome="wipe_out", steps_left=3), is_timed=False) == 3
 
 
 # ------------------------------------------------------------------------------------------------------ Slurm

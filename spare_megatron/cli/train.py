@@ -162,21 +162,22 @@ def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> No
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
-    from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, folder_of, visible_steps
-    from spare_megatron.state.checkpoint.verification import refusal_of
+    from spare_megatron.config.terms import step_of
+    from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
+    from spare_megatron.state.checkpoint.verification import is_usable
 
     last = config.train.steps - summary.steps_left
     is_saved = summary.outcome == "stopped" or (summary.outcome == "finished" and config.checkpoint.is_wanted)
     if not is_saved or not summary.steps_committed:
         return ""
     folder = folder_of(config.checkpoint, run_dir)
-    steps = [step for step in visible_steps(folder) if not refusal_of(checkpoint_path(folder, step))]
+    steps = [step_of(path) for path in all_checkpoints(folder) if is_usable(path)]
     if last in steps:
         return ""
     newest = f"the newest is of {max(steps)} steps" if steps else "there is none"
     return (
-        f"no valid checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost, "
-        f"could not write or had wrong state (spare status {run_dir}); to train the rest start a run with --set "
+        f"no valid checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost, could "
+        f"not write, had no time or had wrong state (spare status {run_dir}); to train the rest start a run with --set "
         f"checkpoint.load={folder}"
     )
 

@@ -76,5 +76,5 @@ def _is_about(error: OSError, path: Path) -> bool:
     """Whether an error is about the path, a folder above it or a file beside it, or about no path."""
     if not isinstance(error.filename, str | os.PathLike):
         return True
-    other, path = Path(error.filename).absolute(), path.absolute()
+    other, path = (Path(real_paths(str(one))).absolute() for one in (error.filename, path))
     return other.is_relative_to(path.parent) or path.is_relative_to(other)

@@ -121,14 +121,16 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
     the fork server: the kernel ends the others with the thread that started them.
     """
     ours, theirs = context.Pipe(duplex=True)
+    started: contextlib.AbstractContextManager[None] = end_signal.blocked_in_children()
     if isinstance(context, ForkServerContext):
         args = (forkserver._forkserver._forkserver_pid, target, *args)  # type: ignore[attr-defined]
         target = _with_fork_server
+        started = contextlib.nullcontext()  # they are blocked in the server, whose imports a signal must not wait for
     else:
         args = (os.getpid(), target, *args)
         target = _with_parent
     process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
-    with end_signal.blocked_in_children():
+    with started:
         process.start()
     theirs.close()
     return Child(process=process, reports=ours)

@@ -86,6 +86,14 @@ def refusal_of(path: Path) -> str:
         return f"{REFUSAL} cannot be read: {error}"
 
 
+def is_usable(path: Path) -> bool:
+    """Whether a checkpoint is not refused, or ranks have saved all of an emergency checkpoint; reads no other file."""
+    try:
+        return not refusal_of(path) and (not is_emergency_checkpoint(path) or bool(assemble(path)))
+    except NotACheckpoint:
+        return False
+
+
 def audited_by_refusal(path: Path) -> int | None:
     """Steps of the audited checkpoint to which a run went back when it refused this one; None if that is not why."""
     try:

@@ -27,7 +27,15 @@ from spare_megatron.journal.records import EndRecord
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import Deferral, deferred
 from spare_megatron.process.network import network_of
-from spare_megatron.process.processes import Child, describe_exit, fork_server, start_child, start_hub, start_store
+from spare_megatron.process.processes import (
+    Child,
+    describe_exit,
+    fork_server,
+    start_child,
+    start_hub,
+    start_store,
+    why_ended,
+)
 from spare_megatron.process.reports import (
     DriverOrder,
     EndAsked,
@@ -270,7 +278,8 @@ class Driver:
         while child.reports.poll() and (report := next_report(child.reports)) is not None:
             self._handle(report, node)
         child.process.join()
-        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
+        where = "" if (child.process.exitcode or 0) < 0 else f"; logs/{child.process.name}.log may say why"
+        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}{where}"
         if node in self._ended:
             failure = self._ended[node].failure
         if failure and not (self._store_failure or self._is_cut_off):
@@ -370,10 +379,7 @@ class Driver:
         self._store_failure = self._store_failure or reason
 
     def _store_died(self, store: Child) -> None:
-        store.process.join()
-        self._store_failure = self._store_failure or (
-            f"the control store died: {describe_exit(store.process.exitcode)}"
-        )
+        self._store_failure = self._store_failure or f"the control store died: {why_ended(store)}"
 
     def _measure_store(self, spec: EtcdStoreSpec) -> None:
         """Reports etcd's size, now and periodically: it has to last for the remaining steps."""

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
@@ -26,7 +27,7 @@ from spare_megatron.journal.output import real_paths
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
-from spare_megatron.process.reports import RecordsHeld, RecordsLost, StopProcess
+from spare_megatron.process.reports import ProcessRaised, RecordsHeld, RecordsLost, StopProcess
 from spare_megatron.process.standard_streams import outlast
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.store.open_store import etcd_spec
@@ -153,13 +154,36 @@ def _with_parent(parent_pid: int, target: Callable[..., None], *args: Any) -> No
     target(*args)
 
 
+def _reporting(target: Callable[..., None], *args: Any) -> None:
+    """Runs the target in a process without a log; reports an exception that ends it, in place of a traceback."""
+    try:
+        target(*args)
+    except Exception as error:  # noqa: BLE001  (any exception ends the process and is reported)
+        with contextlib.suppress(OSError):
+            args[-1].send(ProcessRaised(text=describe_error(error)))
+        leave(1)
+
+
+def describe_error(error: BaseException) -> str:
+    """The exception in a line, as a traceback ends."""
+    return real_paths(traceback.format_exception_only(error)[-1].strip())
+
+
+def why_ended(child: Child) -> str:
+    """Why a process has ended, which it has: its exception, if it has reported one, or its exit code."""
+    child.process.join(_REAP_TIMEOUT_S)
+    with contextlib.suppress(EOFError, OSError):
+        while child.reports.poll():
+            if isinstance(report := child.reports.recv(), ProcessRaised):
+                return report.text
+    return describe_exit(child.process.exitcode)
+
+
 def start_hub(context: ForkServerContext, wait: Wait) -> Child:
     """The process that holds the bridge between the nodes' networks. Raises RuntimeError if it does not come up."""
-    child = start_child(context, "network-hub", serve_hub)
-    with contextlib.suppress(EOFError, TimeoutError):
-        _first_report(child, wait)
-        return child
-    raise RuntimeError("the network of the nodes did not come up; set cluster.isolate_nodes=false to do without")
+    child = start_child(context, "network-hub", _reporting, serve_hub)
+    _first_report(child, wait, "the network of the nodes", "; set cluster.isolate_nodes=false to do without")
+    return child
 
 
 def start_store(
@@ -179,26 +203,26 @@ def start_embedded_store(
     """A server on this address, or on the hub's in its network. Raises RuntimeError if it does not come up."""
     if hub is not None:
         address = HUB_ADDRESS
-        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
+        child = start_child(context, "control-store", _reporting, run_in_network_of, hub.pid, serve, address)
     else:
-        child = start_child(context, "control-store", serve, address)
-    try:
-        return child, TcpStoreSpec(host=address, port=_first_report(child, wait))
-    except TimeoutError:
-        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s") from None
-    except EOFError:
-        raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+        child = start_child(context, "control-store", _reporting, serve, address)
+    return child, TcpStoreSpec(host=address, port=_first_report(child, wait, "the control store"))
 
 
-def _first_report(child: Child, wait: Wait) -> Any:
-    """The first report of a process, which says that it is up; ends the process if none comes. TimeoutError: it has
-    reported nothing within _STORE_START_TIMEOUT_S. EOFError: it has died. KeyboardInterrupt: a signal came; see
-    `Deferral.wait`.
+def _first_report(child: Child, wait: Wait, name: str, remedy: str = "") -> Any:
+    """The first report of a process, which says that it is up; ends the process if none comes. RuntimeError: it has
+    reported nothing within _STORE_START_TIMEOUT_S, or has died. KeyboardInterrupt: a signal came; see `Deferral.wait`.
     """
     try:
         if not wait([child.reports], _STORE_START_TIMEOUT_S):
-            raise TimeoutError
-        return child.reports.recv()
+            raise RuntimeError(f"{name} did not start within {_STORE_START_TIMEOUT_S:g} s{remedy}")
+        try:
+            report = child.reports.recv()
+        except EOFError:
+            raise RuntimeError(f"{name} died at start: {why_ended(child)}{remedy}") from None
+        if isinstance(report, ProcessRaised):
+            raise RuntimeError(f"{name} died at start: {report.text}{remedy}")
+        return report
     except BaseException:
         end_child(child)
         raise

@@ -379,6 +379,13 @@ class StopProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRaised:
+    """From a process that is not a rank, to its parent: this exception ends it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LastReportAcknowledged:
     """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from spare_megatron.core.actions import FinishRun, StopHalted
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.process import end_signal
 from spare_megatron.process.lock import held_path
@@ -23,8 +25,11 @@ from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import (
     close_or_report,
+    describe_error,
+    leave,
     log_to_file,
     report_held,
+    say,
     set_environment_of_ranks,
 )
 from spare_megatron.process.reports import MachineExamined, NodeEnded
@@ -45,18 +50,32 @@ from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
     """Main function of a supervisor that the driver starts. Ends with its ranks, the driver, or an order of it."""
-    look_after(spec, driver)
-    os._exit(0)  # the store link's thread may be blocked
+    try:
+        look_after(spec, driver)
+    except Exception:  # noqa: BLE001  (the driver knows of it)
+        say(real_paths(traceback.format_exc()))
+        leave(1)
+    leave(0)  # the store link's thread may be blocked
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     """Supervises the places that this machine holds one after another, until the run ends. Returns the last one if it
-    has ended without a driver, else None.
+    has ended without a driver, else None. The driver gets the text of an exception that ends it.
     """
-    log_to_file(spec.run_dir, spec.name)
+    link = DriverLink(driver, is_needed=not spec.is_remote)
+    try:
+        log_to_file(spec.run_dir, spec.name)
+        return _look_after(spec, link)
+    except Exception as error:
+        failure = f"its supervisor raised {describe_error(error)}"
+        with contextlib.suppress(Stopped):
+            link.close(NodeEnded(node=spec.node, exits={}, failure=failure))
+        raise
+
+
+def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
     num_places = spec.config.parallel.num_nodes
     machine = MachineId(spec.node + num_places * spec.incarnation)
-    link = DriverLink(driver, is_needed=not spec.is_remote)
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
     spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)

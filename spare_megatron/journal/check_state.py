@@ -77,8 +77,9 @@ def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Findi
     """Every group that is left at the end has recorded its parameters."""
     if fold.next_step not in part.stretch:
         return
-    last = fold.num_restarts, fold.next_step
-    silent = fold.members - {r.group for r in part.params if (r.num_restarts, r.step) == last}
+    steps = (fold.next_step, fold.next_step - 1) if fold.is_cut else (fold.next_step,)
+    last = {(fold.num_restarts, step) for step in steps}
+    silent = fold.members - {r.group for r in part.params if (r.num_restarts, r.step) in last}
     # After the loss of a state partition, groups that still lack its parameters have no digest to record.
     for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")

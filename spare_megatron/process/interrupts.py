@@ -55,13 +55,13 @@ def ignore() -> None:
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
     """The first signal in the block raises KeyboardInterrupt; later ones are ignored during the cleanup."""
-    before = {number: signal.getsignal(number) for number in _handled()}
+    before, own = {number: signal.getsignal(number) for number in _handled()}, partial(_raise, os.getpid())
     for number in before:
-        signal.signal(number, _raise)
+        signal.signal(number, own)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is _raise:  # none came
+        if signal.getsignal(signal.SIGINT) is own:  # none came
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -192,14 +192,20 @@ def never_in_children() -> Iterator[None]:
 
 
 def _exit(command: str, pid: int, number: int, frame: FrameType | None) -> None:
-    if os.getpid() != pid:  # a forked child, which its parent ends
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    _pass_on_in_child(pid, number)
     with contextlib.suppress(OSError):
         os.write(2, f"{command}: interrupted\n".encode())
     os._exit(INTERRUPTED)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise(pid: int, number: int, frame: FrameType | None) -> None:
+    _pass_on_in_child(pid, number)
     ignore()
     raise KeyboardInterrupt
+
+
+def _pass_on_in_child(pid: int, number: int) -> None:
+    """Ends a forked child of the process `pid`, which has set the handlers, as if there were none."""
+    if os.getpid() != pid:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -18,7 +18,7 @@ from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.output import real_paths
-from spare_megatron.journal.summary import Summary, conclude
+from spare_megatron.journal.summary import UNKNOWN, Summary, conclude
 from spare_megatron.process import end_signal
 from spare_megatron.process.lock import held_path
 from spare_megatron.process.network import NodeNetwork
@@ -43,7 +43,7 @@ from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.examination import Examiner
 from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.quarantine import Examinations
-from spare_megatron.supervisor.run_end import wait_for_others
+from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
 from spare_megatron.supervisor.supervisor import Supervisor
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
@@ -168,7 +168,12 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, R
         place = look_after(spec, driver)
         if place is None:
             return None
-        nodes, interval_s = config.parallel.num_nodes, config.control.heartbeat_interval_s
+        nodes, interval_s, end = config.parallel.num_nodes, config.control.heartbeat_interval_s, None
         with contextlib.suppress(StoreLost):
-            wait_for_others(open_store(store), place, nodes, interval_s)
-        return conclude(held), config
+            wait_for_others(client := open_store(store), place, nodes, interval_s)
+            end = end_in_log(client, config)
+        summary = conclude(held)
+        if summary.outcome == UNKNOWN and end is not None:  # no group was left that knew it
+            write_end(dataclasses.replace(spec, node=place), end)
+            summary = conclude(held)
+        return summary, config

@@ -4,6 +4,8 @@ import contextlib
 import time
 from collections.abc import Collection, Mapping
 
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.outcomes import Outcome
@@ -13,7 +15,9 @@ from spare_megatron.process.reports import ExitCode, RankKey
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
+from spare_megatron.voting.log_follower import LogFollower, controller_setup, why_wiped_out
 
 _SILENT_INTERVALS = 4.0
 """A node whose heartbeat stands still for so many intervals is not waited for."""
@@ -53,6 +57,19 @@ def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) 
     if outcome == "stopped":
         return stopped()
     return EndRecord(outcome=outcome, reason="" if outcome == "finished" else f"exit codes {sorted(codes)}")
+
+
+def end_in_log(store: ControlStore, config: RunConfig) -> EndRecord | None:
+    """The end of a run of which no group is left that knows it, by the log; None if that goes on. StoreLost."""
+    stop = LogFollower(DecisionLog(store), controller_setup(config)).stop()
+    match stop:
+        case StopHalted(reason=reason):
+            return EndRecord(outcome="halted", reason=reason)
+        case StopWipeOut():
+            return EndRecord(outcome="wipe_out", reason=why_wiped_out(stop))
+        case FinishRun(is_asked=is_asked):
+            return stopped() if is_asked else EndRecord(outcome="finished", reason="")
+    return None
 
 
 def stopped(trouble: str = "", by: str = "", steps: str = "") -> EndRecord:

@@ -88,7 +88,7 @@ def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_r
     assert verdict.verdict == "valid", verdict.reasons
     losses = {(loss.group, loss.incarnation): loss.cause for loss in journal.of(LossRecord)}
     assert list(losses) == [(1, 0)], losses
-    assert [end.outcome for end in journal.of(EndRecord)] == ["finished"] * 2
+    assert [end.outcome for end in journal.of(EndRecord)] == ["stopped"] * 2
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["groups_lost"], summary["groups_rejoined"]) == (1, 1)
     assert summary["steps_left"] == NUM_STEPS - verdict.steps_committed > 0
@@ -119,7 +119,7 @@ def test_pods_that_replace_lost_ones_bring_a_node_back_and_conclude_a_run_withou
                 node.send_signal(signal.SIGUSR1)
                 assert node.wait(TIMEOUT_S) == 0, output_of(tmp_path / "node")
                 assert replacement.wait(TIMEOUT_S) == 11, "steps are left"
-    assert "the run has ended: finished valid" in output_of(tmp_path / "replacement")
+    assert "the run has ended: stopped valid" in output_of(tmp_path / "replacement")
     verdict = check_journal(read_journal(run_dir))
     assert verdict.verdict == "valid", verdict.reasons
 

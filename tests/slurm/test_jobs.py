@@ -67,7 +67,7 @@ def test_a_job_goes_on_after_its_time_and_after_a_wipe_out_on_other_nodes_until_
     job.limit_time()
     job.wait_until(lambda: (job.run() / "summary.json").exists())  # only Slurm has sent it the signal
     assert spare("check", str(job.run())).startswith("valid")
-    assert job.summary()["outcome"] == "finished"
+    assert job.summary()["outcome"] == "stopped"
     assert resumed_from(job, 1) == job.summary()["steps_committed"] > 0
 
     cluster.power_off("n2")

@@ -3,7 +3,7 @@
 import contextlib
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -34,15 +34,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(interrupts, "time", clock)
     return clock
-
-
-@pytest.fixture
-def _handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, *ENDING)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 # ------------------------------------------------------------------------------------------------------- the driver

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import RunConfig, SlurmConfig
+from spare_megatron.core.entries import Commit, Entry, Fence, Halt, encode_entry
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.driver.slurm.allocation import Claims
@@ -26,8 +27,9 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys as keys_of_run
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process
-from spare_megatron.supervisor.run_end import end_without_driver, outcome_of, wait_for_others, write_end
+from spare_megatron.supervisor.run_end import end_in_log, end_without_driver, outcome_of, wait_for_others, write_end
 from spare_megatron.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
+from tests.unit.memory_store import MemoryStore
 
 REPORT = StoreAway(node=1, limit_s=2.0)
 WAIT_S = 30.0
@@ -155,6 +157,24 @@ def test_a_lost_group_that_reads_of_the_wipe_out_says_how_the_run_has_ended() ->
     end = end_without_driver({(one, 0): int(ExitCode.WIPE_OUT), (one, 1): int(ExitCode.GROUP_BROKEN)}, {one})
     assert end is not None
     assert end.outcome == "wipe_out"
+
+
+@pytest.mark.parametrize(
+    ("entries", "outcome"),
+    [
+        ([], None),
+        ([Fence(group=GroupId(0))], None),
+        ([Fence(group=GroupId(group)) for group in range(4)], "wipe_out"),
+        ([Halt(step=0, reason="why")], "halted"),
+        ([Commit(step=0, attempt=0, is_last=True, is_asked=True)], "stopped"),
+        ([Commit(step=0, attempt=0, is_last=True)], "finished"),
+    ],
+)
+def test_nodes_without_a_group_that_knows_the_end_read_it_in_the_log(entries: list[Entry], outcome: str | None) -> None:
+    """The driver's node took the last whole state with it, and no restart was left: the journal had no end."""
+    log = {keys_of_run.entry(index): encode_entry(entry) for index, entry in enumerate(entries)}
+    end = end_in_log(MemoryStore(log), RunConfig())  # type: ignore[arg-type]
+    assert (None if end is None else end.outcome) == outcome
 
 
 def test_a_supervisor_with_other_code_than_the_driver_does_not_begin(

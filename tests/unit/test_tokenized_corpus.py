@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -349,15 +349,6 @@ def test_workers_take_no_more_than_two_batches_each_ahead(lines: Path, monkeypat
         for number, _ in enumerate(results, 1):
             assert len(taken) <= number + 3
     assert number == len(taken) > 20
-
-
-@pytest.fixture
-def _handlers() -> Iterator[None]:
-    """A command that was interrupted ignores further signals to its end."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:

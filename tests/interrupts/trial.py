@@ -73,8 +73,7 @@ def time_of_start(preset: Path, folder: Path) -> float:
 def interrupt(
     preset: Path, folder: Path, after_s: float, line: str = _BEGUN, number: signal.Signals = signal.SIGINT
 ) -> Interrupted:
-    """Starts the command, sends a signal to its process group after this time, as terminals and schedulers do, and waits
-    for the end.
+    """Starts the command, sends its process group a signal after this time, as a terminal does, and waits for the end.
 
     Args:
         preset: Of the run.

@@ -1,4 +1,4 @@
-"""What a supervisor does about requests to end the run: it passes them on to its ranks, and keeps the time limit."""
+"""What a supervisor does about requests to end the run: passes them on to its ranks, and keeps the time limit."""
 
 import signal
 from collections.abc import Callable
@@ -12,14 +12,14 @@ SHARE_OF_STEP = 0.6
 
 
 class EndRequests:
-    """Requests by signals to this process and by the driver. The first time limit holds, whatever else is asked later.
+    """Requests by signals, by the driver, and of others. The first time limit holds, whatever else is asked later.
 
     Args:
         grace_s: The limit that most signals set, `control.end_grace_s`.
         ask_ranks: Has the ranks end with the step under way; safe in a signal handler.
         cut_off: Called once a share of the limit is over.
         end_at_once: Called once all of it is over.
-        report: Reports requests by signals to the driver.
+        report: Reports requests of which the driver may not know.
     """
 
     def __init__(
@@ -50,11 +50,14 @@ class EndRequests:
         """Handles the signals noted since the last call. Returns the request that holds, if there is any."""
         while self._signals:
             number = self._signals.pop(0)
-            limit_s = None if number == end_signal.WITHOUT_LIMIT else self._grace_s
-            asked = EndAsked(by=number.name, limit_s=limit_s)
-            self.on_asked(asked)
-            self._report(asked)
+            self.request(number.name, is_limited=number != end_signal.WITHOUT_LIMIT)
         return self._asked
+
+    def request(self, by: str, *, is_limited: bool = True) -> None:
+        """Ends the run as this machine is asked to, and reports that."""
+        asked = EndAsked(by=by, limit_s=self._grace_s if is_limited else None)
+        self.on_asked(asked)
+        self._report(asked)
 
     def on_asked(self, asked: EndAsked) -> None:
         """Ends the run after the step under way, within the time limit of the request if it has one."""

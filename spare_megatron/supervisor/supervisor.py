@@ -322,6 +322,8 @@ class Supervisor:
     def _handle_requests(self) -> None:
         while self._requests.inbox.poll():
             self._asked = self._requests.receive()
+            if len(self._asked) == self._spec.config.parallel.num_groups:  # all machines are about to go
+                self.end_requests.request("requests to all groups to leave")
             self._ranks.ask_to_leave(self._asked | self._slow_groups)
             self._restarts.on_asked(self._asked)
 

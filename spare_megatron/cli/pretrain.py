@@ -63,13 +63,20 @@ def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: 
     from spare_megatron.cli.detached_view import RunConsole
     from spare_megatron.cli.folders import check_folders
     from spare_megatron.cli.progress import print_summary
-    from spare_megatron.cli.running import RunDirectory, choose_run_dir, load_runnable, run_and_show
+    from spare_megatron.cli.running import (
+        RunDirectory,
+        choose_run_dir,
+        load_runnable,
+        run_and_show,
+        warn_of_no_checkpoints,
+    )
     from spare_megatron.cli.train import elsewhere
     from spare_megatron.process import end_signal, interrupts
 
     console = RunConsole()
     with end_signal.blocked(), _not_imported_by_children(), interrupts.raising():
         loaded = load_runnable("pretrain", preset, settings)
+        warn_of_no_checkpoints("pretrain", loaded)
         directory = RunDirectory(choose_run_dir(loaded, stated))
         check_folders(loaded, directory.path)
         with elsewhere(loaded, directory.path) as (loaded, launcher):

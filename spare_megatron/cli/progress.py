@@ -20,7 +20,7 @@ from spare_megatron.journal.events import and_others, text_of_culprit, text_of_e
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.output import real_paths
-from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.run_state import RunState, SavePlan
@@ -56,6 +56,9 @@ _BEHIND_S = 10.0
 """Delay after which a reported step missing from the journal counts as late: its storage may be full."""
 
 
+_MEASURED_STEPS = 8
+"""Steps to measure before their pace says how long the run will take."""
+_LONG_S = 3600.0
 _MOST_REASONS = 10
 """Reasons to list if the verdict is not `valid`; a truncated journal yields one for each step and group."""
 
@@ -68,6 +71,7 @@ class RunProgress:
     def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
         checkpoint = config.checkpoint
         self._plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
+        self._warns_of_time = not checkpoint.is_wanted
         self._console = console
         self._follower = Follower(run_dir)
         self._held = contextlib.ExitStack()  # the run's directory, wherever it is moved
@@ -103,8 +107,21 @@ class RunProgress:
             return
         self._next_poll_s = 0.0 if self._console.is_terminal else now_s + STEP_LINE_INTERVAL_S
         run_state = self._follow()
+        self._warn_of_time(run_state, now_s)
         if self._console.is_terminal and run_state.run is not None:
             self._live.update(view_of(run_state, self._plan, now_s, num_events=0), refresh=True)
+
+    def _warn_of_time(self, run_state: RunState, now_s: float) -> None:
+        """Warns once that a run which takes no checkpoint before its end has long to go, by its measured steps."""
+        if not self._warns_of_time or run_state.folding is None or len(run_state.folding.commits) < _MEASURED_STEPS:
+            return
+        left_s = run_state.left_s(now_s) or 0.0
+        if left_s > _LONG_S:
+            self._warns_of_time = False
+            self._show(
+                f"warning: {format_duration(round(left_s))} are left, and no checkpoint is taken until then, unless "
+                f"the run is asked to end (SIGTERM); set checkpoint.cadence=optimal, or checkpoint.interval_steps"
+            )
 
     def on_event(self, event: RunEvent) -> None:
         """Shows an event unless the journal has it."""

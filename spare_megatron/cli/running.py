@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spare_megatron.process.reports import RunEvent
     from spare_megatron.supervisor.remote_supervisor import Launcher
 
+_LONG_RUN_STEPS = 1000
 _MOST_FAULTS = 4
 """Faults to name before a run; a campaign has hundreds."""
 
@@ -68,6 +69,16 @@ class RunDirectory:
 def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
     """The stated directory, or one named after the run and the current time."""
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+def warn_of_no_checkpoints(command: str, config: "RunConfig") -> None:
+    """Warns before a long run that takes no checkpoint before its end; `RunProgress` warns by its measured time."""
+    if config.train.steps > _LONG_RUN_STEPS and not config.checkpoint.is_wanted:
+        typer.echo(
+            f"spare {command}: warning: no checkpoint is taken in these {config.train.steps} steps, unless the run is "
+            f"asked to end (SIGTERM); set checkpoint.cadence=optimal, or checkpoint.interval_steps",
+            err=True,
+        )
 
 
 @contextlib.contextmanager

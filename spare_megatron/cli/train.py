@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from spare_megatron.cli import resuming
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
+from spare_megatron.cli.resuming import go_back, report_finished
 from spare_megatron.cli.running import (
     RunDirectory,
     choose_run_dir,
     load_runnable,
     reported_interruption,
     run_and_show,
+    warn_of_no_checkpoints,
 )
 from spare_megatron.journal.outcomes import MEANINGS, exit_code
 from spare_megatron.process.standard_streams import outlasting
@@ -44,7 +47,12 @@ def train(
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Start from the newest checkpoint in checkpoint.folder, if there is one.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Start from the newest checkpoint in checkpoint.folder, if there is one; without that setting from "
+            "that of the run in --run-dir, and write into a new directory beside it.",
+        ),
     ] = False,
     restart_from: Annotated[
         Literal["newest", "audited"],
@@ -75,15 +83,17 @@ def train(
     with end_signal.blocked(), explained_errors("train"):
         settings = [*(overrides or ()), *([f"program.file={program}"] if program else [])]
         loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
+        if restart_from == "audited":
+            go_back(loaded, is_resumed=resume)
+        if resume:
+            resumption = resuming.resume(loaded, run_dir)
+            loaded, run_dir = resumption.config, resumption.run_dir
+            if resumption.finished is not None:
+                report_finished(resumption.finished, loaded, as_json=as_json)
+                return
+        warn_of_no_checkpoints("train", loaded)
         directory = RunDirectory(choose_run_dir(loaded, run_dir))
         check_folders(loaded, directory.path)
-        if restart_from == "audited":
-            _go_back(loaded, resume=resume)
-        if resume:
-            loaded, finished = _resumed(loaded)
-            if finished is not None:
-                _say_finished(finished, loaded, as_json=as_json)
-                return
         with reported_interruption("train", directory), elsewhere(loaded, directory.path) as (loaded, launcher):
             summary = run_and_show(loaded, directory, console, launcher=launcher, takes_requests=True)
     raise typer.Exit(_report(summary, loaded, directory.path, console, as_json=as_json))
@@ -106,58 +116,6 @@ def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunC
     if as_json:
         typer.echo(json.dumps({"run_dir": str(folder), **asdict(summary)}))
     return exit_code(summary.outcome, summary.verdict) or bool(unsaved)
-
-
-def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
-    """The configuration that begins with the newest checkpoint, where there is any; and that of a finished training.
-    ValueError: the folder is that of the new run, which has none.
-    """
-    from spare_megatron.state.checkpoint.loading import last_checkpoint, resumed
-
-    folder = config.checkpoint.folder
-    if not folder:
-        raise ValueError(
-            "--resume starts from the newest checkpoint in checkpoint.folder, which is not set. Set it to the "
-            "folder that both runs use, or start from another run with --set checkpoint.load=RUN_DIR"
-        )
-    if finished := last_checkpoint(config, Path(folder).absolute()):
-        return config, finished
-    found = resumed(config, Path(folder).absolute())
-    if not found.checkpoint.load:
-        typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training starts from the beginning", err=True)
-    return found, None
-
-
-def _go_back(config: "RunConfig", *, resume: bool) -> None:
-    """Refuses the checkpoints after the newest audited one in the run's folder, and says so."""
-    from spare_megatron.journal.events import text_of_audited
-    from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
-
-    if not (resume and config.checkpoint.folder):
-        raise ValueError(
-            "--restart-from=audited goes back in checkpoint.folder, so it needs --resume, and that setting; a run that "
-            "loads another one's checkpoint names an audited one in checkpoint.load (spare checkpoint list)"
-        )
-    found = go_back_to_audited(Path(config.checkpoint.folder).absolute())
-    if found is None:
-        return
-    later = ", ".join(path.name for path in found.refused) or "none"
-    typer.echo(
-        f"spare train: --restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest "
-        f"checkpoint of at most so many that no run has refused; later ones, refused from now on: {later}",
-        err=True,
-    )
-
-
-def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> None:
-    """Reports that nothing is left to train; not an error, so a loop that repeats the command ends."""
-    from spare_megatron.journal.summary import NOT_RUN, Summary
-
-    text = f"{checkpoint} holds all of train.steps={config.train.steps}: the training is finished, nothing was started"
-    typer.echo(f"spare train: --resume: {text}", err=True)
-    if as_json:
-        summary = Summary(verdict=NOT_RUN, reasons=(), outcome="finished", outcome_reason=text, steps_committed=0)
-        typer.echo(json.dumps({"run_dir": None, **asdict(summary)}))
 
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:

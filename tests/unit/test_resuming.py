@@ -74,7 +74,7 @@ def test_what_cannot_be_gone_on_from_is_named(run: Callable[..., Path], tmp_path
     with pytest.raises(ValueError, match="name the earlier run by --run-dir"):
         resume(CONFIG, None)
     elsewhere = replace(CONFIG, checkpoint=CheckpointConfig(folder="/kept"))
-    with pytest.raises(ValueError, match="has saved in .*=/kept; set that"):
+    with pytest.raises(ValueError, match=r"has saved in .*=/kept; set that"):
         resume(CONFIG, run("elsewhere", config=elsewhere))
     busy = run("busy", 5)
     with locked(busy), pytest.raises(ValueError, match="is in use by a run that goes on"):

@@ -76,8 +76,8 @@ def stopped(trouble: str = "", by: str = "", steps: str = "") -> EndRecord:
     """The end of a run that was asked to end: by what and after which steps, as far as that is known, and what kept it
     from ending in order.
     """
-    reason = f"asked to end{by and f' by {by}'}{steps and f' after {steps}'}{trouble and f'; {trouble}'}"
-    return EndRecord(outcome="stopped", reason=reason)
+    by, steps, trouble = by and f" by {by}", steps and f" after {steps}", trouble and f"; {trouble}"
+    return EndRecord(outcome="stopped", reason=f"asked to end{by}{steps}{trouble}")
 
 
 def write_end(spec: NodeSpec, end: EndRecord | None) -> None:

@@ -278,8 +278,8 @@ class Driver:
         while child.reports.poll() and (report := next_report(child.reports)) is not None:
             self._handle(report, node)
         child.process.join()
-        where = "" if (child.process.exitcode or 0) < 0 else f"; logs/{child.process.name}.log may say why"
-        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}{where}"
+        code = child.process.exitcode or 0
+        failure = f"its supervisor died: {describe_exit(code)}{'' if code < 0 else '; spare logs may say why'}"
         if node in self._ended:
             failure = self._ended[node].failure
         if failure and not (self._store_failure or self._is_cut_off):
@@ -457,12 +457,15 @@ class Driver:
         steps = f"{self._num_steps} of {self._config.train.steps} steps"
         return stopped(trouble, by="" if self._asked is None else self._asked.by, steps=steps)
 
+    def _saved_state(self) -> str:
+        return saved_state(self._config.checkpoint, self._run_dir, self._num_steps)
+
     def _end_record(self) -> EndRecord:
         if self._is_cut_off:
-            return self._stopped(self._not_in_time + saved_state(self._config.checkpoint, self._run_dir))
+            return self._stopped(self._not_in_time + self._saved_state())
         if self._store_failure:
             return EndRecord(
-                outcome="failed", reason=self._store_failure + saved_state(self._config.checkpoint, self._run_dir)
+                outcome="failed", reason=self._store_failure + self._saved_state()
             )
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         codes = codes_of(exits, self._absent_groups)
@@ -477,7 +480,7 @@ class Driver:
             f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
         )
         if outcome == "wipe_out" and self._stop_reason:
-            reason += saved_state(self._config.checkpoint, self._run_dir)
+            reason += self._saved_state()
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
 
     def _read_stop_reason(self) -> None:

@@ -122,8 +122,10 @@ def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
     return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{folders.EMERGENCY_SUFFIX}")]
 
 
-def assemble(path: Path) -> folders.Manifest:
-    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable."""
+def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
+    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable. The
+    journal has to prove the commit of its steps, unless the run is known to have committed them.
+    """
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
         try:
@@ -141,7 +143,8 @@ def assemble(path: Path) -> folders.Manifest:
         _require_all_partitions(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
     if step_of(path) != first.manifest["step"]:
         raise NotACheckpoint(f"{path.name}: it is that of step {first.manifest['step']}")
-    _require_commit(path, Path(first.run_dir))
+    if num_committed is None or step_of(path) > num_committed:
+        _require_commit(path, Path(first.run_dir))
     counted = sorted(whole) if is_stacked else [min(whole)]
     files = {
         saved.file: folders.StoredFile(num_bytes=saved.num_bytes, sha256=saved.sha256)
@@ -154,15 +157,17 @@ def assemble(path: Path) -> folders.Manifest:
     return folders.Manifest(**fields)
 
 
-def saved_state(checkpoint: CheckpointConfig, run_dir: Path) -> str:
-    """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
+def saved_state(checkpoint: CheckpointConfig, run_dir: Path, num_committed: int) -> str:
+    """A text on where ranks of a run that has committed so many steps have saved their state, and whether the next run
+    can load it; empty if nowhere.
+    """
     places = sorted({folders.folder_of(checkpoint, run_dir), run_dir.absolute() / folders.FOLDER})
     found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)
     if path is None:
         return ""
     try:
-        assemble(path)
+        assemble(path, num_committed)
     except NotACheckpoint as error:
         return f"; ranks have saved their state, which is of no use: {error}"
     return f"; the state is in {real_paths(str(path))}, for checkpoint.load or --resume"

@@ -63,7 +63,11 @@ def campaign(
         with reported_interruption("campaign", directory), ProcessWatch() as watch:
             summary = run_and_show(loaded, directory, console, watch.on_event)
         folder = directory.path
-        figures = campaign_figures(read_journal(folder), summary)
+        try:
+            figures = campaign_figures(read_journal(folder), summary)
+        except (OSError, ValueError) as error:  # not exit code 2: the run has begun
+            typer.echo(f"spare campaign: the journal cannot be read: {error}", err=True)
+            raise typer.Exit(1) from error
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
 

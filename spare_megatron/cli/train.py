@@ -129,7 +129,10 @@ def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     if not is_saved or not summary.steps_committed:
         return ""
     folder = folder_of(config.checkpoint, run_dir)
-    steps = [step_of(path) for path in all_checkpoints(folder) if is_usable(path)]
+    try:
+        steps = [step_of(path) for path in all_checkpoints(folder) if is_usable(path)]
+    except OSError as error:
+        return f"whether a checkpoint of the last of {last} steps was saved is unknown: {error}"
     if last in steps:
         return ""
     newest = f"the newest is of {max(steps)} steps" if steps else "there is none"

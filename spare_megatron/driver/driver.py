@@ -464,9 +464,7 @@ class Driver:
         if self._is_cut_off:
             return self._stopped(self._not_in_time + self._saved_state())
         if self._store_failure:
-            return EndRecord(
-                outcome="failed", reason=self._store_failure + self._saved_state()
-            )
+            return EndRecord(outcome="failed", reason=self._store_failure + self._saved_state())
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         codes = codes_of(exits, self._absent_groups)
         outcome = outcome_of(codes)

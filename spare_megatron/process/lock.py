@@ -1,5 +1,6 @@
 """A lock that admits one job at a time to a directory."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from spare_megatron.journal.output import real_paths
 
 LOCK = "lock"
+_PR_GET_DUMPABLE = 3
 
 
 class Locked(ValueError):
@@ -42,13 +44,26 @@ def locked(folder: Path) -> Iterator[Path]:
 @contextmanager
 def held_path(folder: Path) -> Iterator[Path]:
     """A path that leads every process of this machine and user to the directory, wherever it is moved, until the end of
-    the block: that of this process's descriptor of it, a link to where it is.
+    the block: that of this process's descriptor of it, a link to where it is. Where that leads others nowhere, the
+    directory's own.
     """
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = Path(f"/proc/{os.getpid()}/fd/{fd}")
     try:
-        yield Path(f"/proc/{os.getpid()}/fd/{fd}")
+        yield path if _leads_others(path, fd) else folder.absolute()
     finally:
         os.close(fd)
+
+
+def _leads_others(path: Path, fd: int) -> bool:
+    """Whether /proc shows this process, as it does not if it is of another process namespace, and to others of the same
+    user, as it does not for an interpreter with file capabilities.
+    """
+    try:
+        is_shown = os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+    return is_shown and ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE) == 1
 
 
 def is_held(folder: Path) -> bool | None:

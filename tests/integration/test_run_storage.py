@@ -56,6 +56,9 @@ def open_again(folder: Path) -> None:
 def tampering_rank(acts: dict[tuple[int, FaultPoint], Tamper], spec: RankSpec, reports: Connection) -> None:
     """A rank that does something to the folder of checkpoints in some phase of its group; -1: of whichever is first."""
     if os.geteuid() == 0:
+        # A process without capabilities is not shown the descriptors of one that has them.
+        fd = os.open(spec.run_dir, os.O_PATH)
+        spec = replace(spec, run_dir=Path(f"/proc/{os.getpid()}/fd/{fd}"))
         _heed_permissions()
     rank.Injector = partial(_Tampering, acts, spec)
     rank.run_rank(spec, reports)

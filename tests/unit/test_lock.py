@@ -1,6 +1,7 @@
 """One job at a time in a directory, under whatever name, and wherever it is moved."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import random
@@ -27,6 +28,7 @@ from spare_megatron.state.checkpoint.verification import read_manifest
 from tests.unit.test_checkpoints import save
 
 NUM_DRAWN = 1000
+_PR_SET_DUMPABLE = 4
 
 
 def hold(folder: Path, pipe: Connection) -> None:
@@ -173,6 +175,22 @@ def test_other_processes_reach_a_moved_directory_by_the_same_path(tmp_path: Path
 
 def _touch(path: Path) -> None:
     path.touch()
+
+
+def test_a_process_that_is_hidden_from_others_uses_the_path_of_the_directory(tmp_path: Path) -> None:
+    """Its descriptors are closed to the ranks: they found no directory by them."""
+    process = multiprocessing.get_context("spawn").Process(target=_hold_in_hiding, args=(tmp_path,))
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == 0
+
+
+def _hold_in_hiding(folder: Path) -> None:
+    with held_path(folder) as held:
+        assert held != folder
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    with locked(folder) as held:
+        assert held == folder
 
 
 def moves(run_dir: Path, act: Callable[[], object]) -> tuple[list[RunDirectoryMoved], str]:

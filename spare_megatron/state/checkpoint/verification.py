@@ -14,6 +14,7 @@ from pathlib import Path
 from spare_megatron.core.actions import CheckpointCandidate, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_validity import why_refused
 from spare_megatron.core.entries import Entry, decode_entry
+from spare_megatron.journal.output import real_paths
 from spare_megatron.process.processes import say
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.emergency_checkpoint import (
@@ -105,6 +106,9 @@ def audited_by_refusal(path: Path) -> int | None:
 
 class DamagedCheckpoint(Exception):
     """A checkpoint differs from what was written, in the file that the text names; or it is refused."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(real_paths(text))  # other groups read it in the log, perhaps after the directory is moved
 
 
 class UnfinishedSave(DamagedCheckpoint):

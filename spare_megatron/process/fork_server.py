@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 def _print_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     frame = traceback.extract_tb(trace)[-1]
-    text = traceback.format_exception_only(kind, error)[-1].strip()
+    text = " ".join(traceback.format_exception_only(kind, error)[-1].splitlines())
     print(f"the server that forks ranks: {frame.filename}:{frame.lineno}: {text}", file=sys.stderr)
 
 

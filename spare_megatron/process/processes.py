@@ -166,7 +166,7 @@ def _reporting(target: Callable[..., None], *args: Any) -> None:
 
 def describe_error(error: BaseException) -> str:
     """The exception in a line, as a traceback ends."""
-    return real_paths(traceback.format_exception_only(error)[-1].strip())
+    return real_paths(" ".join(traceback.format_exception_only(error)[-1].splitlines()))
 
 
 def why_ended(child: Child) -> str:

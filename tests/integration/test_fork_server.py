@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.process.processes import end_child, fork_server, start_child
+from tests.search_path import with_checkout
 
 
 def report_garbage_collection(pipe: Connection) -> None:
@@ -40,7 +41,7 @@ def test_an_import_that_raises_is_one_line_and_ends_the_start(tmp_path: Path) ->
         "except ValueError:\n"
         "    print('refused')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": with_checkout(tmp_path)}
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gpu", "slurm", "cuda_build"],
         help="what must be there, a GPU, a Slurm, or a torch for GPUs: tests skipped for lack of it fail",
     )
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """A command that was interrupted ignores further signals to its end, and would hand that on to other tests."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,6 @@
 """`spare campaign`: a training run under many injected faults, and whether it survived all of them."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,17 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.detached_view import outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import HELP, OverridesOption
-from spare_megatron.cli.printing import say_json
-from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
+from spare_megatron.cli.printing import message, say_json
+from spare_megatron.cli.running import (
+    RunDirectory,
+    choose_run_dir,
+    load_runnable,
+    reported_interruption,
+    run_and_show,
+)
+from spare_megatron.process.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
 
 
+@outlasting()
 def campaign(
     config: Annotated[Path, typer.Argument(help=f"{HELP} It sets faults.trace or faults.mean_steps.")],
     minutes: Annotated[
@@ -53,11 +59,16 @@ def campaign(
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
         _refuse_a_run_without_faults(loaded)
-        folder = choose_run_dir(loaded, run_dir)
-        check_folders(loaded, folder)
-        with reported_interruption("campaign", folder), ProcessWatch() as watch:
-            summary = run_and_show(loaded, folder, console, watch.on_event)
-        figures = campaign_figures(read_journal(folder), summary)
+        directory = RunDirectory(choose_run_dir(loaded, run_dir))
+        check_folders(loaded, directory.path)
+        with reported_interruption("campaign", directory), ProcessWatch() as watch:
+            summary = run_and_show(loaded, directory, console, watch.on_event)
+        folder = directory.path
+        try:
+            figures = campaign_figures(read_journal(folder), summary)
+        except (OSError, ValueError) as error:  # not exit code 2: the run has begun
+            message("campaign", f"the journal cannot be read: {error}")
+            raise typer.Exit(1) from error
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
 
@@ -70,12 +81,9 @@ def campaign(
             file.write_text(json.dumps(result()) + "\n")
     except NotWritten as error:  # hours have gone into the figures: they are shown all the same
         problems.append(f"campaign.json could not be written: {error.reason}")
-    with outlasting_output(console.file):
-        print_campaign(summary, figures, processes, problems, folder, console)
-    with outlasting_output(sys.stdout):
-        if as_json:
-            say_json(result())
-        sys.stdout.flush()
+    print_campaign(summary, figures, processes, problems, folder, console)
+    if as_json:
+        say_json(result())
     raise typer.Exit(1 if problems else 0)
 
 

@@ -119,7 +119,7 @@ def run_trials(configs: "Sequence[RunConfig]") -> list[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.toml" for number in range(len(configs))]
         for path, config in zip(paths, configs, strict=True):
-            path.write_text(dump_run_config(config))
+            path.write_text(dump_run_config(config), encoding="utf-8")
         processes = [_start(name, environment, paths) for name, environment in TRIALS]
         try:
             observed = [_observed(process, len(configs)) for process in processes]

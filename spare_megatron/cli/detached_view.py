@@ -1,15 +1,11 @@
-"""Shows a run's progress from a thread of its own, so that a stalled or closed output never delays the run."""
+"""Shows a run's progress from a thread of its own, so that a stalled output never delays the run."""
 
 import contextlib
-import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
-
-from spare_megatron.cli.console import RunConsole
+from typing import Any, Protocol, Self
 
 CLOSE_TIMEOUT_S = 10.0
 """Longest wait at the end of a run for output not yet written."""
@@ -35,11 +31,10 @@ class View(Protocol):
 
 
 class DetachedView:
-    """Runs a view in a thread of its own; drops events if the output is far behind or fails."""
+    """Runs a view in a thread of its own; drops events if the output, which outlasts errors, is far behind."""
 
-    def __init__(self, view: View, console: RunConsole) -> None:
+    def __init__(self, view: View) -> None:
         self._view = view
-        self._console = console
         self._waiting: queue.Queue[Any] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -59,11 +54,8 @@ class DetachedView:
             self._waiting.put_nowait(event)
 
     def _run(self) -> None:
-        with outlasting_output(self._console.file), self._view as view:
+        with self._view as view:
             self._show(view)
-            return
-        while self._waiting.get() is not None:
-            pass
 
     def _show(self, view: View) -> None:
         next_s = 0.0
@@ -76,17 +68,3 @@ class DetachedView:
                 if event is None:
                     return
                 view.on_event(event)
-
-
-@contextlib.contextmanager
-def outlasting_output(stream: IO[str]) -> Iterator[None]:
-    """Redirects the stream to /dev/null if the block raises OSError, and suppresses the error. Text left in the
-    stream's buffer goes there too; it would raise again when the program exits.
-    """
-    try:
-        yield
-    except OSError:
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)

@@ -1,15 +1,14 @@
-"""Entry point of `spare`: makes Ctrl-C exit without a traceback, then imports the commands."""
+"""Entry point of `spare`: opens closed streams, makes Ctrl-C exit without a traceback, then imports the commands."""
 
-import signal
-
-from spare_megatron.process import interrupts
+from spare_megatron.process import interrupts, standard_streams
 
 
 def main() -> None:
+    standard_streams.open_closed()
     interrupts.exit_at_once()
     from spare_megatron.cli.main import app
 
     try:
         app()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit code is settled
+        interrupts.ignore()

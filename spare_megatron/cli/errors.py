@@ -9,6 +9,7 @@ from typing import IO
 import typer
 
 from spare_megatron.cli.printing import message
+from spare_megatron.journal.output import real_paths
 from spare_megatron.process import interrupts
 
 
@@ -24,7 +25,7 @@ def explained_errors(command: str) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise  # click exits silently
-        message(command, str(error))
+        message(command, real_paths(str(error)))
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         message(command, "interrupted")

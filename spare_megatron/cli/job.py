@@ -100,14 +100,15 @@ def supervise(
         from spare_megatron.process import end_signal
 
         end_signal.block()
-        from spare_megatron.cli.train import exit_code
-        from spare_megatron.config.loader import load_run_config
         from spare_megatron.driver.slurm.steps import end_orphaned_job
+        from spare_megatron.journal.outcomes import exit_code
         from spare_megatron.supervisor.node_process import look_after_node
 
-        summary = look_after_node(run_dir, node, wait_s)
-        code = 0 if summary is None else exit_code(summary, is_timed=True)  # a node without steps to do is done
-        if summary is not None and load_run_config(run_dir / "config.toml").config.cluster.launcher == "srun":
-            has_more = summary.outcome == "wipe_out" or (summary.outcome == "finished" and summary.steps_left > 0)
-            end_orphaned_job(wants_more=has_more)
+        code, concluded = 0, look_after_node(run_dir, node, wait_s)
+        if concluded is not None:
+            summary, config = concluded
+            if summary.outcome != "stopped" or summary.verdict == "invalid":  # a node without steps to do is done
+                code = exit_code(summary.outcome, summary.verdict)
+        if concluded is not None and config.cluster.launcher == "srun":
+            end_orphaned_job(wants_more=summary.outcome in ("stopped", "wipe_out"))
     os._exit(code)  # a thread may be waiting for a store that does not answer

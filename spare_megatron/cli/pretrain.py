@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spare_megatron.config.program import LOSS_TERMS, MODULE, ROLES, LossTerm, ProgramImported, read_program
 from spare_megatron.config.schema import ProgramConfig
+from spare_megatron.process.standard_streams import open_closed, outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.journal.summary import Summary
@@ -33,6 +34,7 @@ def pretrain(
     """
     if MODULE in sys.modules:
         raise ProgramImported
+    open_closed()
     given = dict(zip((*ROLES, LOSS_TERMS), (model_provider, forward_step, datasets_provider, loss_terms), strict=True))
     caller = sys._getframe(1).f_globals
     settings = [*overrides, *_program_setting({name: one for name, one in given.items() if one is not None}, caller)]
@@ -56,24 +58,30 @@ def _program_setting(given: Mapping[str, object], caller: Mapping[str, Any]) -> 
     return [f"program.file={file}"]
 
 
+@outlasting()
 def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: "OnStep | None") -> "Summary":
     from spare_megatron.cli.console import RunConsole
-    from spare_megatron.cli.detached_view import outlasting_output
     from spare_megatron.cli.folders import check_folders
     from spare_megatron.cli.progress import print_summary
-    from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show
+    from spare_megatron.cli.running import (
+        RunDirectory,
+        choose_run_dir,
+        load_runnable,
+        run_and_show,
+        warn_of_no_checkpoints,
+    )
     from spare_megatron.cli.train import elsewhere
     from spare_megatron.process import end_signal, interrupts
 
     console = RunConsole()
     with end_signal.blocked(), _not_imported_by_children(), interrupts.raising():
         loaded = load_runnable("pretrain", preset, settings)
-        folder = choose_run_dir(loaded, stated)
-        check_folders(loaded, folder)
-        with elsewhere(loaded, folder) as (loaded, launcher):
-            summary = run_and_show(loaded, folder, console, launcher=launcher, on_step=on_step)
-    with outlasting_output(console.file):
-        print_summary(summary, folder, console)
+        warn_of_no_checkpoints("pretrain", loaded)
+        directory = RunDirectory(choose_run_dir(loaded, stated))
+        check_folders(loaded, directory.path)
+        with elsewhere(loaded, directory.path) as (loaded, launcher):
+            summary = run_and_show(loaded, directory, console, launcher=launcher, on_step=on_step, takes_requests=True)
+    print_summary(summary, directory.path, console)
     return summary
 
 

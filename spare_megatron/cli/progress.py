@@ -15,14 +15,17 @@ from spare_megatron.journal.audits import text_of_spoiled
 from spare_megatron.journal.events import and_others, text_of_culprit, text_of_entry, text_of_loss, text_of_pause
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
-from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.journal.output import real_paths
+from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.run_state import RunState, SavePlan
 from spare_megatron.journal.summary import NOT_RUN, Summary
+from spare_megatron.process.lock import held_path
 from spare_megatron.process.reports import (
     CheckpointRejected,
     CulpritChanged,
+    EndAsked,
     EventCommandFailed,
     GroupLost,
     GroupRejoined,
@@ -32,6 +35,8 @@ from spare_megatron.process.reports import (
     RanksReady,
     RecordsHeld,
     RecordsLost,
+    RunDirectoryMoved,
+    RunDirectoryOpened,
     RunEvent,
     RunPaused,
     RunStopped,
@@ -47,6 +52,9 @@ _BEHIND_S = 10.0
 """Delay after which a reported step missing from the journal counts as late: its storage may be full."""
 
 
+_MEASURED_STEPS = 8
+"""Steps to measure before their pace says how long the run will take."""
+_LONG_S = 3600.0
 _MOST_REASONS = 10
 """Reasons to list if the verdict is not `valid`; a truncated journal yields one for each step and group."""
 
@@ -59,8 +67,10 @@ class RunProgress:
     def __init__(self, config: RunConfig, console: RunConsole, run_dir: Path) -> None:
         checkpoint = config.checkpoint
         self._plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
+        self._warns_of_time = not checkpoint.is_wanted
         self._console = console
         self._follower = Follower(run_dir)
+        self._held = contextlib.ExitStack()  # the run's directory, wherever it is moved
         self._lines = NewLines(has_steps=not console.is_terminal)
         self._absent: set[int] = set()  # lost groups that are not up again
         self._is_store_away = self._is_store_short = False
@@ -83,6 +93,7 @@ class RunProgress:
                 self.refresh()
         finally:
             self._shown.close()
+            self._held.close()
 
     def refresh(self) -> None:
         """Shows what is new in the journal; without a terminal, only after an event or two seconds."""
@@ -91,8 +102,21 @@ class RunProgress:
             return
         self._next_poll_s = 0.0 if self._console.is_terminal else now_s + STEP_LINE_INTERVAL_S
         run_state = self._follow()
+        self._warn_of_time(run_state, now_s)
         if self._console.is_terminal and run_state.run is not None:
             self._show_view(view_of(run_state, self._plan, now_s, num_events=0))
+
+    def _warn_of_time(self, run_state: RunState, now_s: float) -> None:
+        """Warns once that a run which takes no checkpoint before its end has long to go, by its measured steps."""
+        if not self._warns_of_time or run_state.folding is None or len(run_state.folding.commits) < _MEASURED_STEPS:
+            return
+        left_s = run_state.left_s(now_s) or 0.0
+        if left_s > _LONG_S:
+            self._warns_of_time = False
+            self._show(
+                f"warning: {format_duration(round(left_s))} are left, and no checkpoint is taken until then, unless "
+                f"the run is asked to end (SIGTERM); set checkpoint.cadence=optimal, or checkpoint.interval_steps"
+            )
 
     def on_event(self, event: RunEvent) -> None:
         """Shows an event unless the journal has it."""
@@ -101,6 +125,12 @@ class RunProgress:
         match event:
             case Starting(what=what):
                 self._show(f"starting: {what}")
+            case RunDirectoryOpened(path=path):
+                self._follower = Follower(self._held.enter_context(held_path(path)))
+            case RunDirectoryMoved(path=path, former=former):
+                self._show(f"{former}, the directory of the run, is now {path}: the run goes on there")
+            case EndAsked(by=by, limit_s=limit_s):
+                self._show(describe_request(by, limit_s))
             case KernelsChosen(kernels=kernels):
                 self._show(", ".join(f"{name}: {value}" for name, value in kernels.items()))
             case RanksReady(group=group) if group in self._absent:
@@ -214,7 +244,15 @@ class RunProgress:
 
     def _print(self, *lines: str) -> None:
         for line in lines:
-            self._console.line(line)
+            self._console.line(real_paths(line))
+
+
+def describe_request(by: str, limit_s: float | None) -> str:
+    """A line about a request to end the run."""
+    text = f"{by}: the run ends after the step under way, with a checkpoint"
+    if limit_s is None:
+        return text
+    return f"{text}; a second signal ends it at once, as does the end of control.end_grace_s={limit_s:g}"
 
 
 def print_summary(summary: Summary, run_dir: Path, console: RunConsole) -> None:

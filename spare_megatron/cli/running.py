@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spare_megatron.process.reports import RunEvent
     from spare_megatron.supervisor.remote_supervisor import Launcher
 
+_LONG_RUN_STEPS = 1000
 _MOST_FAULTS = 4
 """Faults to name before a run; a campaign has hundreds."""
 
@@ -61,6 +62,13 @@ def this_machine(command: str, config: "RunConfig") -> "Machine":
     return dataclasses.replace(machine, has_corpus=machine.has_corpus or is_to_be_made(config.data))
 
 
+@dataclasses.dataclass(slots=True)
+class RunDirectory:
+    """Where the directory of a run is, which may be moved while the run goes on."""
+
+    path: Path
+
+
 def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
     """The stated directory, or one named after the run and the current time. ValueError: it is no directory's name."""
     if reason := refusal_of_address(str(stated or "")):
@@ -68,42 +76,60 @@ def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
+def warn_of_no_checkpoints(command: str, config: "RunConfig") -> None:
+    """Warns before a long run that takes no checkpoint before its end; `RunProgress` warns by its measured time."""
+    if config.train.steps > _LONG_RUN_STEPS and not config.checkpoint.is_wanted:
+        message(
+            command,
+            f"warning: no checkpoint is taken in these {config.train.steps} steps, unless the run is asked to end "
+            f"(SIGTERM); set checkpoint.cadence=optimal, or checkpoint.interval_steps",
+        )
+
+
 @contextlib.contextmanager
-def reported_interruption(command: str, run_dir: Path) -> Iterator[None]:
-    """Makes SIGTERM act like Ctrl-C; once all processes have ended, either one prints where the run is and exits."""
+def reported_interruption(command: str, directory: RunDirectory) -> Iterator[None]:
+    """Makes signals raise KeyboardInterrupt; once all processes have ended, prints where the run is and exits."""
     try:
         with interrupts.raising():
             yield
     except KeyboardInterrupt:
-        where = f"the run so far is in {run_dir}" if run_dir.exists() else "the run had not begun"
+        has_begun = (directory.path / "config.toml").exists()
+        where = f"the run so far is in {directory.path}" if has_begun else "the run had not begun"
         message(command, f"interrupted; all processes are ended, {where}")
         raise typer.Exit(interrupts.INTERRUPTED) from None
 
 
 def run_and_show(
     config: "RunConfig",
-    run_dir: Path,
+    directory: RunDirectory,
     console: RunConsole,
     *listeners: Callable[["RunEvent"], None],
     launcher: "Launcher | None" = None,
     on_step: "OnStep | None" = None,
+    takes_requests: bool = False,
 ) -> "Summary":
-    """Trains, with progress on the console and events passed to `listeners`; without a launcher, on this machine."""
+    """Trains, with progress on the console and events passed to `listeners`; without a launcher, on this machine.
+    `takes_requests` is that of `start_run`. Notes where the directory is moved.
+    """
     from spare_megatron.cli.detached_view import DetachedView
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.driver.run import start_run
-    from spare_megatron.process.reports import Starting
+    from spare_megatron.process.reports import RunDirectoryMoved, Starting
 
     with contextlib.ExitStack() as shown:
         with interrupts.deferred():
-            progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir), console))
+            progress = shown.enter_context(DetachedView(RunProgress(config, console, directory.path)))
         progress.on_event(Starting(what=plan_of(config)))
 
         def dispatch(event: "RunEvent") -> None:
+            if isinstance(event, RunDirectoryMoved):
+                directory.path = event.path
             for on_event in (progress.on_event, *listeners):
                 on_event(event)
 
-        return start_run(config, run_dir, dispatch, launcher=launcher, on_step=on_step)
+        return start_run(
+            config, directory.path, dispatch, launcher=launcher, on_step=on_step, takes_requests=takes_requests
+        )
 
 
 def plan_of(config: "RunConfig") -> str:

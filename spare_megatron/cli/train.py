@@ -2,7 +2,6 @@
 
 import dataclasses
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,24 +10,31 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from spare_megatron.cli import resuming
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.detached_view import outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.printing import message, say_json
-from spare_megatron.cli.running import choose_run_dir, load_runnable, reported_interruption, run_and_show
-from spare_megatron.process.interrupts import INTERRUPTED
+from spare_megatron.cli.resuming import go_back, report_finished
+from spare_megatron.cli.running import (
+    RunDirectory,
+    choose_run_dir,
+    load_runnable,
+    reported_interruption,
+    run_and_show,
+    warn_of_no_checkpoints,
+)
+from spare_megatron.journal.outcomes import MEANINGS, exit_code
+from spare_megatron.process.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
     from spare_megatron.supervisor.remote_supervisor import Launcher
 
-EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
-STEPS_LEFT = 5
 
-
+@outlasting()
 def train(
     preset: PresetArgument = None,
     config: PresetOption = None,
@@ -41,7 +47,12 @@ def train(
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Start from the newest checkpoint in checkpoint.folder, if there is one.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Start from the newest checkpoint in checkpoint.folder, if there is one; without that setting from "
+            "that of the run in --run-dir, and write into a new directory beside it.",
+        ),
     ] = False,
     restart_from: Annotated[
         Literal["newest", "audited"],
@@ -55,18 +66,14 @@ def train(
 
     Example: `spare train demo_cpu --set train.steps=100`
 
-    SIGUSR1 to this process or any supervisor ends the run after the current step, with a checkpoint. The journal
-    is proven at the end; if that takes more than 60 s, run `spare check` instead.
+    SIGTERM to this process or any supervisor, or to all processes at once, ends the run after the step under way, with
+    a checkpoint, within control.end_grace_s; so do SIGHUP, SIGQUIT and SIGUSR2, and without a limit SIGUSR1. Ctrl-C
+    or a second SIGTERM ends it at once, as does SIGTERM during the start. The journal is proven at the end; if that
+    takes more than 60 s, run `spare check` instead.
 
     Exit codes:
 
-    - 0: all steps are committed and the journal is valid, or --resume found a finished training
-    - 1: the run failed, its journal does not prove it, or its last checkpoint is missing
-    - 2: the configuration cannot run
-    - 3: wipe-out
-    - 4: halted, because groups disagreed or training diverged
-    - 5: ended by SIGUSR1 with steps left
-    - 130: interrupted
+    EXIT_CODES
     """
     from spare_megatron.process import end_signal
 
@@ -76,18 +83,26 @@ def train(
     with end_signal.blocked(), explained_errors("train"):
         settings = [*(overrides or ()), *([f"program.file={program}"] if program else [])]
         loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
-        folder = choose_run_dir(loaded, run_dir)
-        check_folders(loaded, folder)
         if restart_from == "audited":
-            _go_back(loaded, resume=resume)
+            go_back(loaded, is_resumed=resume)
         if resume:
-            loaded, finished = _resumed(loaded)
-            if finished is not None:
-                _say_finished(finished, loaded, as_json=as_json)
+            resumption = resuming.resume(loaded, run_dir)
+            loaded, run_dir = resumption.config, resumption.run_dir
+            if resumption.finished is not None:
+                report_finished(resumption.finished, loaded, as_json=as_json)
                 return
-        with reported_interruption("train", folder), elsewhere(loaded, folder) as (loaded, launcher):
-            summary = run_and_show(loaded, folder, console, launcher=launcher)
-    raise typer.Exit(_report(summary, loaded, folder, console, as_json=as_json))
+        warn_of_no_checkpoints("train", loaded)
+        directory = RunDirectory(choose_run_dir(loaded, run_dir))
+        check_folders(loaded, directory.path)
+        with reported_interruption("train", directory), elsewhere(loaded, directory.path) as (loaded, launcher):
+            summary = run_and_show(loaded, directory, console, launcher=launcher, takes_requests=True)
+    raise typer.Exit(_report(summary, loaded, directory.path, console, as_json=as_json))
+
+
+assert train.__doc__ is not None, "its help is its docstring"
+train.__doc__ = train.__doc__.replace(
+    "EXIT_CODES", "\n    ".join(f"- {code}: {text}" for code, text in MEANINGS.items())
+)
 
 
 def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunConsole, *, as_json: bool) -> int:
@@ -95,97 +110,35 @@ def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunC
     from spare_megatron.cli.progress import print_summary
 
     unsaved = unsaved_end(config, folder, summary)
-    with outlasting_output(console.file):
-        print_summary(summary, folder, console)
-    with outlasting_output(sys.stderr):
-        if unsaved:
-            message("train", unsaved)
-    with outlasting_output(sys.stdout):
-        if as_json:
-            say_json({"run_dir": str(folder), **asdict(summary)})
-        sys.stdout.flush()
-    return exit_code(summary, is_timed=config.train.max_minutes is not None) or bool(unsaved)
-
-
-def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
-    """The configuration that begins with the newest checkpoint, where there is any; and that of a finished training.
-    ValueError: the folder is that of the new run, which has none.
-    """
-    from spare_megatron.state.checkpoint.loading import last_checkpoint, resumed
-
-    folder = config.checkpoint.folder
-    if not folder:
-        raise ValueError(
-            "--resume starts from the newest checkpoint in checkpoint.folder, which is not set. Set it to the "
-            "folder that both runs use, or start from another run with --set checkpoint.load=RUN_DIR"
-        )
-    if finished := last_checkpoint(config, Path(folder).absolute()):
-        return config, finished
-    found = resumed(config, Path(folder).absolute())
-    if not found.checkpoint.load:
-        message("train", f"--resume: {folder} holds no checkpoint, training starts from the beginning")
-    return found, None
-
-
-def _go_back(config: "RunConfig", *, resume: bool) -> None:
-    """Refuses the checkpoints after the newest audited one in the run's folder, and says so."""
-    from spare_megatron.journal.events import text_of_audited
-    from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
-
-    if not (resume and config.checkpoint.folder):
-        raise ValueError(
-            "--restart-from=audited goes back in checkpoint.folder, so it needs --resume, and that setting; a run that "
-            "loads another one's checkpoint names an audited one in checkpoint.load (spare checkpoint list)"
-        )
-    found = go_back_to_audited(Path(config.checkpoint.folder).absolute())
-    if found is None:
-        return
-    later = ", ".join(path.name for path in found.refused) or "none"
-    message(
-        "train",
-        f"--restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest "
-        f"checkpoint of at most so many that no run has refused; later ones, refused from now on: {later}",
-    )
-
-
-def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> None:
-    """Reports that nothing is left to train; not an error, so a loop that repeats the command ends."""
-    from spare_megatron.journal.summary import NOT_RUN, Summary
-
-    text = f"{checkpoint} holds all of train.steps={config.train.steps}: the training is finished, nothing was started"
-    message("train", f"--resume: {text}")
+    print_summary(summary, folder, console)
+    if unsaved:
+        message("train", unsaved)
     if as_json:
-        summary = Summary(verdict=NOT_RUN, reasons=(), outcome="finished", outcome_reason=text, steps_committed=0)
-        say_json({"run_dir": None, **asdict(summary)})
-
-
-def exit_code(summary: "Summary", *, is_timed: bool) -> int:
-    """What the command ends with. `is_timed`: the run was to end after some time, with steps left or not."""
-    from spare_megatron.journal.summary import NOT_RUN
-
-    if summary.outcome != "finished":
-        return EXIT_CODES.get(summary.outcome, 1)  # without its driver a run may have no end in the journal
-    if summary.verdict not in ("valid", NOT_RUN):
-        return 1
-    return 0 if is_timed or not summary.steps_left else STEPS_LEFT
+        say_json({"run_dir": str(folder), **asdict(summary)})
+    return exit_code(summary.outcome, summary.verdict) or bool(unsaved)
 
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
-    from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, folder_of, visible_steps
-    from spare_megatron.state.checkpoint.verification import refusal_of
+    from spare_megatron.config.terms import step_of
+    from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
+    from spare_megatron.state.checkpoint.verification import is_usable
 
     last = config.train.steps - summary.steps_left
-    if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:
+    is_saved = summary.outcome == "stopped" or (summary.outcome == "finished" and config.checkpoint.is_wanted)
+    if not is_saved or not summary.steps_committed:
         return ""
     folder = folder_of(config.checkpoint, run_dir)
-    steps = [step for step in visible_steps(folder) if not refusal_of(checkpoint_path(folder, step))]
+    try:
+        steps = [step_of(path) for path in all_checkpoints(folder) if is_usable(path)]
+    except OSError as error:
+        return f"whether a checkpoint of the last of {last} steps was saved is unknown: {error}"
     if last in steps:
         return ""
     newest = f"the newest is of {max(steps)} steps" if steps else "there is none"
     return (
-        f"no valid checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost, "
-        f"could not write or had wrong state (spare status {run_dir}); to train the rest start a run with --set "
+        f"no valid checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost, could "
+        f"not write, had no time or had wrong state (spare status {run_dir}); to train the rest start a run with --set "
         f"checkpoint.load={folder}"
     )
 

@@ -21,7 +21,7 @@ def write_with_exports(file: Path, text: str, config: RunConfig) -> None:
     """Writes `text`, for its owner alone if `slurm.setup` exports variables, which may be keys to services."""
     is_private = any(_EXPORT.search(line) for line in config.slurm.setup)
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
-    with os.fdopen(fd, "w") as stream:
+    with os.fdopen(fd, "w", encoding="utf-8") as stream:
         if is_private:
             os.fchmod(fd, 0o600)  # an existing file keeps its mode otherwise
         stream.write(text)

@@ -272,6 +272,9 @@ class ControlConfig:
     """Seconds between heartbeats; a rank or node that shows no sign of life is fenced within two intervals."""
     store_timeout_s: float = 60.0
     """Longest pause while the control store does not answer; then the run ends."""
+    end_grace_s: PositiveFloat = 25.0
+    """Seconds from SIGTERM or a like signal, which ends the run with the step under way and a checkpoint, until all
+    processes end at once; below the KillWait of Slurm, 30 s, and what other schedulers leave until SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

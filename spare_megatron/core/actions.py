@@ -319,12 +319,13 @@ class ReadEntry:
 class UpdateModel:
     """Apply the sums of this committed attempt to parameters, state partitions and parts of incomplete copies.
 
-    Digests of `proven` copies count from here on.
+    Digests of `proven` copies count from here on. `is_last`: the run ends with this step.
     """
 
     step: int
     attempt: int
     proven: tuple[PartitionCopy, ...] = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,9 +356,10 @@ class ChangePaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun:
-    """All steps are committed."""
+    """All steps are committed, or all up to the one with which the run was asked to end."""
 
     step: int
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,6 +248,7 @@ class Saves:
     ) -> None:
         self._policy = SavePolicy() if policy is None else policy
         self._num_steps = num_steps
+        self._is_last_wanted = self._policy.saves_last
         self._last_at_s = 0.0
         self._last_step = first_step
         self._num_saves = 0
@@ -285,10 +286,13 @@ class Saves:
         ownership: Ownership | None = None,
         *,
         is_last: bool,
+        is_asked: bool = False,
     ) -> bool:
-        """Whether the commit that brings the run to `step` takes a checkpoint; `is_last` ends it early."""
+        """Whether the commit that brings the run to `step` takes a checkpoint. `is_last` ends it early; an end that
+        `is_asked` for is saved whatever the policy is.
+        """
         policy = self._policy
-        if policy.saves_last and (is_last or step == self._num_steps):
+        if is_asked or (policy.saves_last and (is_last or step == self._num_steps)):
             return True
         interval_s = policy.interval_s
         if self._experience is not None:
@@ -336,8 +340,8 @@ class Saves:
             self._refused = refusal.member
 
     def lacks_last(self, step: int) -> bool:
-        """Whether the policy asks for a save of this last step and no valid one exists."""
-        return self._policy.saves_last and step not in self.saved
+        """Whether a save of this last step is wanted and no valid one exists."""
+        return self._is_last_wanted and step not in self.saved
 
     def on_ownership(self, ownership: Ownership | None) -> None:
         """The ownership after a commit."""
@@ -376,6 +380,7 @@ class Saves:
         able = [voter for voter in voters if voter != self._refused] or voters
         member = able[self._num_saves % len(able)]
         self._num_saves += 1
+        self._is_last_wanted |= is_last
         self._refused = None
         self._under_way[step], self._newest = member, step
         self._taken.add(step)

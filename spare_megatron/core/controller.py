@@ -82,6 +82,7 @@ class Controller:
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
         self._num_steps = setup.num_steps  # lowered by a commit that is the last
+        self._is_asked = False  # whether that one was the last because the run was asked to end
         self._is_end_requested = False
         self._is_over = False  # all of them are committed
         self._votes_on_end = False  # parameters are left to gather then, or a save to compare
@@ -169,7 +170,7 @@ class Controller:
                 return self._evaluated(entry)
             case Finish(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
-                return (FinishRun(step=step),)
+                return (FinishRun(step=step, is_asked=self._is_asked),)
             case Resume(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._resume(entry)
@@ -225,7 +226,9 @@ class Controller:
         return (self._build_communicator(), *own, *saved, *self._await_decision())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
-        actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
+        ends = commit.is_last or self.step + 1 == self._num_steps
+        update = UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven, is_last=ends)
+        actions: list[Action] = [update]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
         self._audits.on_commit(self.step, self._plans, self.members)
@@ -243,7 +246,7 @@ class Controller:
         self._saves.on_ownership(self.ownership)
         actions += self._gather_params()
         if commit.is_last:
-            self._num_steps = self.step
+            self._num_steps, self._is_asked = self.step, commit.is_asked
         is_last = self._is_over = self.step == self._num_steps
         self._is_evaluating = self._is_evaluation_due()
         if commit.save:
@@ -394,11 +397,15 @@ class Controller:
             may_question=self._audits.may_question,
             hosts=self._hosts,
         )
-        is_last = self._is_time_over(now_s) or any(vote.ends for vote in event.votes.values())
-        is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
+        is_again = self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, after a restart
+        is_asked = any(vote.ends for vote in event.votes.values()) or (is_again and self._is_asked)
+        is_asked &= self.step + 1 < self._setup.num_steps
+        is_last = is_asked or is_again or self._is_time_over(now_s)
         at_s = self._clock.read_s(now_s)
-        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last)
-        entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
+        is_due = self._saves.is_due(
+            self.step + 1, at_s, self.members, self.ownership, is_last=is_last, is_asked=is_asked
+        )
+        entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s, is_asked=is_asked)
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)
         if isinstance(entry, Commit) and self.deals_by_pace:
@@ -485,7 +492,7 @@ class Controller:
 
     def _end(self) -> tuple[Action, ...]:
         if not self._votes_on_end:
-            return (FinishRun(step=self.step),)
+            return (FinishRun(step=self.step, is_asked=self._is_asked),)
         return (self._attempt_finish(), ReadEntry(index=self.head))
 
     def _is_evaluation_due(self) -> bool:

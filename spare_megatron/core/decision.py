@@ -20,7 +20,9 @@ from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
 
 
-def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:
+def decide(
+    attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float, is_asked: bool = False
+) -> Entry | None:
     """The entry that decides the attempt, or None while a vote is missing; `at_s` is on the clock of the log."""
     votes = event.votes
     try:
@@ -68,6 +70,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         save=save,
         admit=event.waiting,
         is_last=is_last,
+        is_asked=is_asked,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
         released=attempted.ownership.superseded if attempted.ownership else (),
         proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),

@@ -54,6 +54,7 @@ class Commit:
         admit: Members that take part from the next step on, unless fenced by then. Part of the commit, because any
             entry between two commits makes groups abandon the reduction they are in.
         is_last: The run ends with this step, whatever its configured number of steps.
+        is_asked: Because some process of it was asked to end it; else for the time, `train.max_minutes`.
         restored: Completed copies of state partitions, if still asked for: their members are hosts from here on.
         released: Copies that their members release; the hosts in their place have been compared since.
         proven: Copies that the votes have compared for the first time.
@@ -65,6 +66,7 @@ class Commit:
     save: bool = False
     admit: tuple[Member, ...] = ()
     is_last: bool = False
+    is_asked: bool = False
     restored: tuple[PartitionCopy, ...] = ()
     released: tuple[PartitionCopy, ...] = ()
     proven: tuple[PartitionCopy, ...] = ()

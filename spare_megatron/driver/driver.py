@@ -1,6 +1,7 @@
 """Runs one training run: starts its control store and supervisors, handles their reports, determines the outcome."""
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -19,15 +20,25 @@ from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.driver.culprits import Culprits
 from spare_megatron.driver.ladder import Ladder
 from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
+from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import Deferral, deferred
 from spare_megatron.process.network import network_of
-from spare_megatron.process.processes import Child, describe_exit, fork_server, start_child, start_hub, start_store
+from spare_megatron.process.processes import (
+    Child,
+    describe_exit,
+    fork_server,
+    start_child,
+    start_hub,
+    start_store,
+    why_ended,
+)
 from spare_megatron.process.reports import (
     DriverOrder,
+    EndAsked,
     EndEarly,
     FaultWanted,
     GoOn,
@@ -65,7 +76,7 @@ from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
 from spare_megatron.supervisor.group_rendezvous import fence_node
 from spare_megatron.supervisor.node_process import supervise
 from spare_megatron.supervisor.remote_supervisor import Launcher, run_remote_supervisor
-from spare_megatron.supervisor.run_end import codes_of, outcome_of
+from spare_megatron.supervisor.run_end import codes_of, outcome_of, stopped
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
@@ -80,9 +91,14 @@ class RunFailed(Exception):
     """The run cannot start or go on, for a reason that no redundancy masks."""
 
 
+class _GraceOver(Exception):
+    """The run was asked to end, and has not by now."""
+
+
 class Driver:
     """One run, driven from this machine. `on_event` is called with every event, in the driver's thread; `launcher`
-    starts supervisors on other machines, None if all run on this one. `config` is resolved and has no problems.
+    starts supervisors on other machines, None if all run on this one. `config` is resolved and has no problems. With
+    `takes_requests` SIGTERM and like signals end the run after the step under way, else at once.
     """
 
     def __init__(
@@ -95,8 +111,11 @@ class Driver:
         on_event: Callable[[RunEvent], None],
         rank_main: RankMain,
         launcher: Launcher | None = None,
+        takes_requests: bool = False,
     ) -> None:
         self._config = config
+        self._takes_requests = takes_requests
+        self.directory = DirectoryWatch(run_dir, on_event)
         self._run_dir = run_dir
         self._faults = faults
         self._journal = journal
@@ -121,6 +140,9 @@ class Driver:
         self._has_raised = False
         self._is_halted = False
         self._has_begun = False
+        self._asked: EndAsked | None = None
+        self._limit_at_s: float | None = None  # at which all processes end
+        self._is_cut_off = False
         self._store_failure = ""
         self._without_store: set[int] = set()
         self._num_steps = self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
@@ -150,6 +172,8 @@ class Driver:
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
             self._watch(store)
             end = self._end_record()
+        except _GraceOver:
+            end = self._stopped(self._not_in_time)
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
@@ -209,11 +233,13 @@ class Driver:
         """Handles reports until every supervisor has ended or its node is lost."""
         pipes = {child.reports: node for node, child in self._nodes.items()}
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
-        self._forward_end_request()
+        self._poll()
         store_sentinel = [] if store is None else [store.process.sentinel]
         while not self._is_over(sentinels.values()):
             ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._timers.pause_s())
             self._timers.run_due()
+            if self._interrupts.request is not None:
+                self._on_end_asked(self._interrupts.request.name, self._config.control.end_grace_s)
             for pipe in [item for item in ready if item in pipes]:
                 report = next_report(pipe)
                 if report is None:
@@ -252,10 +278,11 @@ class Driver:
         while child.reports.poll() and (report := next_report(child.reports)) is not None:
             self._handle(report, node)
         child.process.join()
-        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
+        code = child.process.exitcode or 0
+        failure = f"its supervisor died: {describe_exit(code)}{'' if code < 0 else '; spare logs may say why'}"
         if node in self._ended:
             failure = self._ended[node].failure
-        if failure and not self._store_failure:
+        if failure and not (self._store_failure or self._is_cut_off):
             if len(self._nodes) == 1 or (node in self._ended and not self._has_begun):
                 raise RunFailed(f"node {node}: {failure}")
             self._lose_node(node, f"node {node}: {failure}")
@@ -276,8 +303,8 @@ class Driver:
         match report:
             case RanksStarted(pids=pids):
                 self._pids[sender] = list(pids.values())
-                if end_signal.is_pending():  # perhaps since before the supervisor started
-                    self._order(sender, EndEarly())
+                if self._asked is not None:
+                    self._order(sender, self._end_early())
             case MachineMoved(node=node):
                 self._machines = {place: one for place, one in self._machines.items() if one != sender}
                 self._machines[node] = sender
@@ -306,6 +333,11 @@ class Driver:
             case RanksReady(group=group):
                 # A group that came back before the others were ready waits for them.
                 self._has_begun = self._has_begun or group not in self._absent_groups
+                if self._has_begun and self._takes_requests:
+                    self._interrupts.take_requests()
+            case EndAsked(by=by, limit_s=limit_s):
+                self._on_end_asked(by, limit_s)
+                return
             case StepCommitted(step=step, step_s=step_s):
                 self._num_steps = max(self._num_steps, step + 1)
                 self._ladder.on_step(step, step_s)
@@ -313,8 +345,9 @@ class Driver:
                 self._stop_reason = reason
             case RankRaised():
                 self._has_raised = True
-            case NodeEnded():
+            case NodeEnded(is_cut_off=is_cut_off):
                 self._ended[sender] = report
+                self._is_cut_off |= is_cut_off
             case GroupLost(group=group, cause=cause, incarnation=incarnation):
                 if not self._has_begun:
                     self._require_start(report)
@@ -346,10 +379,7 @@ class Driver:
         self._store_failure = self._store_failure or reason
 
     def _store_died(self, store: Child) -> None:
-        store.process.join()
-        self._store_failure = self._store_failure or (
-            f"the control store died: {describe_exit(store.process.exitcode)}"
-        )
+        self._store_failure = self._store_failure or f"the control store died: {why_ended(store)}"
 
     def _measure_store(self, spec: EtcdStoreSpec) -> None:
         """Reports etcd's size, now and periodically: it has to last for the remaining steps."""
@@ -380,13 +410,33 @@ class Driver:
             if then is not None:
                 self._timers.after(seconds, then)
 
-    def _forward_end_request(self) -> None:
-        """Has all supervisors end the run once this process is asked to; `RanksStarted` reminds of later ones."""
+    def _poll(self) -> None:
+        """Looks whether the run is asked to end and where its directory is, then reschedules itself."""
+        self._timers.after(_END_POLL_S, self._poll)
         if end_signal.is_pending():
-            for node in self._nodes:
-                self._order(node, EndEarly())
-        else:
-            self._timers.after(_END_POLL_S, self._forward_end_request)
+            self._on_end_asked(end_signal.WITHOUT_LIMIT.name, None)
+        if removed := self.directory.poll():
+            self._on_end_asked(f"the removal of its directory {removed}", self._config.control.end_grace_s)
+
+    def _on_end_asked(self, by: str, limit_s: float | None) -> None:
+        """Has all supervisors end the run, and limits the time for that once; later requests change nothing."""
+        is_limited = limit_s is not None and self._limit_at_s is None
+        if self._asked is not None and not is_limited:
+            return
+        self._asked = EndAsked(by=by, limit_s=limit_s)
+        if limit_s is not None:
+            self._limit_at_s = time.monotonic() + limit_s
+            self._timers.after(limit_s, self._end_at_once)
+        for node in self._nodes:
+            self._order(node, self._end_early())
+        self._on_event(self._asked)
+
+    def _end_early(self) -> EndEarly:
+        at_s = self._limit_at_s
+        return EndEarly(limit_s=None if at_s is None else max(0.0, at_s - time.monotonic()))
+
+    def _end_at_once(self) -> None:
+        raise _GraceOver
 
     def _order(self, node: int, order: DriverOrder) -> None:
         with contextlib.suppress(OSError):  # the node is lost
@@ -394,11 +444,27 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- end
 
+    @property
+    def left_s(self) -> float:
+        """How much is left of the grace period; infinite if none has begun."""
+        return math.inf if self._limit_at_s is None else self._limit_at_s - time.monotonic()
+
+    @property
+    def _not_in_time(self) -> str:
+        return f"it could not end in order within control.end_grace_s={self._config.control.end_grace_s:g}"
+
+    def _stopped(self, trouble: str = "") -> EndRecord:
+        steps = f"{self._num_steps} of {self._config.train.steps} steps"
+        return stopped(trouble, by="" if self._asked is None else self._asked.by, steps=steps)
+
+    def _saved_state(self) -> str:
+        return saved_state(self._config.checkpoint, self._run_dir, self._num_steps)
+
     def _end_record(self) -> EndRecord:
+        if self._is_cut_off:
+            return self._stopped(self._not_in_time + self._saved_state())
         if self._store_failure:
-            return EndRecord(
-                outcome="failed", reason=self._store_failure + saved_state(self._config.checkpoint, self._run_dir)
-            )
+            return EndRecord(outcome="failed", reason=self._store_failure + self._saved_state())
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         codes = codes_of(exits, self._absent_groups)
         outcome = outcome_of(codes)
@@ -406,11 +472,13 @@ class Driver:
             self._read_stop_reason()
             if self._is_halted or not self._has_raised:
                 outcome = "halted" if self._is_halted else "wipe_out"
+        if outcome == "stopped":
+            return self._stopped()
         reason = self._stop_reason or (
             f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
         )
         if outcome == "wipe_out" and self._stop_reason:
-            reason += saved_state(self._config.checkpoint, self._run_dir)
+            reason += self._saved_state()
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
 
     def _read_stop_reason(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.journal.output import real_paths
 from spare_megatron.process.reports import (
     CulpritChanged,
     EventCommandFailed,
@@ -61,7 +62,7 @@ class EventCommand:
 
     def put(self, fields: Mapping[str, Any]) -> None:
         """Queues an event; drops it if a thousand are waiting."""
-        text = json.dumps({**fields, "at_s": time.time(), "run_dir": str(self._run_dir)})
+        text = json.dumps({**fields, "at_s": time.time(), "run_dir": real_paths(str(self._run_dir))})
         try:
             self._waiting.put_nowait(text)
         except queue.Full:

@@ -32,7 +32,12 @@ def preflight(config: RunConfig) -> Mapping[str, str]:
     with deferred(end_fork_server) as interrupts:
         context = fork_server()
         interrupts.check()
-        child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
+        try:
+            child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
+        except (OSError, EOFError) as error:
+            interrupts.check()
+            text = "the server from which all processes of a run are forked has ended; its last line says why"
+            raise ValueError(text) from error
         try:
             return _await_kernels(child, config.data.named, config.control.startup_timeout_s, interrupts)
         finally:

@@ -84,7 +84,7 @@ def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             config = folder / "config.toml"
-            config.write_text(part.config)
+            config.write_text(part.config, encoding="utf-8")
             try:
                 for task in part.tasks:
                     rank = task["rank"]

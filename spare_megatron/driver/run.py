@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary, conclude
 from spare_megatron.observe.metrics import OnStep
 from spare_megatron.process.gpus import visible_gpus
-from spare_megatron.process.interrupts import deferred
+from spare_megatron.process.interrupts import Deferral, deferred
 from spare_megatron.process.lock import LOCK, locked
 from spare_megatron.process.network import why_no_slow_link
 from spare_megatron.process.processes import close_or_report, report_held
@@ -47,6 +47,7 @@ from spare_megatron.process.reports import (
     KernelsChosen,
     RecordsHeld,
     RecordsLost,
+    RunDirectoryOpened,
     RunEvent,
     Starting,
     StoreAwaited,
@@ -54,11 +55,14 @@ from spare_megatron.process.reports import (
 from spare_megatron.process.shortages import process_limits
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
-from spare_megatron.state.checkpoint.loading import resolve_load
-from spare_megatron.state.checkpoint.verification import read_manifest
+from spare_megatron.state.checkpoint.loading import require_own_checkpoints, resolve_load
+from spare_megatron.state.checkpoint.verification import Rejected, read_manifest
 from spare_megatron.store.etcd_gateway import silence_of
 from spare_megatron.store.open_store import check_files_for_etcd, etcd_spec
 from spare_megatron.supervisor.remote_supervisor import ByHand, Launcher
+
+_LEAST_PROOF_S, _PROOF_OF_INTERRUPTED_S = 2.0, 5.0
+"""Longest time to read the journal where processes are about to be killed, and where a user waits for the end."""
 
 
 def rank_main(spec: RankSpec, reports: Connection) -> None:
@@ -100,39 +104,61 @@ def start_run(
     rank_main: RankMain = rank_main,
     launcher: Launcher | None = None,
     on_step: OnStep | None = None,
+    takes_requests: bool = False,
 ) -> Summary:
     """Trains, and writes all results of the run into `run_dir`, which is empty or does not exist yet. `rank_main` is
     the main function of a rank's process; a caller may wrap it to observe a rank. `launcher` starts supervisors on
-    other machines, where `cluster.launcher` is srun. `on_step` gets the metrics of each step, in a thread.
+    other machines, where `cluster.launcher` is srun. `on_step` gets the metrics of each step, in a thread. With
+    `takes_requests` SIGTERM and like signals end it after the step under way, once training has begun, and a second one
+    at once.
 
     Raises:
         FileExistsError: The directory is not empty.
-        ValueError: The run cannot start and nothing has been written, or another job uses the directory.
+        ValueError: The run cannot start and nothing has been written, or another job uses a directory.
         KeyboardInterrupt: After all processes have ended and the summary is written.
     """
     machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
     config = resolved(config, machine)
     if exceeded := beyond_limits(config, machine):
         raise ValueError("; ".join(exceeded))
-    _check_empty(run_dir)
+    _refuse_used(run_dir)
     if config.control.store == "etcd":
         check_files_for_etcd(config.control, os.environ)
         _ask_etcd(config, on_event)
     faults = (*resolve_trace(config), *draw_faults(config))
-    folder = folder_of(config.checkpoint, run_dir)
-    config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
+    rejected: list[Path] = []
+
+    def reject(item: Rejected) -> None:
+        rejected.append(item.path)
+        on_event(CheckpointRejected(reason=item.reason))
+
+    config = resolve_load(config, folder_of(config.checkpoint, run_dir), reject)
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     with contextlib.ExitStack() as held:
         held.enter_context(leased(config))
         on_event(KernelsChosen(kernels=preflight(config)))
-        with named_errors("--run-dir", run_dir):
-            held.enter_context(locked(run_dir))
-        if config.checkpoint.is_wanted:
-            with named_errors("checkpoint.folder" if config.checkpoint.folder else "--run-dir", folder):
-                held.enter_context(locked(folder))
+        run_dir = held.enter_context(_held_directories(config, run_dir, rejected))
+        on_event(RunDirectoryOpened(path=run_dir))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
-        make_driver = partial(Driver, rank_main=rank_main, launcher=launcher)
+        make_driver = partial(Driver, rank_main=rank_main, launcher=launcher, takes_requests=takes_requests)
         return _run(config, run_dir, on_event, faults, make_driver, on_step)
+
+
+@contextlib.contextmanager
+def _held_directories(config: RunConfig, run_dir: Path, rejected: Sequence[Path]) -> Iterator[Path]:
+    """Locks the run's directory and its folder of checkpoints, then checks again what they hold: another run may have
+    ended since the first time. Yields the path that leads to the directory wherever it is moved. Raises as `start_run`.
+    """
+    with contextlib.ExitStack() as held:
+        with named_errors("--run-dir", run_dir):
+            path = held.enter_context(locked(run_dir))
+        if _is_used(path):
+            raise _used(run_dir)
+        folder = folder_of(config.checkpoint, path)
+        with named_errors("checkpoint.folder" if config.checkpoint.folder else "--run-dir", folder):
+            held.enter_context(locked(folder))
+        require_own_checkpoints(config, folder, rejected)
+        yield path
 
 
 def resolved(config: RunConfig, machine: Machine) -> RunConfig:
@@ -160,12 +186,20 @@ def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
         on_event(StoreAwaited(endpoints=spec.endpoints, reason=reason, limit_s=spec.timeout_s))
 
 
-def _check_empty(run_dir: Path) -> None:
-    """Raises FileExistsError if the directory holds anything, or Locked if another run uses it."""
-    if run_dir.exists() and any(run_dir.iterdir()):
+def _refuse_used(run_dir: Path) -> None:
+    """Raises FileExistsError if the directory holds anything but a lock, or Locked if another run uses it."""
+    if _is_used(run_dir):
         # That a run is training there is the more useful error.
         with locked(run_dir) if (run_dir / LOCK).exists() else contextlib.nullcontext():
-            raise FileExistsError(f"{run_dir} is not empty; a run never overwrites another: choose another --run-dir")
+            raise _used(run_dir)
+
+
+def _is_used(run_dir: Path) -> bool:
+    return run_dir.exists() and any(path.name != LOCK for path in run_dir.iterdir())
+
+
+def _used(run_dir: Path) -> FileExistsError:
+    return FileExistsError(f"{run_dir} is not empty; a run never overwrites another: choose another --run-dir")
 
 
 def _run(
@@ -203,19 +237,27 @@ def _run(
     journal.reserve(RESERVED_BYTES)
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=dispatch)
     end: EndRecord | None = None
-    try:
-        with deferred() as interrupts:
+    with deferred() as interrupts:
+        try:
             end = driver.run(interrupts)
-    finally:
-        close_or_report(metrics, dispatch)
-        storage.record_lost()
-        close_or_report(journal, dispatch)
-        storage.report_lost()
-        summary = conclude(run_dir, end)
-        if command is not None:
-            command.put({"event": "end", "outcome": summary.outcome, "reason": summary.outcome_reason})
-            command.close()
+        finally:
+            driver.directory.poll()
+            close_or_report(metrics, dispatch)
+            storage.record_lost()
+            close_or_report(journal, dispatch)
+            storage.report_lost()
+            summary = _conclude(run_dir, record, end, interrupts, driver.left_s)
+            if command is not None:
+                command.put({"event": "end", "outcome": summary.outcome, "reason": summary.outcome_reason})
+                command.close()
     return summary
+
+
+def _conclude(run_dir: Path, run: RunRecord, end: EndRecord | None, interrupts: Deferral, left_s: float) -> Summary:
+    """The summary of a run that has ended; `left_s`: until its processes are killed, if that is known."""
+    if end is None:  # it was interrupted
+        return conclude(run_dir, run=run, proof_s=_PROOF_OF_INTERRUPTED_S)
+    return conclude(run_dir, end, run=run, proof_s=max(_LEAST_PROOF_S, left_s), interruptible=interrupts.allowed)
 
 
 def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:

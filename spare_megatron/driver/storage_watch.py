@@ -1,14 +1,18 @@
-"""Reports once for the run, on screen and in the journal, that storage does not take its records."""
+"""Reports once for the run that storage does not take its records, and that its directory is moved or removed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.records import StorageOutcome, StorageRecord
-from spare_megatron.process.reports import RecordsHeld, RecordsLost
+from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunDirectoryMoved
 
 RESERVED_BYTES = 16 << 10
 """Space reserved in the driver's journal for these records and the end of the run."""
+_REMOVED = " (deleted)"
+"""What the kernel appends to the path of a descriptor's file that has no name any more."""
 
 
 class StorageWatch:
@@ -57,8 +61,28 @@ class StorageWatch:
             self._report(RecordsLost(paths=paths, num_bytes=num_bytes, reason=self._lost[0].reason))
 
     def _name(self, path: str) -> str:
-        return str(Path(path).relative_to(self._run_dir)) if Path(path).is_relative_to(self._run_dir) else path
+        run_dir = real_paths(str(self._run_dir))
+        return str(Path(path).relative_to(run_dir)) if Path(path).is_relative_to(run_dir) else path
 
     def _write(self, record: StorageRecord) -> None:
         if self.journal is not None:
             self.journal.write(record)
+
+
+class DirectoryWatch:
+    """Notices where the run's directory is, by the path that leads to it wherever it is moved; no storage is asked."""
+
+    def __init__(self, run_dir: Path, report: Callable[[RunDirectoryMoved], None]) -> None:
+        self._run_dir = run_dir
+        self._report = report
+        self._last = real_paths(str(run_dir))
+
+    def poll(self) -> str:
+        """Reports a move. Returns where the directory was if it is removed, else an empty text."""
+        now = real_paths(str(self._run_dir))
+        if now.endswith(_REMOVED) and not os.stat(self._run_dir).st_nlink:
+            return now.removesuffix(_REMOVED)
+        if now != self._last:
+            former, self._last = self._last, now
+            self._report(RunDirectoryMoved(path=Path(now), former=Path(former)))
+        return ""

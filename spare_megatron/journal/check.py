@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.check_audits import check_audits
@@ -96,6 +96,7 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
         return _verdict(view, found, 0, FORMAT)
     run = runs[0]
     fold = fold_view(view, run)
+    fold = replace(fold, is_cut=_is_cut(view, fold))
     findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
     findings += [*_check_log(view, fold), *_check_fold(run, fold), *check_reports(view, run, fold)]
     findings += [*check_places(view, run), *check_quarantines(view)]
@@ -249,8 +250,15 @@ def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
         reason = "the run ended as a wipe-out, and every shard has a surviving host"
         reason += "" if fold.known.is_over else " by the log, whose last entries may be missing"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+    elif ends[0].outcome == "stopped" and not any(commit.is_last for commit in fold.kept):
+        yield Finding(severity="unknown", reason="the run was stopped before its last step was committed")
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+
+
+def _is_cut(view: JournalView, fold: Fold) -> bool:
+    outcomes = {line.record.outcome for line in view.rare if isinstance(line.record, EndRecord)}
+    return "interrupted" in outcomes or ("stopped" in outcomes and not any(one.is_last for one in fold.kept))
 
 
 def _check_storage(view: JournalView) -> Iterator[Finding]:

@@ -77,8 +77,9 @@ def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Findi
     """Every group that is left at the end has recorded its parameters."""
     if fold.next_step not in part.stretch:
         return
-    last = fold.num_restarts, fold.next_step
-    silent = fold.members - {r.group for r in part.params if (r.num_restarts, r.step) == last}
+    steps = (fold.next_step, fold.next_step - 1) if fold.is_cut else (fold.next_step,)
+    last = {(fold.num_restarts, step) for step in steps}
+    silent = fold.members - {r.group for r in part.params if (r.num_restarts, r.step) in last}
     # After the loss of a state partition, groups that still lack its parameters have no digest to record.
     for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
@@ -147,8 +148,8 @@ def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[
     for error in partitions.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
-    if len(ends) == 1 and ends[0].outcome == "finished" and partitions.finished_at is None:
-        reason = "the run finished, and no log entry states that all parameters are complete"
+    if len(ends) == 1 and ends[0].outcome in ("finished", "stopped") and partitions.finished_at is None:
+        reason = "the run has ended, and no log entry states that all parameters are complete"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     if partitions.finished_at is None:
         return

@@ -6,6 +6,7 @@ Each line reaches the operating system in one write, so it survives a SIGKILL; o
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from spare_megatron.journal.lines import Line, decode_line, encode_line, require_known_format
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.records import FaultRecord, Record
 
 R = TypeVar("R", bound=Record)
@@ -34,7 +36,8 @@ class BytesLost(OSError):
     """A file was closed though its last `num_bytes` were not accepted; `reason` is the error without the path."""
 
     def __init__(self, error: OSError, num_bytes: int, path: Path) -> None:
-        super().__init__(error.errno, f"{error.strerror}: the last {num_bytes} bytes are lost", str(path))
+        named = real_paths(str(path))
+        super().__init__(error.errno, f"{error.strerror}: the last {num_bytes} bytes are lost", named)
         self.num_bytes = num_bytes
         self.reason = _reason_of(error)
 
@@ -50,7 +53,7 @@ class AppendingFile:
     def __init__(self, path: Path, on_held: OnHeld | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._fd = os.open(path, _FLAGS, 0o644)
+        self._fd = _open(path)
         self._held = b""
         self._error: OSError | None = None  # why something is held
         self._num_torn = 0  # bytes of a line whose rest is held
@@ -93,7 +96,7 @@ class AppendingFile:
     def _open_again(self) -> None:
         """Reopens the path: a restarted file server may have forgotten the descriptor."""
         with contextlib.suppress(OSError):
-            fd = os.open(self._path, _FLAGS, 0o644)
+            fd = _open(self._path)
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)
 
@@ -111,6 +114,16 @@ class AppendingFile:
             os.close(self._fd)
         if self._error is not None:
             raise BytesLost(self._error, self._num_torn + len(self._held), self._path)
+
+
+def _open(path: Path) -> int:
+    """Opens a file of the run; by the name of its directory if the file server has forgotten the descriptor of that."""
+    try:
+        return os.open(path, _FLAGS, 0o644)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return os.open(real_paths(str(path)), _FLAGS, 0o644)
 
 
 def _reason_of(error: OSError) -> str:
@@ -138,6 +151,7 @@ class JournalWriter(AppendingFile):
 
     def write(self, record: Record) -> None:
         text = encode_line(Line(source=self._source, at_s=self._now_s(), record=record)) + "\n"
+        text = real_paths(text, lambda path: json.dumps(path)[1:-1])
         with self._writing():
             self.append(text)
 

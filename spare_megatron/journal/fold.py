@@ -103,6 +103,7 @@ class Fold:
         resumed: The same of steps that began again from zero sums after a pause.
         opened: Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies.
         known: State before the first gap; later entries may contradict records only because of the gap.
+        is_cut: All processes were ended at once, so that a group may not have applied the last commit.
     """
 
     entries: Mapping[int, dict[str, Any]]
@@ -119,6 +120,7 @@ class Fold:
     errors: tuple[str, ...]
     next_step: int
     known: "Known"
+    is_cut: bool = False
 
     @property
     def is_whole(self) -> bool:

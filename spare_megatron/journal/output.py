@@ -2,11 +2,13 @@
 
 import errno
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_OF_A_DESCRIPTOR = re.compile(r"/proc/\d+/fd/\d+")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -21,7 +23,21 @@ class NotWritten(OSError):
         elif error.errno in _NOT_ALLOWED:
             remedy = "choose one that you may write"
         self.reason = str(error) if error.errno is None else f"[Errno {error.errno}] {error.strerror}"
-        super().__init__(f"{self.reason}: {setting} {path}: {remedy}")
+        super().__init__(f"{self.reason}: {setting} {real_paths(str(path))}: {remedy}")
+
+
+def real_paths(text: str, quoted: Callable[[str], str] = str) -> str:
+    """The text with each path of a descriptor, by which a run reaches its directory wherever it is moved, replaced by
+    where that is now, `quoted` as the text needs it.
+    """
+
+    def target(found: re.Match[str]) -> str:
+        try:
+            return quoted(os.readlink(found[0]))
+        except OSError:  # its process has ended
+            return found[0]
+
+    return _OF_A_DESCRIPTOR.sub(target, text) if "/proc/" in text else text
 
 
 @contextmanager
@@ -60,5 +76,5 @@ def _is_about(error: OSError, path: Path) -> bool:
     """Whether an error is about the path, a folder above it or a file beside it, or about no path."""
     if not isinstance(error.filename, str | os.PathLike):
         return True
-    other, path = Path(error.filename).absolute(), path.absolute()
+    other, path = (Path(real_paths(str(one))).absolute() for one in (error.filename, path))
     return other.is_relative_to(path.parent) or path.is_relative_to(other)

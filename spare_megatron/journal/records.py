@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spare_megatron.journal.outcomes import Outcome
 from spare_megatron.journal.run_record import RunRecord
-
-Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group still writes an earlier one."""

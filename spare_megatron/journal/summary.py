@@ -1,10 +1,13 @@
 """The figures in `summary.json`, from the journal of a run alone."""
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.losses import LastLosses, last_losses
-from spare_megatron.journal.output import NotWritten, whole_file
+from spare_megatron.journal.output import NotWritten, real_paths, whole_file
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import EndRecord, EntryRecord, ParamsRecord, Record, RepairRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery, read_recoveries
@@ -101,9 +104,9 @@ def sum_up(view: JournalView) -> Summary:
 
 
 def with_end(summary: Summary, end: EndRecord) -> Summary:
-    """Adds the outcome, and steps of a finished run that the driver counted and the journal lacks."""
+    """Adds the outcome, and steps of a run that ended well which the driver counted and the journal lacks."""
     num_missing = 0
-    if end.outcome == "finished" and end.steps_committed is not None:
+    if end.outcome in ("finished", "stopped") and end.steps_committed is not None:
         num_missing = max(0, end.steps_committed - summary.steps_committed)
     return replace(
         summary,
@@ -144,27 +147,57 @@ _MOST_TAILS = 8
 _TAIL_BYTES = 1 << 20
 
 
-def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
+def conclude(
+    run_dir: Path,
+    end: EndRecord | None = None,
+    *,
+    run: RunRecord | None = None,
+    proof_s: float = math.inf,
+    interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Summary:
     """Sums the run up and writes `summary.json`; several nodes may do so at once.
 
-    `end` is how the run ended: on a full disk the journal may lack it, and the summary may not be written.
+    `end` and `run` are the last and first record: on a full disk the journal may lack the end, and the summary may not
+    be written. The journal is read for `proof_s` at most, and no longer than `PROOF_S`, in an `interruptible` block: a
+    KeyboardInterrupt there goes on once the summary is written.
     """
+    limit_s, interrupt = min(proof_s, PROOF_S), None
     try:
-        summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + PROOF_S))
-    except TimeoutError:
-        summary = _unproven_summary(run_dir)
+        try:
+            with interruptible():
+                summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + limit_s))
+        except (TimeoutError, KeyboardInterrupt) as error:
+            interrupt = error if isinstance(error, KeyboardInterrupt) else None
+            summary = _unproven_summary(run_dir, limit_s)
+    except (OSError, ValueError) as error:
+        summary = _unread_summary(error, run, end)
     if summary.outcome == UNKNOWN and end is not None:
         summary = with_end(summary, end)
+    summary = replace(summary, reasons=tuple(map(real_paths, summary.reasons)))
     try:
         with whole_file("--run-dir", run_dir / "summary.json") as file:
             file.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
     except NotWritten as error:
         reason = f"summary.json was not written: {error.reason}"
         summary = dataclasses.replace(summary, reasons=(*summary.reasons, reason))
+    if interrupt is not None:
+        raise interrupt
     return summary
 
 
-def _unproven_summary(run_dir: Path) -> Summary:
+def _unread_summary(error: Exception, run: RunRecord | None, end: EndRecord | None) -> Summary:
+    num_steps = 0 if end is None else end.steps_committed or 0
+    return Summary(
+        verdict="unknown",
+        reasons=(f"the journal cannot be read: {error}",),
+        outcome=UNKNOWN,
+        outcome_reason="the journal cannot be read",
+        steps_committed=num_steps,
+        steps_left=0 if run is None else run.num_steps - run.first_step - num_steps,
+    )
+
+
+def _unproven_summary(run_dir: Path, limit_s: float) -> Summary:
     files = list((run_dir / "journal").glob("*.jsonl"))
     num_bytes = sum(path.stat().st_size for path in files)
     with (run_dir / "journal" / "driver.jsonl").open("rb") as driver:
@@ -180,7 +213,7 @@ def _unproven_summary(run_dir: Path) -> Summary:
     summary = Summary(
         verdict=NOT_RUN,
         reasons=(
-            f"{format_bytes(num_bytes)} of journal take more than {PROOF_S:.0f} s to prove: spare check {run_dir}",
+            f"{format_bytes(num_bytes)} of journal take more than {limit_s:.0f} s to prove: spare check {run_dir}",
         ),
         outcome=UNKNOWN,
         outcome_reason="the journal has no end",

@@ -1,36 +1,64 @@
-"""SIGUSR1, the request to end a run after the current step, to any of its processes at any time. All start with it
-blocked, so it stays pending. Supervisors unblock it once they can act on it; the driver forwards its own to them. The
-next votes of a group whose ranks are asked repeat it, so that one supervisor is enough.
+"""Requests to end a run after the step under way and save it, by a signal to any of its processes.
+
+SIGUSR1 may come at any time and sets no limit. All processes start with it blocked, so it stays pending; supervisors
+unblock it once they can act on it, the driver looks whether it is pending. With the other signals schedulers, terminals
+and service managers end programs, some of them all processes of a run at once: the run has `control.end_grace_s` from
+then on. Only driver (`interrupts`) and supervisors act on them; in all other processes they have no effect. The next
+votes of a group whose ranks are asked repeat a request, so that one supervisor is enough.
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-_SIGNALS = {signal.SIGUSR1}
+WITHOUT_LIMIT = signal.SIGUSR1
+_ALL = (WITHOUT_LIMIT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Blocks the signal in this thread; processes and threads started in the block keep it blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    """Blocks SIGUSR1 in this thread; processes and threads started in the block keep it blocked."""
+    with _blocked([WITHOUT_LIMIT]):
+        yield
+
+
+@contextmanager
+def blocked_in_children() -> Iterator[None]:
+    """Blocks all of these signals, so that processes started in the block keep them blocked."""
+    with _blocked(_ALL):
+        yield
+
+
+def block() -> None:
+    """Blocks SIGUSR1 in this process until `listen`, which delivers a pending one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [WITHOUT_LIMIT])
+
+
+def listen(on_asked: Callable[[signal.Signals], None]) -> None:
+    """Calls back on each signal, at once if one is pending, but for those that are ignored. Main thread only."""
+    for number in _ALL:
+        if number == WITHOUT_LIMIT or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: on_asked(signal.Signals(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
+
+
+def disregard() -> None:
+    """Lets these signals have no effect on this process, and their usual one on programs that it starts."""
+    for number in _ALL:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
+
+
+def is_pending() -> bool:
+    """Whether SIGUSR1 has arrived while it was blocked."""
+    return WITHOUT_LIMIT in signal.sigpending()
+
+
+@contextmanager
+def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def block() -> None:
-    """Blocks the signal in this process until `listen`, which delivers a pending one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-def listen(on_asked: Callable[[], None]) -> None:
-    """Calls back on each request, at once if one is pending. Main thread only."""
-    signal.signal(signal.SIGUSR1, lambda *_: on_asked())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-
-def is_pending() -> bool:
-    """Whether a request has arrived while the signal was blocked."""
-    return signal.SIGUSR1 in signal.sigpending()

@@ -2,17 +2,31 @@
 
 The kernel kills the server when the process that started it ends. A running server notices that by itself; a stopped
 one does not, and its children only die with it. The garbage collector would examine the objects that are imported
-several times: it is off until a child begins, which exempts them. The digest of the code is computed once for all.
+several times: it is off until a child begins, which exempts them. The digest of the code is computed once for all. An
+exception in an import ends the server with one line, as the driver has none of its own for it.
 """
 
 import ctypes
 import gc
 import signal
+import sys
+import traceback
+from types import TracebackType
 
 from spare_megatron.config.own_code import code_digest
+from spare_megatron.process import standard_streams
 
 _PR_SET_PDEATHSIG = 1
 
+
+def _print_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    frame = traceback.extract_tb(trace)[-1]
+    text = " ".join(traceback.format_exception_only(kind, error)[-1].splitlines())
+    print(f"the server that forks ranks: {frame.filename}:{frame.lineno}: {text}", file=sys.stderr)
+
+
+sys.excepthook = _print_line
 ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 gc.disable()
+standard_streams.open_closed()
 code_digest()

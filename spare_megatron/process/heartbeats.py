@@ -15,7 +15,8 @@ _DECAY = 0.98
 
 
 class HeartbeatPage(ctypes.Structure):
-    """The shared memory. The rank writes all fields except `end_asked` and `leave_asked`, which its supervisor writes.
+    """The shared memory. The rank writes all fields except `end_asked` and `leave_asked`, which its supervisor writes:
+    `end_asked` is 1 if the run is to end with the step under way, and 2 once that has taken too long.
 
     The totals from `num_steps` to `spent_s` cover committed steps, and move when one is. `waits` is moved by another
     thread than the rest, while the main thread may be blocked by other groups.
@@ -74,6 +75,11 @@ class HeartbeatWriter:
         self._waits = 0  # as of then
         self._num_steps = 0
         self._spent_s = [0.0] * len(OPERATIONS)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the rank is to give the step under way up, and to save its state alone."""
+        return bool(self._page.end_asked > 1)
 
     def start_beating(self, interval_s: float) -> None:
         """Counts beats from a daemon thread until the process ends."""

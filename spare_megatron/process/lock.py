@@ -1,5 +1,6 @@
 """A lock that admits one job at a time to a directory."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -9,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spare_megatron.config.whole_files import parsed_json
+from spare_megatron.journal.output import real_paths
 
 LOCK = "lock"
+_PR_GET_DUMPABLE = 3
 
 
 class Locked(ValueError):
@@ -18,22 +21,50 @@ class Locked(ValueError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[Path]:
     """Holds the directory, creating it if absent, against other jobs on any machine until the process ends; a file that
-    is left over means nothing. Locked: another process holds it. OSError: it cannot be created or written.
+    is left over means nothing. Yields its `held_path`. Locked: another process holds it. OSError: it cannot be created
+    or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with held_path(folder) as held:
+        fd = os.open(held / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Locked(f"{folder} is in use by {_holder(fd)}; wait for it, end it, or choose another") from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        yield
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                where = real_paths(str(folder))
+                raise Locked(f"{where} is in use by {_holder(fd)}; wait for it, end it, or choose another") from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            yield held
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def held_path(folder: Path) -> Iterator[Path]:
+    """A path that leads every process of this machine and user to the directory, wherever it is moved, until the end of
+    the block: that of this process's descriptor of it, a link to where it is. Where that leads others nowhere, the
+    directory's own.
+    """
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = Path(f"/proc/{os.getpid()}/fd/{fd}")
+    try:
+        yield path if _leads_others(path, fd) else folder.absolute()
     finally:
         os.close(fd)
+
+
+def _leads_others(path: Path, fd: int) -> bool:
+    """Whether /proc shows this process, as it does not if it is of another process namespace, and to others of the same
+    user, as it does not for an interpreter with file capabilities.
+    """
+    try:
+        is_shown = os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+    return is_shown and ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE) == 1
 
 
 def is_held(folder: Path) -> bool | None:

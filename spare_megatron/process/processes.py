@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
@@ -22,11 +23,13 @@ from typing import Any, NoReturn, Protocol
 from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.journal.files import BytesLost, OnHeld
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.printable import printable
 from spare_megatron.process import end_signal
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
-from spare_megatron.process.reports import RecordsHeld, RecordsLost, StopProcess
+from spare_megatron.process.reports import ProcessRaised, RecordsHeld, RecordsLost, StopProcess
+from spare_megatron.process.standard_streams import outlast
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import StoreSpec, TcpStoreSpec
@@ -59,7 +62,7 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.process.fork_server", *_IMPORTED])
     # Only the driver acts on Ctrl-C, which reaches every process of the terminal.
-    with never_in_children(), end_signal.blocked():
+    with never_in_children(), end_signal.blocked_in_children():
         forkserver.ensure_running()
     return context
 
@@ -120,14 +123,16 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
     the fork server: the kernel ends the others with the thread that started them.
     """
     ours, theirs = context.Pipe(duplex=True)
+    started: contextlib.AbstractContextManager[None] = end_signal.blocked_in_children()
     if isinstance(context, ForkServerContext):
         args = (forkserver._forkserver._forkserver_pid, target, *args)  # type: ignore[attr-defined]
         target = _with_fork_server
+        started = contextlib.nullcontext()  # they are blocked in the server, whose imports a signal must not wait for
     else:
         args = (os.getpid(), target, *args)
         target = _with_parent
     process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
-    with end_signal.blocked():
+    with started:
         process.start()
     theirs.close()
     return Child(process=process, reports=ours)
@@ -150,13 +155,36 @@ def _with_parent(parent_pid: int, target: Callable[..., None], *args: Any) -> No
     target(*args)
 
 
+def _reporting(target: Callable[..., None], *args: Any) -> None:
+    """Runs the target in a process without a log; reports an exception that ends it, in place of a traceback."""
+    try:
+        target(*args)
+    except Exception as error:  # noqa: BLE001  (any exception ends the process and is reported)
+        with contextlib.suppress(OSError):
+            args[-1].send(ProcessRaised(text=describe_error(error)))
+        leave(1)
+
+
+def describe_error(error: BaseException) -> str:
+    """The exception in a line, as a traceback ends."""
+    return real_paths(" ".join(traceback.format_exception_only(error)[-1].splitlines()))
+
+
+def why_ended(child: Child) -> str:
+    """Why a process has ended, which it has: its exception, if it has reported one, or its exit code."""
+    child.process.join(_REAP_TIMEOUT_S)
+    with contextlib.suppress(EOFError, OSError):
+        while child.reports.poll():
+            if isinstance(report := child.reports.recv(), ProcessRaised):
+                return report.text
+    return describe_exit(child.process.exitcode)
+
+
 def start_hub(context: ForkServerContext, wait: Wait) -> Child:
     """The process that holds the bridge between the nodes' networks. Raises RuntimeError if it does not come up."""
-    child = start_child(context, "network-hub", serve_hub)
-    with contextlib.suppress(EOFError, TimeoutError):
-        _first_report(child, wait)
-        return child
-    raise RuntimeError("the network of the nodes did not come up; set cluster.isolate_nodes=false to do without")
+    child = start_child(context, "network-hub", _reporting, serve_hub)
+    _first_report(child, wait, "the network of the nodes", "; set cluster.isolate_nodes=false to do without")
+    return child
 
 
 def start_store(
@@ -176,26 +204,26 @@ def start_embedded_store(
     """A server on this address, or on the hub's in its network. Raises RuntimeError if it does not come up."""
     if hub is not None:
         address = HUB_ADDRESS
-        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
+        child = start_child(context, "control-store", _reporting, run_in_network_of, hub.pid, serve, address)
     else:
-        child = start_child(context, "control-store", serve, address)
-    try:
-        return child, TcpStoreSpec(host=address, port=_first_report(child, wait))
-    except TimeoutError:
-        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s") from None
-    except EOFError:
-        raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+        child = start_child(context, "control-store", _reporting, serve, address)
+    return child, TcpStoreSpec(host=address, port=_first_report(child, wait, "the control store"))
 
 
-def _first_report(child: Child, wait: Wait) -> Any:
-    """The first report of a process, which says that it is up; ends the process if none comes. TimeoutError: it has
-    reported nothing within _STORE_START_TIMEOUT_S. EOFError: it has died. KeyboardInterrupt: a signal came; see
-    `Deferral.wait`.
+def _first_report(child: Child, wait: Wait, name: str, remedy: str = "") -> Any:
+    """The first report of a process, which says that it is up; ends the process if none comes. RuntimeError: it has
+    reported nothing within _STORE_START_TIMEOUT_S, or has died. KeyboardInterrupt: a signal came; see `Deferral.wait`.
     """
     try:
         if not wait([child.reports], _STORE_START_TIMEOUT_S):
-            raise TimeoutError
-        return child.reports.recv()
+            raise RuntimeError(f"{name} did not start within {_STORE_START_TIMEOUT_S:g} s{remedy}")
+        try:
+            report = child.reports.recv()
+        except EOFError:
+            raise RuntimeError(f"{name} died at start: {why_ended(child)}{remedy}") from None
+        if isinstance(report, ProcessRaised):
+            raise RuntimeError(f"{name} died at start: {report.text}{remedy}")
+        return report
     except BaseException:
         end_child(child)
         raise
@@ -240,12 +268,11 @@ def die_with(parent_pid: int) -> None:
 
 
 def log_to_file(run_dir: Path, name: str) -> None:
-    """Redirects all output of this process, also from C++, to RUN_DIR/logs/NAME.log."""
+    """Redirects all output of this process, also from C++, to RUN_DIR/logs/NAME.log; drops what a full disk refuses."""
     log = run_dir / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    sys.stdout, sys.stderr = outlast(sys.stdout), outlast(sys.stderr)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
@@ -272,7 +299,7 @@ class _Closable(Protocol):
 
 def report_held(report: Callable[[RecordsHeld], None]) -> OnHeld:
     """The callback of an `AppendingFile`, for storage that stops taking it or takes it again."""
-    return lambda path, reason: report(RecordsHeld(path=str(path), reason=reason))
+    return lambda path, reason: report(RecordsHeld(path=real_paths(str(path)), reason=reason))
 
 
 def close_or_report(records: _Closable, report: Callable[[RecordsLost], None]) -> None:

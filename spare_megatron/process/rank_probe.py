@@ -12,6 +12,10 @@ from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.span_ring import Ranges
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.store.interface import StoreLost
+
+CUT_OFF = "the run is to end, and its step has taken too long for that"
+"""Why a rank goes on without the store, as if it had lost it: it saves its state alone."""
 
 
 class RankProbe:
@@ -28,6 +32,9 @@ class RankProbe:
         return self._injector.phases
 
     def __call__(self, phase: FaultPoint) -> None:
+        """Injects faults. Raises StoreLost before a microbatch if the rank is to give the step up."""
+        if phase is FaultPoint.FORWARD and self._beacon.is_cut_off:
+            raise StoreLost(CUT_OFF)
         self._injector(phase)
 
     def begin_passes(self, num_microbatches: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.culprit import MachineSigns, RankTimes
@@ -44,6 +45,8 @@ class ExitCode(IntEnum):
     """Only a restart from a checkpoint helps: the group is to be started again."""
     LEFT = 10
     """The group has left the run, as it was asked to."""
+    STOPPED = 11
+    """The run ends before its last step, as it was asked to."""
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
@@ -120,6 +123,8 @@ class StepCommitted:
     """Recoveries of the group that ended since its last report."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Means of the further terms of a program's loss."""
+    is_last: bool = False
+    """The run ends with this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +317,18 @@ class GroupLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndAsked:
+    """The run is asked to end after the step under way; all of its processes end after `limit_s`, if that is set.
+
+    Attributes:
+        by: What asks for it, such as the name of a signal.
+    """
+
+    by: str
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAway:
     """The control store does not answer: training pauses until it does, for `limit_s` at most."""
 
@@ -335,11 +352,14 @@ class StoreBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEnded:
-    """No rank of the node is left and its supervisor is about to end; `failure` says why if the run cannot go on."""
+    """No rank of the node is left and its supervisor is about to end; `failure` says why if the run cannot go on.
+    `is_cut_off`: because it was asked to end, and could not within the grace period.
+    """
 
     node: int
     exits: Mapping[RankKey, int]
     failure: str = ""
+    is_cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,12 +371,21 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEarly:
-    """From the driver to a supervisor: the run is to end with the current step."""
+    """From the driver to a supervisor: the run is to end with the current step, within `limit_s` if that is set."""
+
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopProcess:
     """From a process to its child, as from the driver to a supervisor: end now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRaised:
+    """From a process that is not a rank, to its parent: this exception ends it."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +405,7 @@ NodeReport = (
     | LeftNodeGone
     | NodeMissing
     | GroupLost
+    | EndAsked
     | StoreAway
     | StoreBack
     | StoreGone
@@ -390,6 +420,21 @@ class Starting:
     """A stage of the start, for people."""
 
     what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectoryOpened:
+    """The run has its directory; `path` leads to it from this machine, wherever it is moved."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectoryMoved:
+    """The run's directory has been moved while the run goes on, which writes all further files there."""
+
+    path: Path
+    former: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,6 +492,8 @@ class StoreAwaited:
 RunEvent = (
     NodeReport
     | Starting
+    | RunDirectoryOpened
+    | RunDirectoryMoved
     | KernelsChosen
     | CheckpointRejected
     | MetricsLost

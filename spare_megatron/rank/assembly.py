@@ -226,7 +226,7 @@ class Assembly:
 
     def _build_saves(self) -> GroupSaves:
         return GroupSaves(
-            saver=self._build_saver() if self._config.checkpoint.is_wanted else None,
+            saver=self._build_saver(),
             dispute_saver=None if audit_policy(self._config) is None else self._build_dispute_saver(),
             snapshotter=None if self._snapshots is None else self._build_snapshotter(self._snapshots),
             agreement=self.agreement,

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
 from spare_megatron.core.entries import SaveEnd
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import SaveReported
@@ -27,7 +28,7 @@ class GroupSaves:
     def __init__(
         self,
         *,
-        saver: Saver | None,
+        saver: Saver,
         dispute_saver: DisputeSaver | None,
         snapshotter: Snapshotter | None,
         agreement: GroupAgreement,
@@ -48,7 +49,6 @@ class GroupSaves:
 
         Collective over: all ranks of the group.
         """
-        assert self._saver is not None, "only a run that takes checkpoints asks for one"
         progress, member, has_params = self._progress, self._agreement.member, not self._progress.lacks_params
         self._digests.check_saved(action.step, progress.num_restarts, has_params=has_params)
         if action.cadence is not None and action.member == member:
@@ -57,7 +57,6 @@ class GroupSaves:
         self._saver.save(action, progress.head, has_params=has_params)
 
     def refuse(self, action: RefuseCheckpoint) -> None:
-        assert self._saver is not None, "only a run that takes checkpoints refuses one"
         self._saver.refuse(action)
 
     def save_dispute(self, action: SaveDispute) -> None:
@@ -80,15 +79,13 @@ class GroupSaves:
 
     def resume_postponed(self, step: int) -> None:
         """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
-        if self._saver is not None:
-            self._saver.start_postponed(step)
+        self._saver.start_postponed(step)
         if self._snapshotter is not None:
             self._snapshotter.start_postponed()
 
     def await_copies(self, step: int) -> None:
         """Waits until the update that makes `step` committed steps may change the state."""
-        if self._saver is not None:
-            self._saver.await_copy()
+        self._saver.await_copy()
         if self._snapshotter is not None:
             self._snapshotter.await_copy(step)
 
@@ -96,8 +93,7 @@ class GroupSaves:
         """Waits until nothing is written or copied any more, within the time limits of both."""
         if self._snapshotter is not None:
             self._snapshotter.finish()
-        if self._saver is not None:
-            self._saver.finish()
+        self._saver.finish()
         if self._dispute_saver is not None:
             self._dispute_saver.finish()
 
@@ -107,7 +103,7 @@ class GroupSaves:
             self._reports.journal.write(snapshot)  # every holder: no other group may keep this rank position
         for dispute in self._dispute_saver.take_finished() if self._dispute_saver is not None else ():
             self._reports.write_if_leader(dispute)
-        for record in self._saver.take_finished() if self._saver is not None else ():
+        for record in self._saver.take_finished():
             self._reports.write_if_leader(record)
             if self._agreement.is_leader:
                 self._reports.send(SaveReported(record=record))
@@ -120,7 +116,7 @@ def save_alone(spec: RankSpec, trainer: GroupTrainer, action: SaveCheckpoint, he
     num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
     optimizer = trainer.stacked
     saved = SavedRank(
-        run_dir=str(spec.run_dir.absolute()),
+        run_dir=real_paths(str(spec.run_dir.absolute())),
         group=spec.group,
         rank=spec.rank,
         num_ranks=spec.config.parallel.ranks_per_group,

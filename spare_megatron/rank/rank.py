@@ -80,7 +80,9 @@ class _Rank:
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._progress = RankProgress(
-            is_leave_asked=lambda: bool(self._page.leave_asked), is_end_asked=lambda: bool(self._page.end_asked)
+            is_leave_asked=lambda: bool(self._page.leave_asked),
+            is_end_asked=lambda: bool(self._page.end_asked),
+            is_cut_off=lambda: self._beacon.is_cut_off,
         )
         self._parts: Assembly | None = None
 
@@ -188,7 +190,7 @@ class _Rank:
         if isinstance(stop, DrainGroups):
             return ExitCode.LEFT
         if isinstance(stop, FinishRun):
-            return ExitCode.FINISHED
+            return ExitCode.STOPPED if stop.is_asked else ExitCode.FINISHED
         reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason
         is_halted = isinstance(stop, StopHalted)
         is_final = not isinstance(stop, StopWipeOut) or stop.is_final

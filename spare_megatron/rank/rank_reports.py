@@ -106,7 +106,9 @@ class RankReports:
         )
         self.write_if_leader(record)
 
-    def send_step(self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord]) -> None:
+    def send_step(
+        self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord], *, is_last: bool
+    ) -> None:
         """Reports the committed step, if this rank does."""
         split_s = self._probe.end_step()
         if not self._sends_steps:
@@ -127,6 +129,7 @@ class RankReports:
             epoch=step.epoch,
             num_recomputed=step.num_recomputed,
             recoveries=tuple(recoveries),
+            is_last=is_last,
         )
         self.send(report)
 

@@ -20,7 +20,7 @@ from spare_megatron.core.gradient_guard import GradientFinding
 from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.rank_probe import CUT_OFF, RankProbe
 from spare_megatron.process.shortages import shortage_in
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
@@ -30,6 +30,7 @@ from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
+from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupAgreement, GroupOpinion
 from spare_megatron.voting.fencing import is_connection_error
 from spare_megatron.voting.voting import Voting
@@ -188,8 +189,14 @@ class Reduction:
         self._agree_on(finding, step)
 
     def _is_decided(self) -> bool:
-        """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete."""
-        return self._agreement.is_over(self._progress.head)
+        """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete.
+
+        Raises StoreLost if the rank is to give the step up and save its state alone.
+        """
+        is_over = self._agreement.is_over(self._progress.head)
+        if not is_over and self._progress.is_cut_off():
+            raise StoreLost(CUT_OFF)
+        return is_over
 
     def _report_incomplete(self) -> str:
         return report_incomplete(self._buckets.communicator, self._agreement, self._progress.head)

@@ -8,6 +8,7 @@ from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFi
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.snapshot_policy import Held, HeldPartition
+from spare_megatron.journal.output import real_paths
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.voting.agreement import GroupAgreement
@@ -96,7 +97,7 @@ class RestartSearch:
         try:
             candidates = self._loader.candidates()
         except OSError as error:
-            failure = str(error)
+            failure = real_paths(str(error))  # which the groups may read in the log, one after another
         self._own = replace(self._own, candidates=candidates, failure=failure)
         self._searched_at_s = time.monotonic()
 

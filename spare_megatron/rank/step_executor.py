@@ -136,7 +136,7 @@ class StepExecutor:
         else:
             self._progress.num_steps = num_steps
             self._digests.compare_if_due(num_steps, self._progress.num_restarts)
-        self._reports.send_step(result, step_s, recoveries)
+        self._reports.send_step(result, step_s, recoveries, is_last=action.is_last)
 
     def stop(self, step: int, *, is_final: bool) -> None:
         """Journals how the group ends and waits for its saves; `is_final` unless it is to restart.

@@ -7,22 +7,29 @@ import importlib
 import os
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.own_code import code_mismatch
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import FinishRun, StopHalted
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.summary import Summary, conclude
+from spare_megatron.journal.output import real_paths
+from spare_megatron.journal.summary import UNKNOWN, Summary, conclude
 from spare_megatron.process import end_signal
+from spare_megatron.process.lock import held_path
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import (
     close_or_report,
+    describe_error,
+    leave,
     log_to_file,
     report_held,
+    say,
     set_environment_of_ranks,
 )
 from spare_megatron.process.reports import MachineExamined, NodeEnded
@@ -36,25 +43,39 @@ from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.examination import Examiner
 from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.quarantine import Examinations
-from spare_megatron.supervisor.run_end import wait_for_others
+from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
 from spare_megatron.supervisor.supervisor import Supervisor
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
     """Main function of a supervisor that the driver starts. Ends with its ranks, the driver, or an order of it."""
-    look_after(spec, driver)
-    os._exit(0)  # the store link's thread may be blocked
+    try:
+        look_after(spec, driver)
+    except Exception:  # noqa: BLE001  (the driver knows of it)
+        say(real_paths(traceback.format_exc()))
+        leave(1)
+    leave(0)  # the store link's thread may be blocked
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     """Supervises the places that this machine holds one after another, until the run ends. Returns the last one if it
-    has ended without a driver, else None.
+    has ended without a driver, else None. The driver gets the text of an exception that ends it.
     """
-    log_to_file(spec.run_dir, spec.name)
+    link = DriverLink(driver, is_needed=not spec.is_remote)
+    try:
+        log_to_file(spec.run_dir, spec.name)
+        return _look_after(spec, link)
+    except Exception as error:
+        failure = f"its supervisor raised {describe_error(error)}"
+        with contextlib.suppress(Stopped):
+            link.close(NodeEnded(node=spec.node, exits={}, failure=failure))
+        raise
+
+
+def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
     num_places = spec.config.parallel.num_nodes
     machine = MachineId(spec.node + num_places * spec.incarnation)
-    link = DriverLink(driver, is_needed=not spec.is_remote)
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
     spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
@@ -70,9 +91,9 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
         supervisor = Supervisor(spec, link, network, examiner, taken, None if former is None else former.budget)
-        end_signal.listen(supervisor.ask_to_end)
-        if former is not None and former.is_end_asked:  # perhaps while it left its place
-            supervisor.ask_to_end()
+        end_signal.listen(supervisor.end_requests.on_signal)
+        if former is not None and (asked := former.end_requests.poll()) is not None:  # perhaps while it left its place
+            supervisor.end_requests.on_asked(asked)
         end = supervisor.run()
         if isinstance(end, str):
             is_orphaned = supervisor.close(end)
@@ -128,10 +149,10 @@ def _left_out(spec: NodeSpec) -> frozenset[GroupId]:
     return further
 
 
-def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
-    """Supervises a node for a driver on another machine. Returns how the run has ended if the driver is lost and the
-    nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is not the driver's, or it
-    cannot use the control store.
+def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, RunConfig] | None:
+    """Supervises a node for a driver on another machine. Returns how the run has ended, and its configuration, if the
+    driver is lost and the nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is
+    not the driver's, or it cannot use the control store.
     """
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)
@@ -141,10 +162,18 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
     if mismatch := code_mismatch(spec.code):
         raise ValueError(f"{mismatch}: install the same on all nodes")
     config = spec.config
-    spec = dataclasses.replace(spec, store=with_credentials(spec.store, config.control, os.environ))
-    place = look_after(spec, driver)
-    if place is None:
-        return None
-    with contextlib.suppress(StoreLost):
-        wait_for_others(open_store(spec.store), place, config.parallel.num_nodes, config.control.heartbeat_interval_s)
-    return conclude(spec.run_dir)
+    with held_path(run_dir) as held:
+        store = with_credentials(spec.store, config.control, os.environ)
+        spec = dataclasses.replace(spec, store=store, run_dir=held)
+        place = look_after(spec, driver)
+        if place is None:
+            return None
+        nodes, interval_s, end = config.parallel.num_nodes, config.control.heartbeat_interval_s, None
+        with contextlib.suppress(StoreLost):
+            wait_for_others(client := open_store(store), place, nodes, interval_s)
+            end = end_in_log(client, config)
+        summary = conclude(held)
+        if summary.outcome == UNKNOWN and end is not None:  # no group was left that knew it
+            write_end(dataclasses.replace(spec, node=place), end)
+            summary = conclude(held)
+        return summary, config

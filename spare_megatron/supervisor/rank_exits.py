@@ -8,7 +8,7 @@ from spare_megatron.process.processes import describe_exit
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.stacking.layout import GroupId
 
-_ENDS_OF_THE_RUN = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
+_ENDS_OF_THE_RUN = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 
 
 class Consequence(Enum):

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from spare_megatron.core.failure_detector import Pulse
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import faults_struck
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
@@ -100,7 +101,7 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
         log_to_file(spec.run_dir, spec.name)
         rank_main(spec, reports)
     except BaseException as error:  # noqa: BLE001  (any exception ends this rank and is reported)
-        text = traceback.format_exc()
+        text = real_paths(traceback.format_exc())
         try:
             say(text.rstrip())
             concerns_all = isinstance(error, ValueError)
@@ -123,7 +124,6 @@ class RankProcesses:
         pipes: Pipe of reports -> rank that writes it.
         sentinels: Sentinel that becomes ready when a process ends -> its rank.
         foreign: Groups last started by a lost supervisor, in an incarnation that is not known yet.
-        is_end_asked: Whether the run is to end after the current step.
     """
 
     def __init__(self, spec: NodeSpec) -> None:
@@ -142,7 +142,7 @@ class RankProcesses:
             self._faults = {fault for fault in spec.faults if _record_of(fault) not in struck}
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
-        self.is_end_asked = False
+        self._end_asked = 0  # as on the heartbeat pages
         self._leave_asked: frozenset[GroupId] = frozenset()
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
@@ -181,7 +181,7 @@ class RankProcesses:
 
     def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
-        process.page.end_asked, process.page.leave_asked = self.is_end_asked, group in self._leave_asked
+        process.page.end_asked, process.page.leave_asked = self._end_asked, group in self._leave_asked
         spec = RankSpec(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
@@ -206,11 +206,11 @@ class RankProcesses:
         _, _, index = device_of(self._spec.config, *key).partition(":")
         return int(index) if index else None
 
-    def ask_to_end(self) -> None:
-        """Ends the run after the current step. Safe in a signal handler."""
-        self.is_end_asked = True
+    def ask_to_end(self, *, at_once: bool = False) -> None:
+        """Ends the run after the current step; `at_once`: ranks give it up and save alone. Safe in a signal handler."""
+        self._end_asked = max(self._end_asked, 2 if at_once else 1)
         for process in self._processes.values():
-            process.page.end_asked = True
+            process.page.end_asked = self._end_asked
 
     def ask_to_leave(self, groups: Collection[GroupId]) -> None:
         """Asks these groups, and no other, to leave the run at the end of a step."""

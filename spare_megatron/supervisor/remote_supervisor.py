@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from spare_megatron.core.rejoin import restart_delay_s
+from spare_megatron.journal.output import real_paths
+from spare_megatron.process import end_signal
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
 from spare_megatron.process.reports import (
@@ -70,6 +72,7 @@ class _Over(Exception):
 
 def run_remote_supervisor(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
     log_to_file(spec.run_dir, f"node-{spec.node}")
+    end_signal.disregard()
     try:
         _RemoteSupervisor(launcher, spec, driver).run()
     except _Over:
@@ -163,7 +166,7 @@ class _RemoteSupervisor:
         """Launches a supervisor; None if not possible now. OSError, ValueError: the first one cannot start."""
         spec = self._spec
         try:
-            return self._launcher.start(spec.run_dir, spec.node, self._incarnation)
+            return self._launcher.start(Path(real_paths(str(spec.run_dir))), spec.node, self._incarnation)
         except (OSError, ValueError) as error:
             if self._incarnation == 0:
                 raise

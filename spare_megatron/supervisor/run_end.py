@@ -4,18 +4,28 @@ import contextlib
 import time
 from collections.abc import Collection, Mapping
 
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EndRecord, Outcome
+from spare_megatron.journal.outcomes import Outcome
+from spare_megatron.journal.records import EndRecord
 from spare_megatron.process.processes import say
 from spare_megatron.process.reports import ExitCode, RankKey
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
+from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
+from spare_megatron.voting.log_follower import LogFollower, controller_setup, why_wiped_out
 
 _SILENT_INTERVALS = 4.0
 """A node whose heartbeat stands still for so many intervals is not waited for."""
+
+_GOOD_ENDS: Mapping[frozenset[int], Outcome] = {
+    frozenset({ExitCode.FINISHED}): "finished",
+    frozenset({ExitCode.STOPPED}): "stopped",
+}
 
 
 def codes_of(exits: Mapping[RankKey, int], absent: Collection[GroupId]) -> set[int]:
@@ -35,7 +45,7 @@ def outcome_of(codes: Collection[int]) -> Outcome:
         return "halted"
     if ExitCode.WIPE_OUT in codes:
         return "wipe_out"
-    return "finished" if set(codes) == {ExitCode.FINISHED} else "failed"
+    return _GOOD_ENDS.get(frozenset(codes), "failed")
 
 
 def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> EndRecord | None:
@@ -44,12 +54,34 @@ def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) 
     if not codes:
         return None
     outcome = outcome_of(codes)
+    if outcome == "stopped":
+        return stopped()
     return EndRecord(outcome=outcome, reason="" if outcome == "finished" else f"exit codes {sorted(codes)}")
 
 
-def write_end(spec: NodeSpec, exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> None:
+def end_in_log(store: ControlStore, config: RunConfig) -> EndRecord | None:
+    """The end of a run of which no group is left that knows it, by the log; None if that goes on. StoreLost."""
+    stop = LogFollower(DecisionLog(store), controller_setup(config)).stop()
+    match stop:
+        case StopHalted(reason=reason):
+            return EndRecord(outcome="halted", reason=reason)
+        case StopWipeOut():
+            return EndRecord(outcome="wipe_out", reason=why_wiped_out(stop))
+        case FinishRun(is_asked=is_asked):
+            return stopped() if is_asked else EndRecord(outcome="finished", reason="")
+    return None
+
+
+def stopped(trouble: str = "", by: str = "", steps: str = "") -> EndRecord:
+    """The end of a run that was asked to end: by what and after which steps, as far as that is known, and what kept it
+    from ending in order.
+    """
+    by, steps, trouble = by and f" by {by}", steps and f" after {steps}", trouble and f"; {trouble}"
+    return EndRecord(outcome="stopped", reason=f"asked to end{by}{steps}{trouble}")
+
+
+def write_end(spec: NodeSpec, end: EndRecord | None) -> None:
     """Appends the end of the run to the node's journal file, which must be closed. A full disk loses the record."""
-    end = end_without_driver(exits, lost)
     if end is None:
         return
     try:

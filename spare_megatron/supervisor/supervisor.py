@@ -14,7 +14,9 @@ from spare_megatron.journal.records import LOST_A_PEER, LossRecord, StartRecord
 from spare_megatron.process.gpus import ClockReader
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.processes import close_or_report, report_held, say
+from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.process.reports import (
+    EndAsked,
     EndEarly,
     EvaluationDecided,
     ExitCode,
@@ -45,6 +47,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.supervisor.end_requests import EndRequests
 from spare_megatron.supervisor.examination import ExaminationWanted, Examiner
 from spare_megatron.supervisor.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.group_rendezvous import PartFenced, PartsReady
@@ -56,7 +59,7 @@ from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
 from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
-from spare_megatron.supervisor.run_end import write_end
+from spare_megatron.supervisor.run_end import end_without_driver, stopped, write_end
 from spare_megatron.supervisor.span_files import Timeline
 from spare_megatron.supervisor.store_link import (
     FenceWanted,
@@ -127,6 +130,14 @@ class Supervisor:
         self._num_without_store = 0  # groups whose ranks have lost it, before the link has
         self._is_following = False  # whether the link follows the log, as no rank here does
         self._timers = Timers()
+        self.end_requests = EndRequests(
+            self._timers,
+            self._control.end_grace_s,
+            ask_ranks=self._ranks.ask_to_end,
+            cut_off=self._cut_off,
+            end_at_once=self._end_at_once,
+            report=driver.report,
+        )
         self.budget = budget or RestartBudget(spec.config.spare.rejoins, self._interval_s)
         self.budget.hold(self._ranks.groups)
         self._restarts = GroupRestarts(
@@ -142,6 +153,8 @@ class Supervisor:
         layout = spec.config.parallel
         self._restarts.on_asked(layout.further_groups)
         self._has_given_up = False  # its place
+        self._is_last_committed = False
+        self._is_cut_off = False
         self._store_failure = ""
         self._head_hint = 0
         self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
@@ -192,13 +205,16 @@ class Supervisor:
             return str(error)
         return self._store_failure
 
-    def ask_to_end(self) -> None:
-        """Ends the run after the current step. Safe in a signal handler."""
-        self._ranks.ask_to_end()
+    def _cut_off(self) -> None:
+        """Has the ranks save their state alone, unless the last step is committed and only left to be saved."""
+        if not (self._is_last_committed or self._store_failure):
+            self._is_cut_off, self._restarts.is_over = True, True
+            self._store_failure = CUT_OFF
+            self._ranks.ask_to_end(at_once=True)
 
-    @property
-    def is_end_asked(self) -> bool:
-        return self._ranks.is_end_asked
+    def _end_at_once(self) -> None:
+        self._is_cut_off = True
+        raise _Failed(f"it did not end within control.end_grace_s={self._control.end_grace_s:g}")
 
     def leave(self) -> None:
         """Ends all processes, for a supervisor of another place in this process."""
@@ -221,10 +237,11 @@ class Supervisor:
             with contextlib.suppress(_Moved):
                 self._handle_link_events()
         self._close_files()
-        self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
-        if failure or self._driver.is_there:
+        ended = NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure, is_cut_off=self._is_cut_off)
+        self._driver.close(ended)
+        if self._driver.is_there or (failure and not self._is_cut_off):
             return False
-        write_end(self._spec, self._ranks.exits, self._lost)
+        write_end(self._spec, stopped(failure) if failure else end_without_driver(self._ranks.exits, self._lost))
         return True
 
     # ----------------------------------------------------------------------------------------------------- watch
@@ -274,8 +291,9 @@ class Supervisor:
         except (EOFError, OSError):  # OSError: the rank was killed in the middle of a report
             return False
         match report:
-            case StepCommitted(head=head):
+            case StepCommitted(head=head, is_last=is_last):
                 self._head_hint = self._link.head = max(self._head_hint, head)
+                self._is_last_committed |= is_last
             case RankRaised(group=group, rank=rank):
                 self._raised.note(report)
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
@@ -307,6 +325,8 @@ class Supervisor:
     def _handle_requests(self) -> None:
         while self._requests.inbox.poll():
             self._asked = self._requests.receive()
+            if len(self._asked) == self._spec.config.parallel.num_groups:  # all machines are about to go
+                self.end_requests.request("requests to all groups to leave")
             self._ranks.ask_to_leave(self._asked | self._slow_groups)
             self._restarts.on_asked(self._asked)
 
@@ -314,8 +334,8 @@ class Supervisor:
         match self._driver.next_order():
             case GoOn(wanted=wanted):
                 self._faults.let_go_on(wanted)
-            case EndEarly():
-                self.ask_to_end()
+            case EndEarly(limit_s=limit_s):
+                self.end_requests.on_asked(EndAsked(by="the driver", limit_s=limit_s))
 
     def _on_rank_exit(self, key: RankKey) -> None:
         group, rank = key
@@ -386,8 +406,9 @@ class Supervisor:
             self._lose(group, rank, "; ".join([cause, *limits_reached(self._ranks.pids[group, rank])]))
 
     def _poll_stops(self) -> None:
-        """Reads which ranks are stopped or being killed, then reschedules itself."""
+        """Reads which ranks are stopped or being killed, and handles signals, then reschedules itself."""
         self._timers.after(STOP_POLL_S, self._poll_stops)
+        self.end_requests.poll()
         if self._store_watch.is_away:
             return
         for group, rank, cause in self._rank_watch.find_stopped(time.monotonic(), self._lost):

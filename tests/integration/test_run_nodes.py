@@ -88,7 +88,7 @@ def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_r
     assert verdict.verdict == "valid", verdict.reasons
     losses = {(loss.group, loss.incarnation): loss.cause for loss in journal.of(LossRecord)}
     assert list(losses) == [(1, 0)], losses
-    assert [end.outcome for end in journal.of(EndRecord)] == ["finished"] * 2
+    assert [end.outcome for end in journal.of(EndRecord)] == ["stopped"] * 2
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["groups_lost"], summary["groups_rejoined"]) == (1, 1)
     assert summary["steps_left"] == NUM_STEPS - verdict.steps_committed > 0
@@ -119,9 +119,34 @@ def test_pods_that_replace_lost_ones_bring_a_node_back_and_conclude_a_run_withou
                 node.send_signal(signal.SIGUSR1)
                 assert node.wait(TIMEOUT_S) == 0, output_of(tmp_path / "node")
                 assert replacement.wait(TIMEOUT_S) == 11, "steps are left"
-    assert "the run has ended: finished valid" in output_of(tmp_path / "replacement")
+    assert "the run has ended: stopped valid" in output_of(tmp_path / "replacement")
     verdict = check_journal(read_journal(run_dir))
     assert verdict.verdict == "valid", verdict.reasons
+
+
+def test_pods_that_are_all_to_end_save_the_run(text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster) -> None:
+    """As where their Job is deleted. The groups of a pod that is to end alone leave, and the run goes on."""
+    run_dir = tmp_path / "run"
+    preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand", f"{tmp_path}/spare-notice-{{node}}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    common = {"PATH": path, "TMPDIR": str(tmp_path)}
+    with (
+        started(tmp_path / "0", preset, run_dir, command=(POD,), JOB_COMPLETION_INDEX="0", **common) as driver,
+        started(tmp_path / "1", preset, run_dir, command=(POD,), JOB_COMPLETION_INDEX="1", **common) as node,
+    ):
+        wait_until(lambda: committed(run_dir) > 0, driver, node)
+        node.terminate()
+        wait_until(lambda: '"drain":[[1,0]]' in journal_of(run_dir), driver, node)
+        driver.terminate()
+        assert driver.wait(TIMEOUT_S) == 15, output_of(tmp_path / "0")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["outcome"], summary["verdict"], summary["groups_lost"]) == ("stopped", "valid", 0), summary
+    assert "requests to all groups to leave" in summary["outcome_reason"]
+    assert (run_dir / f"checkpoints/step-{summary['steps_committed']:08d}").is_dir()
+
+
+def journal_of(run_dir: Path) -> str:
+    return "".join(file.read_text() for file in run_dir.glob("journal/group-*.jsonl"))
 
 
 def end_machine(pod: subprocess.Popen[bytes]) -> None:
@@ -133,7 +158,7 @@ def end_machine(pod: subprocess.Popen[bytes]) -> None:
     assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
 
 
-def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -> Path:
+def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str, notice_file: str = "") -> Path:
     config = tiny_config(
         corpus,
         LayoutConfig(num_groups=2),
@@ -152,7 +177,7 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -
         heartbeat_interval_s=4.0,  # no other group may be lost, however busy the machine
         startup_timeout_s=TIMEOUT_S,  # supervisors import Megatron one by one
     )
-    cluster = dataclasses.replace(config.cluster, launcher=launcher)
+    cluster = dataclasses.replace(config.cluster, launcher=launcher, notice_file=notice_file)
     slurm = dataclasses.replace(config.slurm, num_spare_nodes=1)
     preset = folder / "preset.toml"
     preset.write_text(dump_run_config(dataclasses.replace(config, control=control, cluster=cluster, slurm=slurm)))

@@ -17,6 +17,8 @@ from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
+from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.whole_run import tiny_config
 from tests.unit.journal_in_memory import check_journal
 
@@ -25,6 +27,8 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 60.0
 _POLL_S = 0.05
+ECHO_S = 0.25
+"""A signal this soon after another one repeats it."""
 LAYOUT = LayoutConfig(num_groups=2, pipeline_parallel=2)
 NUM_STEPS = 5000
 """More than are committed by the time of the signal."""
@@ -43,10 +47,43 @@ def test_ctrl_c_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_p
         assert_interrupted(process, descendants, tmp_path / "run")
 
 
-def test_sigterm_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whom", ["driver", "supervisor", "all"])
+def test_sigterm_ends_a_run_with_a_checkpoint_and_says_so(text_corpus: Path, tmp_path: Path, whom: str) -> None:
+    """Slurm sends it to every process of a step: ranks, store and fork server died of it."""
+    run_dir = tmp_path / "run"
     with training(text_corpus, tmp_path) as (process, descendants):
+        driver = psutil.Process(process.pid)
+        for one in {"driver": [driver], "supervisor": [supervisor_of(driver)], "all": [driver, *descendants]}[whom]:
+            one.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=END_TIMEOUT_S)
+        assert process.returncode == 5, output
+        assert left_of(descendants) == []
+    assert "SIGTERM: the run ends after the step under way, with a checkpoint" in " ".join(output.split())
+    assert "Traceback" not in output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    committed = summary["steps_committed"]
+    assert (summary["outcome"], summary["verdict"], summary["groups_lost"]) == ("stopped", "valid", 0)
+    assert summary["outcome_reason"] == f"asked to end by SIGTERM after {committed} of {NUM_STEPS} steps"
+    assert verify(checkpoint_path(run_dir / "checkpoints", committed)).manifest.step == committed
+
+
+def test_a_second_sigterm_ends_a_run_at_once(text_corpus: Path, tmp_path: Path) -> None:
+    """While nothing comes of the first, as the supervisor is stopped that is to pass it on."""
+    with training(text_corpus, tmp_path) as (process, descendants):
+        supervisor_of(psutil.Process(process.pid)).suspend()
+        process.terminate()
+        assert process.stdout is not None
+        assert any("SIGTERM: the run ends" in line for line in iter(process.stdout.readline, ""))
+        time.sleep(2 * ECHO_S)
         process.terminate()
         assert_interrupted(process, descendants, tmp_path / "run")
+
+
+def supervisor_of(driver: psutil.Process) -> psutil.Process:
+    """The child of the fork server that has ranks below it."""
+    [server] = [child for child in driver.children() if child.children()]
+    [supervisor] = [child for child in server.children() if child.children()]
+    return supervisor
 
 
 def assert_interrupted(process: subprocess.Popen[str], descendants: Sequence[psutil.Process], run_dir: Path) -> None:
@@ -81,8 +118,9 @@ def test_nothing_outlives_a_driver_that_is_killed(text_corpus: Path, tmp_path: P
 
 def chosen(driver_pid: int, whom: str) -> list[psutil.Process]:
     """Processes of a run below its fork server. Ranks, snapshot server and spares are children of the supervisor."""
-    [server] = [child for child in psutil.Process(driver_pid).children() if child.children()]
-    [supervisor] = [child for child in server.children() if child.children()]
+    supervisor = supervisor_of(psutil.Process(driver_pid))
+    server = supervisor.parent()
+    assert server is not None
     return {
         "nothing": [],
         "some": [supervisor, *supervisor.children()[::2]],

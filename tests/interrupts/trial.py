@@ -1,12 +1,13 @@
-"""A `spare train` that is interrupted at some moment of its start, and what is to be seen of that."""
+"""A `spare train` that a signal ends at some moment of its start, and what is to be seen of that."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,7 @@ sys.exit(main())
 """
 """The command as `spare` runs it, which says when the first line of it that can act on a signal has been executed."""
 
+STOPPED = 5
 START_TIMEOUT_S, END_TIMEOUT_S = 120.0, 60.0
 _LEFT_TIMEOUT_S = 10.0
 """How long the kernel may take to end the processes that a killed one has forked."""
@@ -49,8 +51,10 @@ class Interrupted:
 
 
 def write_preset(corpus: Path, preset: Path) -> None:
-    """Two groups of one rank each, and more steps than are committed in time."""
-    preset.write_text(dump_run_config(tiny_config(corpus, LayoutConfig(num_groups=2), steps=_NUM_STEPS)))
+    """Two groups of one rank each, and more steps than are committed in time; no warning that checkpoints lack."""
+    config = tiny_config(corpus, LayoutConfig(num_groups=2), steps=_NUM_STEPS)
+    config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=_NUM_STEPS))
+    preset.write_text(dump_run_config(config))
 
 
 def time_of_start(preset: Path, folder: Path) -> float:
@@ -68,20 +72,23 @@ def time_of_start(preset: Path, folder: Path) -> float:
         process.wait(END_TIMEOUT_S)
 
 
-def interrupt(preset: Path, folder: Path, after_s: float, line: str = _BEGUN) -> Interrupted:
-    """Starts the command, sends SIGINT to its process group after this time, as a terminal does, and waits for the end.
+def interrupt(
+    preset: Path, folder: Path, after_s: float, line: str = _BEGUN, number: signal.Signals = signal.SIGINT
+) -> Interrupted:
+    """Starts the command, sends its process group a signal after this time, as a terminal does, and waits for the end.
 
     Args:
         preset: Of the run.
         folder: For the run and the output; it does not exist yet.
         after_s: Counted from a line of the command's progress.
         line: What that line contains: a time stamp comes first.
+        number: The signal.
     """
     process, began_s = _start(preset, folder, line)
     try:
         time.sleep(max(0.0, began_s + after_s - time.monotonic()))
         progress = (folder / "stdout").read_text().splitlines()
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(END_TIMEOUT_S)
@@ -89,6 +96,8 @@ def interrupt(preset: Path, folder: Path, after_s: float, line: str = _BEGUN) ->
         while (left := _group_of(process.pid)) and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         problem = _problem_of(code, (folder / "stderr").read_text(), left)
+        if code == STOPPED and number != signal.SIGINT:  # training had begun
+            problem = _problem_of_stopped(folder, left)
         return Interrupted(after_s=after_s, seen=progress[-1], problem=problem)
     finally:
         for item in _group_of(process.pid):
@@ -130,4 +139,13 @@ def _problem_of(code: int | None, said: str, left: list[psutil.Process]) -> str:
         return f"exit code {code}: {said}"
     if len(lines) != 1 or not lines[0].startswith(("spare: interrupted", "spare train: interrupted")):
         return f"not one clean line: {said}"
+    return f"left behind: {left}" if left else ""
+
+
+def _problem_of_stopped(folder: Path, left: list[psutil.Process]) -> str:
+    said, summary = (folder / "stderr").read_text(), json.loads((folder / "run/summary.json").read_text())
+    if said or summary["outcome"] != "stopped" or summary["verdict"] != "valid":
+        return f"not ended in order: {said}, {summary}"
+    if not (folder / f"run/checkpoints/step-{summary['steps_committed']:08d}").is_dir():
+        return "its last state is not saved"
     return f"left behind: {left}" if left else ""

@@ -17,6 +17,7 @@ from tests.slurm.jobs import (
     Cluster,
     Job,
     num_records,
+    slurm,
     spare,
     text_of,
     verdict_of,
@@ -67,7 +68,7 @@ def test_a_job_goes_on_after_its_time_and_after_a_wipe_out_on_other_nodes_until_
     job.limit_time()
     job.wait_until(lambda: (job.run() / "summary.json").exists())  # only Slurm has sent it the signal
     assert spare("check", str(job.run())).startswith("valid")
-    assert job.summary()["outcome"] == "finished"
+    assert job.summary()["outcome"] == "stopped"
     assert resumed_from(job, 1) == job.summary()["steps_committed"] > 0
 
     cluster.power_off("n2")
@@ -89,6 +90,25 @@ def test_a_job_goes_on_after_its_time_and_after_a_wipe_out_on_other_nodes_until_
     proven = verdict_of(job.run(2))
     assert [reason for reason in proven["reasons"] if not unwritten.fullmatch(reason)] == []
     assert proven["steps_committed"] > 0
+
+
+@pytest.mark.parametrize("whole_job", [False, True], ids=["its steps", "its script as well"])
+def test_a_job_that_is_told_to_end_saves_its_run_and_goes_on_later(
+    start_cluster: Callable[..., Cluster], submit: Callable[..., Job], *, whole_job: bool
+) -> None:
+    """SIGTERM to every process, etcd and ranks included, as before a preemption. It saved nothing."""
+    start_cluster(2)
+    job = submit(LayoutConfig(num_groups=2), SlurmConfig(max_requeues=1))
+    job.wait_until(lambda: num_records(job.run(), 0, "update") > 0)
+    slurm("scancel", *(["--full"] if whole_job else []), "--signal=TERM", str(job.number))
+    job.wait_until(lambda: (job.run() / "summary.json").exists())
+    summary = job.summary()
+    assert (summary["outcome"], summary["verdict"]) == ("stopped", "valid"), summary
+    assert "SIGTERM" in summary["outcome_reason"]
+    job.wait_until(lambda: "exit code 5: the job goes back into the queue" in job.log)
+    assert resumed_from(job, 1) == summary["steps_committed"]
+    spare("cancel", str(job.folder))
+    job.wait_until(lambda: job.state == "CANCELLED")
 
 
 def resumed_from(job: Job, attempt: int) -> int:

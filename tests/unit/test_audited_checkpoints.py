@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.cli.train import _go_back
+from spare_megatron.cli.resuming import go_back
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig
 from spare_megatron.process.lock import locked
@@ -101,15 +101,15 @@ def test_a_folder_without_an_audited_checkpoint_is_refused_and_an_empty_one_is_n
 def test_going_back_needs_the_folder_of_the_training(folder: str, resume: bool) -> None:
     config = replace(CONFIG, checkpoint=CheckpointConfig(folder=folder))
     with pytest.raises(ValueError, match="it needs --resume, and that setting"):
-        _go_back(config, resume=resume)
+        go_back(config, is_resumed=resume)
 
 
 def test_going_back_says_what_is_loaded_and_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = replace(CONFIG, checkpoint=CheckpointConfig(folder=str(tmp_path)))
-    _go_back(config, resume=True)
+    go_back(config, is_resumed=True)
     for step in (5, 10):
         save(tmp_path, step, audited_steps=5)
-    _go_back(config, resume=True)
+    go_back(config, is_resumed=True)
     text = capsys.readouterr().err
     assert f"the first 5 steps are audited, {tmp_path}/step-00000005 is the newest checkpoint of at most so" in text
     assert text.endswith("later ones, refused from now on: step-00000010\n")

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.cli.running import RunDirectory
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver import process_watch
@@ -350,8 +351,8 @@ class NothingSeen:
 def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours have gone into them."""
 
-    def train(config: RunConfig, run_dir: Path, *_: object) -> Summary:
-        journal = journal_of([PAUSE], (101.0, commit(0, 0, 0)), (119.0, END))
+    def train(config: RunConfig, directory: RunDirectory, *_: object) -> Summary:
+        journal, run_dir = journal_of([PAUSE], (101.0, commit(0, 0, 0)), (119.0, END)), directory.path
         (run_dir / "journal").mkdir(parents=True)
         text = "".join(encode_line(line) + "\n" for line in journal.lines)
         (run_dir / "journal/driver.jsonl").write_text(text)

@@ -459,7 +459,22 @@ def test_later_checkpoints_in_the_folder_are_not_written_over(tmp_path: Path) ->
         resolve_load(load_config(first, interval_steps=5), tmp_path, pytest.fail)
     with pytest.raises(ValueError, match="holds checkpoints after 10 steps, and the run begins after 0"):
         resolve_load(load_config("", interval_steps=5), tmp_path, pytest.fail)
-    assert resolve_load(load_config(""), tmp_path, pytest.fail).checkpoint.load == ""
+    with pytest.raises(ValueError, match="holds checkpoints after 10 steps"):
+        resolve_load(load_config(""), tmp_path, pytest.fail)  # a request to end it would save there
+
+
+def test_a_run_replaces_checkpoints_of_its_own_training_alone(tmp_path: Path) -> None:
+    """One that began elsewhere after as many steps dropped those of another training as superseded."""
+    first, other = save(tmp_path / "first", 10), tmp_path / "other"
+    own = replace(CONFIG, metrics=replace(CONFIG.metrics, run_id="own"))
+    save(other, 4, config=own)
+    with pytest.raises(ValueError, match="holds step-00000004 of another training"):
+        resolve_load(load_config(first), other, pytest.fail)
+    assert resolve_load(load_config(first), first.parent, pytest.fail).checkpoint.load == str(first)
+    continued = save(tmp_path / "second", 10, config=own)
+    assert resolve_load(load_config(continued), other, pytest.fail).checkpoint.load == str(continued)
+    (other / "step-00000004" / MANIFEST).write_text("damaged")
+    assert resolve_load(load_config(first), other, pytest.fail).checkpoint.load == str(first)
 
 
 def test_an_empty_place_where_the_folder_was_is_not_the_folder(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """What a run comes to when its journal is too long to be proven before its job has to end."""
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from spare_megatron.cli.train import STEPS_LEFT, exit_code
 from spare_megatron.journal import summary
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.lines import Line, decode_line, encode_line
+from spare_megatron.journal.outcomes import exit_code
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.summary import conclude
@@ -66,8 +67,7 @@ def test_a_long_journal_shows_how_the_run_ended_and_how_many_steps_are_left(
     assert f"spare check {run_dir}" in conclusion.reasons[0]
     assert conclusion.groups_lost is None
     assert json.loads((run_dir / "summary.json").read_text())["steps_left"] == conclusion.steps_left
-    assert exit_code(conclusion, is_timed=False) == (STEPS_LEFT if conclusion.steps_left else 0)
-    assert exit_code(replace(conclusion, verdict="invalid"), is_timed=False) == 1
+    assert exit_code(conclusion.outcome, conclusion.verdict) == 0
 
 
 def test_a_torn_end_of_a_file_is_no_harm(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,5 +89,37 @@ def test_a_disk_that_takes_no_summary_and_lacks_the_end_leaves_what_the_driver_k
     assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "unknown", NUM_STEPS)
     assert any("no end" in reason for reason in summary.reasons)
     assert any(reason.startswith("summary.json was not written: ") for reason in summary.reasons)
-    assert exit_code(summary, is_timed=False) == 1
+    assert exit_code(summary.outcome, summary.verdict) == 1
     assert list(run_dir.glob("summary.json.*")) == []
+
+
+@pytest.mark.parametrize("damage", ["a folder", "no permission", "no journal"])
+def test_a_journal_that_cannot_be_read_leaves_what_the_driver_knows(run_dir: Path, damage: str) -> None:
+    """It turned exit code 1 of a run that had failed into 2, which says that nothing was started."""
+    records = [decode_line(line).record for line in (run_dir / "journal/driver.jsonl").open()]
+    run = next(record for record in records if isinstance(record, RunRecord))
+    if damage == "a folder":
+        (run_dir / "journal/supervisor-0.jsonl").mkdir()
+    elif damage == "no permission":
+        (run_dir / "journal/driver.jsonl").unlink()
+        (run_dir / "journal/driver.jsonl").symlink_to("/proc/self/mem")
+    else:
+        (run_dir / "journal").rename(run_dir / "elsewhere")
+    end = EndRecord(outcome="failed", reason="why", steps_committed=3)
+    summary = conclude(run_dir, end, run=run)
+    assert (summary.outcome, summary.outcome_reason, summary.verdict) == ("failed", "why", "unknown")
+    assert (summary.steps_committed, summary.steps_left) == (3, NUM_STEPS - 3)
+    assert summary.reasons[0].startswith("the journal cannot be read: ")
+    assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
+
+
+def test_an_interrupted_proof_leaves_a_summary(run_dir: Path) -> None:
+    @contextmanager
+    def interrupted() -> Iterator[None]:
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        conclude(run_dir, interruptible=interrupted)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["outcome"], summary["verdict"]) == ("finished", "not run")

@@ -7,6 +7,7 @@ import pytest
 from spare_megatron.core.actions import (
     AdmitGroups,
     AppendEntry,
+    AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
     ComputePatch,
@@ -28,6 +29,7 @@ from spare_megatron.core.entries import (
     Commit,
     Entry,
     Fence,
+    Finish,
     Halt,
     OwnFailure,
     Restart,
@@ -117,7 +119,8 @@ def test_a_commit_updates_the_model_and_begins_the_next_step_on_a_new_attempt() 
 def test_the_last_commit_finishes_the_run() -> None:
     controller = make_controller(steps=1)
     controller.handle(RunStarted(), now_s=0.0)
-    assert fold(controller, Commit(step=0, attempt=0)) == [UpdateModel(step=0, attempt=0), FinishRun(step=1)]
+    update = UpdateModel(step=0, attempt=0, is_last=True)
+    assert fold(controller, Commit(step=0, attempt=0)) == [update, FinishRun(step=1)]
 
 
 def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last() -> None:
@@ -139,7 +142,23 @@ def test_a_run_ends_with_the_commit_of_an_attempt_if_any_group_was_asked_to_end_
     cast = votes(controller)
     asked = {**cast.votes, GroupId(2): replace(cast.votes[GroupId(2)], ends=True)}
     [entry] = controller.handle(replace(cast, votes=asked), now_s=0.0)
-    assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True, at_s=0.0))
+    last = Commit(step=0, attempt=0, save=True, is_last=True, is_asked=True, at_s=0.0)
+    assert entry == AppendEntry(index=0, entry=last)
+    update, save, attempt, _ = fold(controller, entry.entry)
+    assert update == UpdateModel(step=0, attempt=0, is_last=True)
+    assert isinstance(save, SaveCheckpoint), "though no setting asks for checkpoints"
+    assert save.is_last
+    assert isinstance(attempt, AttemptFinish)
+    assert fold(controller, Finish(step=1, attempt=1)) == [FinishRun(step=1, is_asked=True)]
+
+
+def test_a_run_that_is_asked_to_end_in_its_last_step_has_finished() -> None:
+    controller = make_controller(steps=1)
+    controller.handle(RunStarted(), now_s=0.0)
+    cast = votes(controller)
+    asked = {group: replace(vote, ends=True) for group, vote in cast.votes.items()}
+    [entry] = controller.handle(replace(cast, votes=asked), now_s=0.0)
+    assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, at_s=0.0))
     assert fold(controller, entry.entry)[-1] == FinishRun(step=1)
 
 
@@ -148,7 +167,8 @@ def test_a_group_that_reads_the_last_commit_ends_with_its_step_and_admits_no_gro
     controller.handle(RunStarted(), now_s=0.0)
     last = Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),), is_last=True)
     assert decode_entry(encode_entry(last)) == last
-    assert fold(controller, fence(1), last) == [UpdateModel(step=0, attempt=0), FinishRun(step=1)]
+    update = UpdateModel(step=0, attempt=0, is_last=True)
+    assert fold(controller, fence(1), last) == [update, FinishRun(step=1)]
     assert controller.members == (0, 2, 3)
 
 

@@ -1,4 +1,4 @@
-"""SIGUSR1 at any time of a run: it stays pending until a process can act on it.
+"""Requests to end a run at any time of it: they stay pending until a process can act on them.
 
 In processes of their own, that begin anew: a thread that some library starts in a forked one would take the signal.
 """
@@ -20,7 +20,7 @@ def _is_pending_of_itself(reports: Connection) -> None:
     """Born with it blocked, whatever its parent does with it."""
     os.kill(os.getpid(), signal.SIGUSR1)
     reports.send(end_signal.is_pending())
-    end_signal.listen(lambda: reports.send("asked"))
+    end_signal.listen(lambda number: reports.send("asked"))
     os.kill(os.getpid(), signal.SIGUSR1)
 
 

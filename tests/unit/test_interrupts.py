@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.search_path import ROOT, with_checkout
 pytestmark = pytest.mark.timeout(120)
 
 NUM_MOMENTS = 200
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 RAISE_SIGINT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 """A module that is interrupted while it is imported."""
 BY_SCRIPT = ("-c", "import sys; from spare_megatron.cli.entry import main; sys.exit(main())")
@@ -65,16 +66,8 @@ def test_ctrl_c_after_a_command_leaves_its_exit_code_alone() -> None:
 # ------------------------------------------------------------------------------------------------ raised once
 
 
-@pytest.fixture
-def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("_handlers")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_second_signal_does_not_break_off_the_cleaning_up(number: signal.Signals) -> None:
     done = []
 
@@ -214,6 +207,8 @@ class InterruptAtLine:
 
 def _start_and_end(tracer: InterruptAtLine) -> str:
     """A child of the fork server from its start to its end, interrupted; what is wrong with the outcome."""
+    for number in ENDING:  # the interrupt before has left them ignored
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     context = multiprocessing.get_context("forkserver")
     sys.settrace(tracer)

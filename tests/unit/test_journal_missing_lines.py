@@ -11,7 +11,7 @@ import pytest
 from spare_megatron.journal.check import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import ContributionRecord, EndRecord, EntryRecord, ParamsRecord
+from spare_megatron.journal.records import ContributionRecord, EndRecord, EntryRecord, ParamsRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
@@ -166,3 +166,22 @@ def test_a_contradiction_before_what_is_missing_is_still_one(doctor: Callable[[L
     left = [line for line in lines if not (isinstance(r := line.record, EntryRecord) and r.index == last)]
     for some in (lines, left if doctor is count_twice else lines):
         assert verdict_of(some).verdict == "invalid"
+
+
+# ------------------------------------------------------------------------------------------------ ended at once
+
+
+@pytest.mark.parametrize("outcome", ["interrupted", "stopped", None])
+def test_a_run_that_was_ended_between_a_commit_and_its_updates_lacks_none(outcome: Any) -> None:
+    """Wherever its processes were ended; one that was not ended so lacks them."""
+    calm = {"failures": FailureSpec(kind="system", mean_s=1e9)}
+    lines, reasons, verdicts = journal_of(calm, 1), set(), set()
+    updates = [number for number, line in enumerate(lines) if isinstance(line.record, UpdateRecord)]
+    for cut in updates:
+        end = [dataclasses.replace(lines[-1], record=EndRecord(outcome=outcome, reason=""))] if outcome else []
+        verdict = verdict_of([*lines[:cut], *end])
+        verdicts.add(verdict.verdict)
+        reasons |= {reason for reason in verdict.reasons if "no update of group" in reason}
+    assert "invalid" not in verdicts
+    assert bool(reasons) == (outcome is None)
+    assert ("valid" in verdicts) == (outcome == "interrupted"), "a step before the last was compared"

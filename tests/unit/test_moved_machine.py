@@ -1,6 +1,7 @@
 """What a machine keeps when it takes another place, and what a supervisor leaves out when it re-forms groups."""
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from spare_megatron.core.places import Assignment, Holding, Quarantine
 from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import ExaminationRecord
-from spare_megatron.process.reports import NodeEnded
+from spare_megatron.process.reports import EndAsked, NodeEnded
 from spare_megatron.process.requests import request
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
@@ -58,14 +59,16 @@ def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`train.max_minutes` would begin anew with each place, and a request to end the run be lost with the last one."""
-    now_s, ends_at_s, asked = [100.0], [], []
+    now_s, ends_at_s = [100.0], []
+    asked: list[tuple[int, EndAsked]] = []
 
     class TwoPlaces:
         budget = None
-        is_end_asked = False
 
         def __init__(self, spec: NodeSpec, *_: object) -> None:
             self.place = spec.node
+            self.end_requests = self
+            self.asked: EndAsked | None = None
             ends_at_s.append((spec.node, spec.ends_at_s))
 
         def run(self) -> str | PlaceChanged:
@@ -73,16 +76,22 @@ def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
             return PlaceChanged(to=TAKEN) if len(ends_at_s) == 1 else ""
 
         def leave(self) -> None:
-            listeners[-1]()  # the signal comes now
+            listeners[-1](signal.SIGTERM)  # the signal comes now
 
         def close(self, end: str) -> bool:
             return False
 
-        def ask_to_end(self) -> None:
-            self.is_end_asked = True
-            asked.append(self.place)
+        def on_signal(self, number: signal.Signals) -> None:
+            self.on_asked(EndAsked(by=number.name, limit_s=20.0))
 
-    listeners: list[Callable[[], None]] = []
+        def on_asked(self, request: EndAsked) -> None:
+            self.asked = request
+            asked.append((self.place, request))
+
+        def poll(self) -> EndAsked | None:
+            return self.asked
+
+    listeners: list[Callable[[signal.Signals], None]] = []
 
     monkeypatch.setattr(node_process, "Supervisor", TwoPlaces)
     monkeypatch.setattr(node_process, "DriverLink", lambda *_, **__: None)
@@ -91,7 +100,8 @@ def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
     monkeypatch.setattr(node_process.end_signal, "listen", listeners.append)
     node_process.look_after(spec_of(tmp_path, minutes=2.0), None)  # type: ignore[arg-type]
     assert ends_at_s == [(2, 220.0), (1, 220.0)]
-    assert asked == [2, 1]
+    request = EndAsked(by="SIGTERM", limit_s=20.0)
+    assert asked == [(2, request), (1, request)]
 
 
 class Waiting:

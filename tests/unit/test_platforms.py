@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import psutil
 import pytest
 import typer.main
 import yaml
 
 from spare_megatron.cli.main import app
-from spare_megatron.cli.train import EXIT_CODES, STEPS_LEFT
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, problems, warnings
+from spare_megatron.journal.outcomes import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -30,6 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 KUBERNETES = "1.33"
 """The oldest version that the recipe is for."""
 INVALID_CONFIGURATION = 2
+FIRST_OF_SIGNALS = 128
 TIMEOUT_S = 30.0
 SPARE = """#!/bin/sh
 echo "$@" >>calls
@@ -138,7 +140,7 @@ def test_variables_of_the_job_are_those_that_are_read() -> None:
     assert [name for name in names if name.startswith("SPARE_") and f'"{name}"' not in source] == []
     used = set(re.findall(r"\$\((\w+)\)", " ".join(container()["args"])))
     assert used <= set(names)
-    assert set(re.findall(r"\$\{?([A-Z_]+)", POD.read_text())) == {"JOB_COMPLETION_INDEX"}
+    assert set(re.findall(r"\$\{?([A-Z_]+)", POD.read_text())) == {"JOB_COMPLETION_INDEX", "TMPDIR"}
 
 
 def test_pods_call_commands_and_options_that_there_are() -> None:
@@ -156,7 +158,7 @@ def test_pods_call_commands_and_options_that_there_are() -> None:
 
 def test_the_job_fails_by_the_codes_of_a_run_that_is_over() -> None:
     rules = {rule["action"]: rule for rule in objects()["Job"]["spec"]["podFailurePolicy"]["rules"]}
-    codes = {EXIT_CODES[outcome] for outcome in ("failed", "wipe_out", "halted")} | {INVALID_CONFIGURATION, STEPS_LEFT}
+    codes = {code for code in EXIT_CODES.values() if 0 < code < FIRST_OF_SIGNALS} | {INVALID_CONFIGURATION}
     assert rules["FailJob"]["onExitCodes"]["values"] == sorted(10 + code for code in codes)
     assert rules["FailIndex"]["onExitCodes"]["values"] == [INVALID_CONFIGURATION]
     assert {rule["onExitCodes"]["containerName"] for rule in rules.values() if "onExitCodes" in rule} == {"spare"}
@@ -175,6 +177,7 @@ def pod(folder: Path, index: int, code: int = 0, *, hangs: bool = False) -> subp
         "JOB_COMPLETION_INDEX": str(index),
         "CODE": str(code),
         "HANGS": "yes" if hangs else "",
+        "TMPDIR": str(folder),
     }
     command = [POD, "run.toml", "run", "--resume"]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE)
@@ -237,6 +240,29 @@ def test_a_pod_passes_the_request_to_end_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     assert process.wait(TIMEOUT_S) == 0
     assert calls_in(tmp_path)[1:] == ["ended"]
+
+
+def test_a_pod_that_is_to_end_has_its_groups_leave_and_its_replacement_has_them_back(tmp_path: Path) -> None:
+    """As the first process of a container it ignored SIGTERM: the machine was lost, or the whole Job unsaved."""
+    (tmp_path / "run").mkdir()
+    process = pod(tmp_path, 1, hangs=True)
+    wait_for(tmp_path / "ready")
+    process.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "spare-notice-1")
+    assert process.poll() is None, "its groups have time to leave"
+    for one in (*psutil.Process(process.pid).children(), process):
+        one.kill()
+    process.wait(TIMEOUT_S)
+    assert pod(tmp_path, 1).wait(TIMEOUT_S) == 0
+    assert calls_in(tmp_path)[1:] == ["grow run node:1", "supervise run --node 1 --wait-s 1800"]
+    assert not (tmp_path / "spare-notice-1").exists()
+    assert pod(tmp_path, 1).wait(TIMEOUT_S) == 0
+    assert calls_in(tmp_path)[3:] == ["supervise run --node 1 --wait-s 1800"]
+
+
+def test_supervisors_look_for_the_notice_that_a_pod_makes(tmp_path: Path) -> None:
+    (notice,) = re.findall(r'notice="\$\{TMPDIR:-([^}]*)\}/(.*?)"', POD.read_text())
+    assert preset(tmp_path).cluster.notice_file == "/".join(notice).replace("$index", "{node}")
 
 
 def test_a_pod_of_another_kind_of_job_is_refused(tmp_path: Path) -> None:

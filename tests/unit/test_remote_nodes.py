@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.cli.train import exit_code
 from spare_megatron.config.schema import RunConfig, SlurmConfig
+from spare_megatron.core.entries import Commit, Entry, Fence, Halt, encode_entry
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.reforming import MachineId
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
-from spare_megatron.journal.summary import Summary
 from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.process.reports import ExitCode, StoreAway
 from spare_megatron.process.specs import NodeSpec
@@ -28,8 +27,9 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys as keys_of_run
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process
-from spare_megatron.supervisor.run_end import end_without_driver, outcome_of, wait_for_others, write_end
+from spare_megatron.supervisor.run_end import end_in_log, end_without_driver, outcome_of, wait_for_others, write_end
 from spare_megatron.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
+from tests.unit.memory_store import MemoryStore
 
 REPORT = StoreAway(node=1, limit_s=2.0)
 WAIT_S = 30.0
@@ -133,6 +133,8 @@ def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
         ([0, ExitCode.WIPE_OUT], "wipe_out"),
         ([ExitCode.HALTED, ExitCode.WIPE_OUT], "halted"),
         ([0, ExitCode.RAISED], "failed"),
+        ([ExitCode.STOPPED, ExitCode.STOPPED], "stopped"),
+        ([ExitCode.STOPPED, 0], "failed"),
         ([], "failed"),
     ],
 )
@@ -157,6 +159,24 @@ def test_a_lost_group_that_reads_of_the_wipe_out_says_how_the_run_has_ended() ->
     assert end.outcome == "wipe_out"
 
 
+@pytest.mark.parametrize(
+    ("entries", "outcome"),
+    [
+        ([], None),
+        ([Fence(group=GroupId(0))], None),
+        ([Fence(group=GroupId(group)) for group in range(4)], "wipe_out"),
+        ([Halt(step=0, reason="why")], "halted"),
+        ([Commit(step=0, attempt=0, is_last=True, is_asked=True)], "stopped"),
+        ([Commit(step=0, attempt=0, is_last=True)], "finished"),
+    ],
+)
+def test_nodes_without_a_group_that_knows_the_end_read_it_in_the_log(entries: list[Entry], outcome: str | None) -> None:
+    """The driver's node took the last whole state with it, and no restart was left: the journal had no end."""
+    log = {keys_of_run.entry(index): encode_entry(entry) for index, entry in enumerate(entries)}
+    end = end_in_log(MemoryStore(log), RunConfig())  # type: ignore[arg-type]
+    assert (None if end is None else end.outcome) == outcome
+
+
 def test_a_supervisor_with_other_code_than_the_driver_does_not_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,8 +197,8 @@ def test_the_end_is_journaled_also_where_the_file_has_been_closed(tmp_path: Path
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     spec = NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main)
     zero, one = GroupId(0), GroupId(1)
-    write_end(spec, {(zero, 0): 0}, {zero})
-    write_end(spec, {(zero, 0): 0, (one, 0): int(ExitCode.WIPE_OUT)}, {zero})
+    write_end(spec, end_without_driver({(zero, 0): 0}, {zero}))
+    write_end(spec, end_without_driver({(zero, 0): 0, (one, 0): int(ExitCode.WIPE_OUT)}, {zero}))
     (end,) = read_journal(tmp_path).of(EndRecord)
     assert end.outcome == "wipe_out"
 
@@ -249,33 +269,6 @@ def test_a_supervisor_that_returns_after_it_was_replaced_fences_no_group_and_lea
     assert isinstance(inbox.recv(), NodeReplaced)
     link.stop(WAIT_S)
     assert [key for key in store.written if not key.startswith("life/")] == []
-
-
-def summary(outcome: str = "finished", verdict: str = "valid", steps_left: int = 0) -> Summary:
-    return Summary(
-        verdict=verdict,
-        reasons=(),
-        outcome=outcome,
-        outcome_reason="",
-        steps_committed=1,
-        steps_lost=0,
-        restarts=0,
-        groups_lost=0,
-        groups_rejoined=0,
-        microbatches_recomputed=0,
-        final_loss=None,
-        params_sha256=None,
-        recoveries=(),
-        steps_left=steps_left,
-    )
-
-
-def test_steps_that_are_left_have_an_exit_code_of_their_own_unless_the_time_was_the_plan() -> None:
-    assert exit_code(summary(steps_left=3), is_timed=False) == 5
-    assert exit_code(summary(steps_left=3), is_timed=True) == 0
-    assert exit_code(summary(), is_timed=False) == 0
-    assert exit_code(summary(verdict="unknown", steps_left=3), is_timed=False) == 1
-    assert exit_code(summary(outcome="wipe_out", steps_left=3), is_timed=False) == 3
 
 
 # ------------------------------------------------------------------------------------------------------ Slurm

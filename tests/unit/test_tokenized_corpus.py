@@ -396,15 +396,6 @@ def test_workers_take_no_more_than_two_batches_each_ahead(lines: Path, monkeypat
     assert number == len(taken) > 20
 
 
-@pytest.fixture
-def _handlers() -> Iterator[None]:
-    """A command that was interrupted ignores further signals to its end."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
     monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)

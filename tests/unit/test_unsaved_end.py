@@ -24,6 +24,7 @@ FINISHED = Summary(verdict="valid", reasons=(), outcome="finished", outcome_reas
         (replace(FINISHED, steps_left=5, steps_committed=15), (10,), True),
         (replace(FINISHED, outcome="wipe_out"), (10,), False),
         (replace(FINISHED, steps_committed=0), (), False),
+        (replace(FINISHED, outcome="stopped", steps_left=5, steps_committed=15), (10,), True),
     ],
 )
 def test_the_last_checkpoint_is_missed(
@@ -35,7 +36,8 @@ def test_the_last_checkpoint_is_missed(
     assert bool(message) == is_missing
     if is_missing:
         assert f"of {max(saved)} steps" in message if saved else "there is none" in message
-    assert not unsaved_end(replace(CONFIG, checkpoint=CheckpointConfig()), tmp_path, summary)
+    always = is_missing and summary.outcome == "stopped"  # as it was asked to end
+    assert bool(unsaved_end(replace(CONFIG, checkpoint=CheckpointConfig()), tmp_path, summary)) == always
 
 
 def test_one_that_is_refused_is_missed_as_well(tmp_path: Path) -> None:

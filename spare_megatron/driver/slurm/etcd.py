@@ -35,22 +35,37 @@ _ALL_INTERFACES = "0.0.0.0"
 """
 
 _RUN_AND_CLEAN_UP = """
+limit_s=$1
+shift
 data=$(mktemp -d) || exit
 trap "" USR1
-trap 'is_asked=1; kill "$pid" 2>/dev/null' USR2 TERM
-etcd --data-dir "$data" "$@" &
-pid=$!
-[ -z "$is_asked" ] || kill "$pid"
-while kill -0 "$pid"; do wait; done 2>/dev/null # is interrupted by a signal
+trap 'is_asked=1; kill "$pid" 2>/dev/null' USR2
+trap '[ "$is_ending" ] || { is_ending=1; (sleep "$limit_s"; kill -USR2 $$) & }' TERM
+while :; do
+    etcd --data-dir "$data" "$@" &
+    pid=$!
+    [ -z "$is_asked" ] || kill "$pid"
+    while kill -0 "$pid"; do wait "$pid"; done 2>/dev/null # is interrupted by a signal
+    [ "$is_ending" ] && [ -z "$is_asked" ] || break
+done
 rm -rf "$data"
 """
-"""Runs etcd and removes its data, which are of no use after the job. Ignores USR1, which ends training early. srun
-passes USR2 on, and Slurm itself sends TERM when the job is cancelled or out of time.
+"""Runs etcd and removes its data, which are of no use after the job. Ignores USR1, which ends training early. USR2 ends
+it: from the driver, as srun passes it on. Slurm itself sends TERM to all processes when the job is cancelled or out of
+time: the run still needs etcd to end in order, so one that has ended of that is started again, until the limit.
 """
+_MARGIN_S = 2.0
+"""How much longer than the run, which has `control.end_grace_s` from TERM on, its etcd lasts."""
 
 
 def member_commands(
-    names: Sequence[str], addresses: Sequence[str], first_port: int, token: str, certificates: Certificates
+    names: Sequence[str],
+    addresses: Sequence[str],
+    first_port: int,
+    token: str,
+    certificates: Certificates,
+    *,
+    end_grace_s: float,
 ) -> list[tuple[str, ...]]:
     """The srun command of each member.
 
@@ -60,7 +75,9 @@ def member_commands(
         first_port: Member i serves clients on this port + 2 i, and the other members on the next one.
         token: Distinguishes this cluster from an earlier one on the same nodes.
         certificates: Certificates of the members, and of the authority that must have signed a client's.
+        end_grace_s: How long the run may last from TERM on.
     """
+    limit_s = f"{end_grace_s + _MARGIN_S:g}"
     peers = [f"https://{address}:{first_port + 2 * i + 1}" for i, address in enumerate(addresses)]
     cluster = ",".join(f"member-{i}={peer}" for i, peer in enumerate(peers))
     commands = []
@@ -80,7 +97,7 @@ def member_commands(
             "--logger=zap",
             "--log-level=warn",
         )
-        commands.append(step_command(f"etcd-{i}", name, ("sh", "-c", _RUN_AND_CLEAN_UP, "etcd", *options)))
+        commands.append(step_command(f"etcd-{i}", name, ("sh", "-c", _RUN_AND_CLEAN_UP, "etcd", limit_s, *options)))
     return commands
 
 
@@ -117,11 +134,9 @@ def etcd_of_the_job(
         key_file=str(certificates.client_key),
     )
     log = folder / LOG
+    commands = member_commands(names, addresses, first_port, token, certificates, end_grace_s=control.end_grace_s)
     with log.open("ab") as file:
-        steps = [
-            subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
-            for command in member_commands(names, addresses, first_port, token, certificates)
-        ]
+        steps = [subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file) for command in commands]
     try:
         _wait_until_healthy(control, log)
         yield control

@@ -18,6 +18,7 @@ from spare_megatron.config.terms import step_of
 from spare_megatron.config.whole_files import parsed_json
 from spare_megatron.journal.check import fold_view
 from spare_megatron.journal.journal_index import JournalIndex
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.process.lock import LOCK
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
@@ -70,7 +71,7 @@ def _stem(group: int, rank: int) -> str:
 def emergency_checkpoint_path(checkpoint: CheckpointConfig, run_dir: Path, step: int) -> Path:
     """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
     folder = folders.folder_of(checkpoint, run_dir)
-    if not (checkpoint.is_wanted and (folder / LOCK).exists()):
+    if not (folder / LOCK).exists():
         folder = run_dir.absolute() / folders.FOLDER
     path = folders.checkpoint_path(folder, step)
     return path.with_name(path.name + folders.EMERGENCY_SUFFIX)
@@ -122,8 +123,10 @@ def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
     return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{folders.EMERGENCY_SUFFIX}")]
 
 
-def assemble(path: Path) -> folders.Manifest:
-    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable."""
+def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
+    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable. The
+    journal has to prove the commit of its steps, unless the run is known to have committed them.
+    """
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
         try:
@@ -141,7 +144,8 @@ def assemble(path: Path) -> folders.Manifest:
         _require_all_partitions(path, list(whole.values()), first.manifest["optimizer"]["num_slices"])
     if step_of(path) != first.manifest["step"]:
         raise NotACheckpoint(f"{path.name}: it is that of {first.manifest['step']} steps")
-    _require_commit(path, Path(first.run_dir))
+    if num_committed is None or step_of(path) > num_committed:
+        _require_commit(path, Path(first.run_dir))
     counted = sorted(whole) if is_stacked else [min(whole)]
     files = {
         saved.file: folders.StoredFile(num_bytes=saved.num_bytes, sha256=saved.sha256)
@@ -154,18 +158,20 @@ def assemble(path: Path) -> folders.Manifest:
     return folders.Manifest(**fields)
 
 
-def saved_state(checkpoint: CheckpointConfig, run_dir: Path) -> str:
-    """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
+def saved_state(checkpoint: CheckpointConfig, run_dir: Path, num_committed: int) -> str:
+    """A text on where ranks of a run that has committed so many steps have saved their state, and whether the next run
+    can load it; empty if nowhere.
+    """
     places = sorted({folders.folder_of(checkpoint, run_dir), run_dir.absolute() / folders.FOLDER})
     found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)
     if path is None:
         return ""
     try:
-        assemble(path)
+        assemble(path, num_committed)
     except NotACheckpoint as error:
         return f"; ranks have saved their state, which is of no use: {error}"
-    return f"; the state is in {path}, for checkpoint.load or --resume"
+    return f"; the state is in {real_paths(str(path))}, for checkpoint.load or --resume"
 
 
 def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spare_megatron.config.loader import ConfigError, load_run_config
@@ -58,7 +58,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
     """Resolves `checkpoint.load` to the one checkpoint that the run begins with, if set, and sets the run id.
 
     The run keeps that checkpoint's id unless `metrics.run_id` is set; without one it gets a new id. `reject` receives
-    newer ones that are damaged or refused. Raises ValueError if none fits, or `folder`, its own, has later ones.
+    newer ones that are damaged or refused. Raises ValueError if none fits, or for `require_own_checkpoints`.
     """
     rejected: list[Rejected] = []
     first_step = 0
@@ -81,19 +81,39 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
         config = _with_weights(config, rejected)
         for item in rejected:
             reject(item)
-    damaged = {item.path.absolute() for item in rejected}
-    later = [
-        step_of(path)
-        for path in all_checkpoints(folder)
-        if step_of(path) > first_step and path.absolute() not in damaged
-    ]
-    if config.checkpoint.is_wanted and later:
-        raise ValueError(
-            f"{folder} holds checkpoints after {max(later)} steps, and the run begins after {first_step}: set "
-            f"checkpoint.load={folder} to go on from the newest, or choose another checkpoint.folder"
-        )
     metrics = dataclasses.replace(config.metrics, run_id=config.metrics.run_id or run_id)
-    return dataclasses.replace(config, metrics=metrics)
+    config = dataclasses.replace(config, metrics=metrics)
+    require_own_checkpoints(config, folder, [item.path for item in rejected])
+    return config
+
+
+def require_own_checkpoints(config: RunConfig, folder: Path, rejected: Iterable[Path]) -> None:
+    """Raises ValueError if the run would replace checkpoints in its folder: later ones than the one that it begins
+    with, or those of another training. `config` is resolved; damaged and `rejected` checkpoints do not count.
+    """
+    first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
+    damaged = {path.absolute() for path in rejected}
+    found = [path for path in all_checkpoints(folder) if path.absolute() not in damaged]
+    choice = f"set checkpoint.load={folder} to go on from the newest, or choose another checkpoint.folder"
+    if found and step_of(found[0]) > first_step:
+        newest = step_of(found[0])
+        raise ValueError(
+            f"{folder} holds checkpoints after {newest} steps, and the run begins after {first_step}: {choice}"
+        )
+    begins_with = Path(config.checkpoint.load or config.checkpoint.load_weights)
+    is_own = begins_with.parent.resolve() == folder.resolve()
+    if others := [path for path in found if not is_own and _is_of_another(path, config)]:
+        raise ValueError(
+            f"{folder} holds {others[0].name} of another training, whose checkpoints this run would replace: {choice}"
+        )
+
+
+def _is_of_another(path: Path, config: RunConfig) -> bool:
+    """Whether a checkpoint is of a training that this run does not continue; not if it is damaged or refused."""
+    try:
+        return not is_emergency_checkpoint(path) and glance(path).manifest.run_id != config.metrics.run_id
+    except DamagedCheckpoint:
+        return False
 
 
 def _with_weights(config: RunConfig, rejected: list[Rejected]) -> RunConfig:

@@ -23,6 +23,7 @@ from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
 from spare_megatron.mcore.checkpoint import GroupState, Written, join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -215,7 +216,7 @@ class Saver:
                 save.outcome = "saved"
         except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is, training goes on)
             if save.outcome != "saved":
-                save.outcome, save.reason = "failed", with_folder(in_a_line(error), self._folder)
+                save.outcome, save.reason = "failed", real_paths(with_folder(in_a_line(error), self._folder))
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
                     folders.clear_leftovers(self._folder, save.others)

@@ -15,6 +15,7 @@ from spare_megatron.config.whole_files import parsed_json
 from spare_megatron.core.actions import CheckpointCandidate, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_validity import why_refused
 from spare_megatron.core.entries import Entry, decode_entry
+from spare_megatron.journal.output import real_paths
 from spare_megatron.process.processes import say
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.emergency_checkpoint import (
@@ -87,6 +88,14 @@ def refusal_of(path: Path) -> str:
         return f"{REFUSAL} cannot be read: {error}"
 
 
+def is_usable(path: Path) -> bool:
+    """Whether a checkpoint is not refused, or ranks have saved all of an emergency checkpoint; reads no other file."""
+    try:
+        return not refusal_of(path) and (not is_emergency_checkpoint(path) or bool(assemble(path)))
+    except NotACheckpoint:
+        return False
+
+
 def audited_by_refusal(path: Path) -> int | None:
     """Steps of the audited checkpoint to which a run went back when it refused this one; None if that is not why."""
     try:
@@ -98,6 +107,9 @@ def audited_by_refusal(path: Path) -> int | None:
 
 class DamagedCheckpoint(Exception):
     """A checkpoint differs from what was written, in the file that the text names; or it is refused."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(real_paths(text))  # other groups read it in the log, perhaps after the directory is moved
 
 
 class UnfinishedSave(DamagedCheckpoint):

@@ -174,7 +174,7 @@ def write_import(
     those of that model.
     """
     with made_whole(out) as aside:
-        (aside / "config.toml").write_text(tomli_w.dumps(settings))
+        (aside / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
         config = load_run_config(aside / "config.toml").config
         read = reader_of(config)
         described = (source / name for name in TOKEN_ID_FILES)

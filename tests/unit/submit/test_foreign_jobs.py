@@ -7,9 +7,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.driver.slurm.steps import end_orphaned_job
-from tests.unit.test_remote_nodes import summary
+from spare_megatron.journal.summary import Summary
 
 
 @pytest.fixture
@@ -39,10 +38,10 @@ def test_a_node_ends_the_job_only_if_the_job_has_started_it(
     """The driver was lost, and nodes started by hand in a batch script of the user's own ended that."""
     monkeypatch.setenv("SPARE_REQUEUES", "0")  # as in a job of ours, and a run by hand within it
     config = load_run_config(None, [f"cluster.launcher={launcher}"]).config
-    (tmp_path / "config.toml").write_text(dump_run_config(config))
+    ended = Summary(verdict="valid", reasons=(), outcome="finished", outcome_reason="", steps_committed=1)
     monkeypatch.setattr(
         "spare_megatron.supervisor.node_process.look_after_node",
-        lambda run_dir, node, wait_s: summary(outcome="finished"),
+        lambda run_dir, node, wait_s: (ended, config),
     )
 
     class Ended(BaseException):

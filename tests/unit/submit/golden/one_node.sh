@@ -14,6 +14,8 @@
 #SBATCH --requeue
 # To all steps, so early that the run ends with the step under way and a checkpoint.
 #SBATCH --signal=USR1@300
+# This shell outlives signals to the whole job, of which the run ends in order.
+trap : TERM USR1
 
 cd /shared/here || exit 2
 export SPARE_REQUEUES=0
@@ -25,7 +27,7 @@ attempt=$home/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
 /shared/venv/bin/python -P -m spare_megatron.cli.main train --config "$home/config.toml" --run-dir "$attempt" --resume
 status=$?
 
-# 3 is a wipe-out, 5 the end of the time with steps left. A job that was cancelled is not running any more.
+# 3 is a wipe-out, 5 a run that was asked to end with steps left. A job that was cancelled is not running any more.
 if [[ $status == [35] && ${SLURM_RESTART_COUNT:-0} -lt $SPARE_REQUEUES ]] &&
     scontrol show job "$job" | grep -q JobState=RUNNING; then
     echo "exit code $status: the job goes back into the queue"

@@ -1,0 +1,70 @@
+"""What a supervisor does about requests to end the run: passes them on to its ranks, and keeps the time limit."""
+
+import signal
+from collections.abc import Callable
+
+from spare_megatron.process import end_signal
+from spare_megatron.process.reports import EndAsked
+from spare_megatron.process.timers import Timers
+
+SHARE_OF_STEP = 0.6
+"""Share of the grace period after which ranks give the step under way up and save alone."""
+
+
+class EndRequests:
+    """Requests by signals, by the driver, and of others. The first time limit holds, whatever else is asked later.
+
+    Args:
+        grace_s: The limit that most signals set, `control.end_grace_s`.
+        ask_ranks: Has the ranks end with the step under way; safe in a signal handler.
+        cut_off: Called once a share of the limit is over.
+        end_at_once: Called once all of it is over.
+        report: Reports requests of which the driver may not know.
+    """
+
+    def __init__(
+        self,
+        timers: Timers,
+        grace_s: float,
+        *,
+        ask_ranks: Callable[[], None],
+        cut_off: Callable[[], None],
+        end_at_once: Callable[[], None],
+        report: Callable[[EndAsked], None],
+    ) -> None:
+        self._timers = timers
+        self._grace_s = grace_s
+        self._ask_ranks = ask_ranks
+        self._cut_off = cut_off
+        self._end_at_once = end_at_once
+        self._report = report
+        self._signals: list[signal.Signals] = []  # not handled yet
+        self._asked: EndAsked | None = None
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """Notes the signal; safe in its handler, which may break into anything."""
+        self._ask_ranks()
+        self._signals.append(number)
+
+    def poll(self) -> EndAsked | None:
+        """Handles the signals noted since the last call. Returns the request that holds, if there is any."""
+        while self._signals:
+            number = self._signals.pop(0)
+            self.request(number.name, is_limited=number != end_signal.WITHOUT_LIMIT)
+        return self._asked
+
+    def request(self, by: str, *, is_limited: bool = True) -> None:
+        """Ends the run as this machine is asked to, and reports that."""
+        asked = EndAsked(by=by, limit_s=self._grace_s if is_limited else None)
+        self.on_asked(asked)
+        self._report(asked)
+
+    def on_asked(self, asked: EndAsked) -> None:
+        """Ends the run after the step under way, within the time limit of the request if it has one."""
+        self._ask_ranks()
+        is_first_limit = asked.limit_s is not None and (self._asked is None or self._asked.limit_s is None)
+        if asked.limit_s is not None and is_first_limit:
+            self._timers.after(SHARE_OF_STEP * asked.limit_s, self._cut_off)
+            self._timers.after(asked.limit_s, self._end_at_once)
+        if self._asked is None or is_first_limit:
+            self._asked = asked

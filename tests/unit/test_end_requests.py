@@ -1,0 +1,170 @@
+"""What each signal means to a run, against rules written down a second time, over drawn sequences of signals."""
+
+import contextlib
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from spare_megatron.process import interrupts
+from spare_megatron.process.end_signal import WITHOUT_LIMIT
+from spare_megatron.process.interrupts import deferred, raising
+from spare_megatron.process.reports import EndAsked
+from spare_megatron.supervisor import end_requests
+from spare_megatron.supervisor.end_requests import EndRequests
+
+NUM_DRAWN = 1500
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+ECHO_S = 0.25
+GRACE_S = 20.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(interrupts, "time", clock)
+    return clock
+
+
+# ------------------------------------------------------------------------------------------------------- the driver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A signal, `after_s` seconds after the one before; None is the beginning of training, which takes requests."""
+
+    after_s: float
+    number: signal.Signals | None
+
+
+def draw(rng: random.Random) -> list[Moment]:
+    moments = [
+        Moment(after_s=rng.choice((0.0, 0.1, 0.2, 0.3, 5.0)), number=rng.choice((*ENDING, *ENDING, signal.SIGINT)))
+        for _ in range(rng.randint(0, 5))
+    ]
+    moments.insert(rng.randint(0, len(moments)), Moment(after_s=1.0, number=None))
+    return moments
+
+
+def expected(moments: Sequence[Moment], ignored: set[signal.Signals]) -> tuple[str, signal.Signals | None]:
+    """How the driver ends its run, and by which request: `at once` is 130."""
+    now_s, has_begun = 0.0, False
+    request: tuple[float, signal.Signals] | None = None
+    for moment in moments:
+        now_s += moment.after_s
+        if moment.number is None:
+            has_begun = True
+        elif moment.number in ignored:
+            continue
+        elif moment.number == signal.SIGINT or not has_begun:
+            return "at once", request and request[1]
+        elif request is None:
+            request = now_s, moment.number
+        elif now_s - request[0] >= ECHO_S:
+            return "at once", request[1]
+    return ("in order", request[1]) if request else ("finished", None)
+
+
+def drive(moments: Sequence[Moment], clock: Clock) -> tuple[str, signal.Signals | None]:
+    """The same by real signals to this process, as the driver's loop takes them."""
+    request: signal.Signals | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        with raising(), deferred() as found:
+            for moment in moments:
+                clock.now_s += moment.after_s
+                if moment.number is None:
+                    found.take_requests()
+                else:
+                    signal.raise_signal(moment.number)
+                try:
+                    found.wait([], 0.0)
+                finally:
+                    request = found.request
+        return ("in order", request) if request else ("finished", None)
+    return "at once", request
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_a_driver_ends_by_any_sequence_of_signals_as_the_rules_say(clock: Clock) -> None:
+    rng = random.Random(0)
+    seen = set()
+    for number in range(NUM_DRAWN):
+        moments = draw(rng)
+        ignored = set(rng.sample(ENDING[1:], rng.randint(0, 1)))  # as nohup ignores SIGHUP
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        wanted = expected(moments, ignored)
+        assert drive(moments, clock) == wanted, (number, moments, ignored)
+        seen.add((wanted[0], wanted[1] is None))
+    assert seen == {("at once", True), ("at once", False), ("in order", False), ("finished", True)}
+
+
+# --------------------------------------------------------------------------------------------------- a supervisor
+
+
+class FakeTimers:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, object]] = []
+
+    def after(self, seconds: float, action: object) -> None:
+        self._due.append((self.now_s + seconds, action))
+
+    def advance(self, to_s: float) -> None:
+        for due_s, action in sorted(self._due, key=lambda item: item[0]):
+            if due_s <= to_s:
+                self._due.remove((due_s, action))
+                self.now_s = due_s
+                action()  # type: ignore[operator]
+        self.now_s = to_s
+
+
+def test_a_supervisor_keeps_the_first_limit_and_reports_every_signal() -> None:
+    rng = random.Random(1)
+    for _ in range(NUM_DRAWN):
+        timers, acts, reports = FakeTimers(), [], []
+        requests = EndRequests(
+            timers,  # type: ignore[arg-type]
+            GRACE_S,
+            ask_ranks=lambda acts=acts: acts.append("asked"),
+            cut_off=lambda acts=acts, timers=timers: acts.append(("cut off", timers.now_s)),
+            end_at_once=lambda acts=acts, timers=timers: acts.append(("ended", timers.now_s)),
+            report=reports.append,
+        )
+        times = sorted(rng.uniform(0.0, 30.0) for _ in range(rng.randint(0, 4)))
+        limits: list[tuple[float, float]] = []  # when a request set one
+        num_signals = 0
+        for at_s in times:
+            timers.advance(at_s)
+            kind = rng.choice(("signal", "without limit", "driver", "driver without limit"))
+            if kind in ("signal", "without limit"):
+                num_signals += 1
+                requests.on_signal(rng.choice(ENDING) if kind == "signal" else WITHOUT_LIMIT)
+                requests.poll()
+            else:
+                limit_s = 5.0 if kind == "driver" else None
+                requests.on_asked(EndAsked(by="the driver", limit_s=limit_s))
+            if kind in ("signal", "driver"):
+                limits.append((at_s, GRACE_S if kind == "signal" else 5.0))
+        timers.advance(1000.0)
+        assert ("asked" in acts) == bool(times)
+        assert len(reports) == num_signals
+        done = [act for act in acts if act != "asked"]
+        assert len(done) == 2 * bool(limits), "one limit, however many requests"
+        if limits:
+            (began_s, limit_s), share = limits[0], end_requests.SHARE_OF_STEP
+            assert done == [("cut off", began_s + share * limit_s), ("ended", began_s + limit_s)]
+        asked = requests.poll()
+        assert (asked is None) == (not times)
+        assert asked is None or (asked.limit_s is not None) == bool(limits)

@@ -67,7 +67,7 @@ def test_a_job_commits_the_step_it_lost_a_node_in_takes_a_spare_one_outlives_its
 
     assert spare("check", str(run_dir)).startswith("valid")
     summary = job.summary()
-    assert (summary["outcome"], summary["groups_lost"], summary["groups_rejoined"]) == ("finished", 4, 4)
+    assert (summary["outcome"], summary["groups_lost"], summary["groups_rejoined"]) == ("stopped", 4, 4)
     assert summary["steps_lost"] == 0
     journal = read_journal(run_dir)
     assert [fault.step for fault in journal.of(FaultRecord) if fault.group == LOST] == [LOST_IN]

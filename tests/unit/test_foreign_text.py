@@ -360,7 +360,7 @@ def test_what_can_be_seen_stays_as_it_is() -> None:
 
 WRITERS = {"cli/printing.py", "cli/console.py"}
 """The modules that write to stdout and stderr."""
-PROCESSES = {"process/processes.py", "rank/replay_rank.py", "mcore/program_trial.py"}
+PROCESSES = {"process/processes.py", "process/fork_server.py", "rank/replay_rank.py", "mcore/program_trial.py"}
 """Processes that write to a log, or lines that their parent reads."""
 
 

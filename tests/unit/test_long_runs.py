@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.journal.lines import Line, encode_line

@@ -441,7 +441,7 @@ def test_every_private_name_of_torch_is_looked_up_at_import() -> None:
     used = {
         node.attr
         for node in nodes
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node.value) != "self"
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr) and ast.unparse(node.value) != "self"
     }
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_names"]
     names = [word.value for call in calls for word in call.args if isinstance(word, ast.Constant)]

@@ -86,7 +86,7 @@ def test_a_run_beyond_the_limits_is_refused_in_one_line_before_anything_is_writt
     limits = replace(process_limits(), open_files=64, open_files_most=64)
     machine = Machine(num_gpus=0, num_cores=2, has_corpus=True, limits=limits)
     monkeypatch.setattr(run, "look_at_machine", lambda config, on_read: machine)
-    monkeypatch.setattr(run, "_resolved", lambda config, machine: config)
+    monkeypatch.setattr(run, "resolved", lambda config, machine: config)
     with pytest.raises(ValueError, match=r"^a process may have 64 files open, [^\n]*`ulimit -n 276`[^\n]*$"):
         run.start_run(config_of(), tmp_path / "run", lambda _: None)
     assert not (tmp_path / "run").exists()

@@ -237,9 +237,8 @@ class Controller:
         self._audits.on_paces(dealt, self._paces.dealt, self.members)
         self.step += 1
         self.attempt += 1
-        self._wrong_sums, self._failed = (), frozenset()
+        self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
         self._retries_without_loss = self._num_resumes = 0
-        self._last_error = ""
         actions += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
@@ -402,10 +401,9 @@ class Controller:
         is_asked &= self.step + 1 < self._setup.num_steps
         is_last = is_asked or is_again or self._is_time_over(now_s)
         at_s = self._clock.read_s(now_s)
-        is_due = self._saves.is_due(
-            self.step + 1, at_s, self.members, self.ownership, is_last=is_last, is_asked=is_asked
-        )
-        entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s, is_asked=is_asked)
+        end = {"is_last": is_last, "is_asked": is_asked}
+        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, **end)
+        entry = decide(attempted, event, save=is_due, at_s=at_s, **end)
         if isinstance(entry, Commit) and entry.drain:
             entry = self._let_leave(entry)
         if isinstance(entry, Commit) and self.deals_by_pace:
@@ -497,12 +495,9 @@ class Controller:
 
     def _is_evaluation_due(self) -> bool:
         policy = self._setup.evaluation
-        # A run evaluates nothing before its first step.
-        return (
-            policy is not None
-            and self.step > self._setup.first_step
-            and policy.is_due(self.step, is_last=self._is_over)
-        )
+        if policy is None or self.step <= self._setup.first_step:  # a run evaluates nothing before its first step
+            return False
+        return policy.is_due(self.step, is_last=self._is_over)
 
     @property
     def _dealing(self) -> Dealing:
@@ -569,17 +564,16 @@ class Controller:
     def _attempt(self, kept: tuple[int, ...] = ()) -> AttemptReduce | AttemptEvaluation:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
+        step, attempt, plan_digest = self.step, self.attempt, self._plan_digest
         if self._is_evaluating:
-            return AttemptEvaluation(
-                step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plan_digest
-            )
+            return AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
         return AttemptReduce(
-            step=self.step,
-            attempt=self.attempt,
+            step=step,
+            attempt=attempt,
             epoch=self.epoch,
             members=self.members,
             voters=self.voters,
-            plan_digest=self._plan_digest,
+            plan_digest=plan_digest,
             kept=kept,
             ownership=self.ownership,
             disputed=tuple(dispute.microbatch for dispute in self._audits.disputes),

@@ -3,7 +3,7 @@
 import time
 
 from spare_megatron.cli.bench_machine import describe_machine
-from spare_megatron.config.own_code import commit
+from spare_megatron.version import commit
 
 _COMMIT = commit(num_digits=7)
 """As this is imported: the checkout may be another one when a benchmark ends."""

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 
 _LINES_AT_ONCE = 32
-_SPARE = ("-c", "from spare_megatron.cli.entry import main; main()")
+_SPARE = ("-c", "from spare_megatron.__main__ import main; main()")
 
 
 class Encoder:

@@ -50,7 +50,7 @@ def write_run(run_dir: Path, num_steps: int) -> None:
 
 def measure(run_dir: Path, page: Path) -> dict[str, float]:
     """What `spare report` takes on a run."""
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "report", str(run_dir), "--out", str(page)]
+    command = [sys.executable, "-m", "spare_megatron", "report", str(run_dir), "--out", str(page)]
     began_s = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     wall_s, used = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)

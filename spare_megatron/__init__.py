@@ -6,6 +6,8 @@ The names in `__all__` are the public surface (docs/programs.md); all else may c
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from spare_megatron.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from spare_megatron.cli.pretrain import pretrain as pretrain
     from spare_megatron.config.program import LossTerm as LossTerm
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from spare_megatron.mcore.program import StepContext as StepContext
     from spare_megatron.mcore.program import Terms as Terms
     from spare_megatron.mcore.program import gpt_forward_step as gpt_forward_step
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "mcore.program",

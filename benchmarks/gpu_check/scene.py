@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-SPARE = "from spare_megatron.cli.entry import main; main()"
+SPARE = "from spare_megatron.__main__ import main; main()"
 """The command `spare`, which is not installed where only PYTHONPATH leads to the package."""
 
 

@@ -24,7 +24,7 @@ _IMPORTED = (
     "benchmarks.gpu_check.versions",
     "spare_megatron.cli.bench_plain",
     "spare_megatron.cli.bench_throughput",
-    "spare_megatron.cli.main",
+    "spare_megatron.commands",
     "spare_megatron.config.resolved",
     "spare_megatron.rank.rank",
     "pytest_timeout",

@@ -51,7 +51,7 @@ def throughput(
     Exit codes: 0 measured, 1 a run failed or lost a group, 2 the configuration cannot run, 130 interrupted.
     """
     from spare_megatron.cli.bench_throughput import kernels_measured, measure, problems_of, training_alone
-    from spare_megatron.config.own_code import commit
+    from spare_megatron.version import commit
 
     console = RunConsole(stderr=as_json)
     came_from = {"config": str(config), "overrides": overrides or [], "pairs": pairs, "commit": commit()}
@@ -86,8 +86,8 @@ def throughput(
 def _origin() -> dict[str, str]:
     import torch
 
-    from spare_megatron import __version__
     from spare_megatron.cli.bench_machine import describe_machine
+    from spare_megatron.version import __version__
 
     return {
         "machine": describe_machine(),

@@ -34,7 +34,7 @@ def make_demo_corpus(command: str) -> None:
     message(command, f"making the demo's corpus, {DEMO_CORPUS}, of the text files in {text} (about 60 MiB, once)")
     options = [word for suffix in _SUFFIXES for word in ("--suffix", suffix)]
     options += [word for name in _EXCLUDED for word in ("--exclude", name)]
-    preprocess = ("-m", "spare_megatron.cli.main", "preprocess", "--input", text, "--output-prefix", DEMO_CORPUS)
+    preprocess = ("-m", "spare_megatron", "preprocess", "--input", text, "--output-prefix", DEMO_CORPUS)
     done = subprocess.run(
         # --overwrite: one of its files may be there.
         [sys.executable, "-P", *preprocess, "--tokenizer", "byte", "--overwrite", *options],

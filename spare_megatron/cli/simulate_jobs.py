@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Self
 
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.simulator.sweep import (
@@ -25,6 +24,7 @@ from spare_megatron.simulator.sweep import (
     run_case,
     variant_name,
 )
+from spare_megatron.version import start_in_safe_path_mode
 
 _PLAIN_INTERVAL_S = 2.0
 """Seconds between lines about finished cases, without a terminal."""

@@ -20,10 +20,8 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from spare_megatron import __version__
 from spare_megatron.config.corpus import input_files
 from spare_megatron.config.node_facts import NodeFacts, Rate
-from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.store_space import StoreSpace
@@ -32,6 +30,7 @@ from spare_megatron.process.shortages import process_limits
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
+from spare_megatron.version import __version__, code_digest
 
 _KEY_BYTES = 32
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron.config.own_code import PACKAGE, code_digest, code_mismatch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.process.interrupts import Deferral, deferred
 from spare_megatron.process.processes import (
@@ -19,6 +18,7 @@ from spare_megatron.process.processes import (
     fork_server,
     start_child,
 )
+from spare_megatron.version import PACKAGE, code_digest, code_mismatch
 
 _END_TIMEOUT_S = 10.0
 

@@ -10,7 +10,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.own_code import NUM_DIGITS, code_digest
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.places import Assignment, Holding, Places
@@ -35,6 +34,7 @@ from spare_megatron.process.specs import device_of
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import tcp_store
 from spare_megatron.store.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.version import NUM_DIGITS, code_digest
 
 _FACTS_S = 120.0
 _TIMEOUT_S = 1800.0

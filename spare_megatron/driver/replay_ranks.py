@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.own_code import code_digest
 from spare_megatron.process.gpus import visible_gpus
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import set_environment_of_ranks
+from spare_megatron.version import code_digest
 
 _POLL_S = 0.05
 _SHOWN = 2000

@@ -12,9 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron import __version__
 from spare_megatron.config.corpus import judge_corpus
-from spare_megatron.config.own_code import code_digest, commit
 from spare_megatron.config.program import judge_program, resolved_program
 from spare_megatron.config.resolved import dump_run_config, write_with_exports
 from spare_megatron.config.run_terms import terms_of_run
@@ -60,6 +58,7 @@ from spare_megatron.state.checkpoint.verification import Rejected, read_manifest
 from spare_megatron.store.etcd_gateway import silence_of
 from spare_megatron.store.open_store import check_files_for_etcd, etcd_spec
 from spare_megatron.supervisor.remote_supervisor import ByHand, Launcher
+from spare_megatron.version import __version__, code_digest, commit
 
 _LEAST_PROOF_S, _PROOF_OF_INTERRUPTED_S = 2.0, 5.0
 """Longest time to read the journal where processes are about to be killed, and where a user waits for the end."""

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from spare_megatron import __version__
 from spare_megatron.journal.records import (
     AuditRecord,
     CadenceRecord,
@@ -39,6 +38,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.version import __version__
 
 FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""

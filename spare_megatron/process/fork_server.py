@@ -13,8 +13,8 @@ import sys
 import traceback
 from types import TracebackType
 
-from spare_megatron.config.own_code import code_digest
 from spare_megatron.process import standard_streams
+from spare_megatron.version import code_digest
 
 _PR_SET_PDEATHSIG = 1
 

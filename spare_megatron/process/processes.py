@@ -20,7 +20,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.journal.output import real_paths
@@ -34,6 +33,7 @@ from spare_megatron.stacking.layout import Layout
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.store.tcp_store import serve
+from spare_megatron.version import start_in_safe_path_mode
 
 _IMPORTED: tuple[str, ...] = ("spare_megatron.driver.run", "spare_megatron.rank.rank")
 """Modules that the fork server imports for its children."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.trace import Fault
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.snapshot_wire import SnapshotServerAddress
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.spec import StoreSpec
+from spare_megatron.version import code_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

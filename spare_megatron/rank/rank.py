@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.program import judge_program
 from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.core.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
@@ -46,6 +45,7 @@ from spare_megatron.state.transfer.state_transfer import JoinFailed
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store
+from spare_megatron.version import code_digest, code_mismatch
 from spare_megatron.voting.agreement import Fenced, GroupBroken
 from spare_megatron.voting.fencing import fence, is_connection_error, is_memory_error
 from spare_megatron.voting.log_follower import Stop, controller_setup, why_wiped_out

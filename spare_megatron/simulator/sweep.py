@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.whole_files import parsed_json
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import Scenario, SimulatedPolicy
 from spare_megatron.simulator.slow_groups import SlowSpec
 from spare_megatron.simulator.world import Stalled
 from spare_megatron.stacking.order import Granularity
+from spare_megatron.version import code_digest
 
 Clock = Callable[[], float]
 

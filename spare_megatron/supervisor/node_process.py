@@ -11,7 +11,6 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from spare_megatron.config.own_code import code_mismatch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import FinishRun, StopHalted
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
@@ -45,6 +44,7 @@ from spare_megatron.supervisor.group_reforming import AssignmentList, GroupRefor
 from spare_megatron.supervisor.quarantine import Examinations
 from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
 from spare_megatron.supervisor.supervisor import Supervisor
+from spare_megatron.version import code_mismatch
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli import bench_throughput
 from spare_megatron.cli.bench_throughput import NUM_WARMUP, problems_of, training_alone
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
@@ -145,7 +145,7 @@ def test_a_run_that_has_lost_a_group_is_no_figure(text_corpus: Path, monkeypatch
 def test_sigterm_leaves_no_process_of_plain_megatron(text_corpus: Path, tmp_path: Path) -> None:
     """They trained to their end, for no reader, when the command was killed while it waited for them."""
     words = words_of([*SMALL, f"data.corpus={text_corpus}"])
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "bench", "throughput", "--config", str(FOR_GPUS)]
+    command = [sys.executable, "-m", "spare_megatron", "bench", "throughput", "--config", str(FOR_GPUS)]
     with (tmp_path / "output").open("w+") as output:
         child = subprocess.Popen([*command, *words, "--steps", "20000"], stdout=output, stderr=output)
         started: list[psutil.Process] = []

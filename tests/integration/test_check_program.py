@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.check_program import ADVICE, _alone, findings_of, run_trials
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import (
     LayoutConfig,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.driver import driver
 from spare_megatron.process.reports import RunEvent, StepCommitted, StoreMeasured

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model, LlamaConfig
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.weights import StoredWeights

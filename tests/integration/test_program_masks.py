@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from spare_megatron.cli.check_program import findings_of
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     LayoutConfig,

@@ -13,8 +13,8 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, ViewportSize, sync_playwright
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
+from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.observe import page as report_page

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
@@ -176,7 +176,7 @@ def machines_of_a_group_replay_the_same(run_dir: Path, found: dict[str, Any]) ->
     config = load_run_config(run_dir / "config.toml").config
     cluster = replace(config.cluster, num_nodes=config.parallel.num_ranks, launcher="hand")
     (run_dir / "config.toml").write_text(dump_run_config(replace(config, cluster=cluster)))
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "replay", str(run_dir), "--node", "5"]
+    command = [sys.executable, "-m", "spare_megatron", "replay", str(run_dir), "--node", "5"]
     other = subprocess.Popen(command)
     try:
         words = ["replay", str(run_dir), "--step", str(AUDITED), "--group", "2", "--json"]

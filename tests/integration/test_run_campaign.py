@@ -23,7 +23,7 @@ def campaign(config: RunConfig, tmp_path: Path, *options: str) -> tuple[int, dic
     """Exit code and figures of `spare campaign`."""
     preset = tmp_path / "campaign.toml"
     preset.write_text(dump_run_config(config))
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "campaign", str(preset), "--json", *options]
+    command = [sys.executable, "-m", "spare_megatron", "campaign", str(preset), "--json", *options]
     done = subprocess.run(
         [*command, "--run-dir", str(tmp_path / "run")],
         cwd=Path(__file__).parents[2],

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.own_code import PACKAGE, code_digest
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
@@ -21,6 +20,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank import run_rank
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.version import PACKAGE, code_digest
 from tests.integration.whole_run import tiny_config
 from tests.search_path import with_checkout
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 
 CONSOLE_SCRIPT = """
 import atexit, sys
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 if __name__ == "__main__":
     atexit.register(lambda: print("the driver has torch:", "torch" in sys.modules))
     app()
@@ -91,7 +91,7 @@ def test_a_copy_of_the_package_in_the_working_directory_is_not_trained_with(text
 def test_a_driver_with_other_code_than_the_processes_it_starts_is_refused(text_corpus: Path, tmp_path: Path) -> None:
     """`python -m` looks in the working directory first, and what it starts does not."""
     folder, run_dir = doctored_copy(tmp_path / "work"), tmp_path / "run"
-    module = [sys.executable, "-m", "spare_megatron.cli.main"]
+    module = [sys.executable, "-m", "spare_megatron"]
     done = train(module, text_corpus, folder, run_dir)
     assert done.returncode == 2, done.stdout + done.stderr
     assert str(folder / "spare_megatron") in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.config.validate import problems
 from spare_megatron.driver.run import look_at_machine

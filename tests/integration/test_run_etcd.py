@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.process.reports import RunEvent, StepCommitted, StoreAway
 from spare_megatron.stacking.layout import GroupId, Member

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal

@@ -31,7 +31,7 @@ NUM_STEPS = 1_000_000
 """More than are committed by the time at which the test has the run end."""
 UNHURRIED_S, NUM_UNHURRIED = 0.3, 300
 """How long its first steps take, which leave the processors to the supervisors that start meanwhile."""
-SPARE = (sys.executable, "-m", "spare_megatron.cli.main")
+SPARE = (sys.executable, "-m", "spare_megatron")
 POD = Path(__file__).parents[2] / "launch/pod"
 SCONTROL = """#!/bin/sh
 case "$*" in

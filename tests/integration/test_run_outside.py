@@ -18,7 +18,7 @@ import pytest
 from playwright.sync_api import Browser
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.driver.run import start_run

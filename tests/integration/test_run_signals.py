@@ -145,7 +145,7 @@ def spare_train(corpus: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A `spare train` in a process group of its own, as a terminal gives it. It is ended with the block."""
     preset = folder / "preset.toml"
     preset.write_text(dump_run_config(tiny_config(corpus, LAYOUT, steps=NUM_STEPS, rejoins=1, spares=1)))
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "train", "--config", str(preset)]
+    command = [sys.executable, "-m", "spare_megatron", "train", "--config", str(preset)]
     process = subprocess.Popen(
         [*command, "--run-dir", str(folder / "run")],
         start_new_session=True,

@@ -38,7 +38,7 @@ def train(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`spare train` with these standard streams, or with its output in a file. It is ended with the block."""
     (folder / "preset.toml").write_text(dump_run_config(config))
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "train", "--config", str(folder / "preset.toml")]
+    command = [sys.executable, "-m", "spare_megatron", "train", "--config", str(folder / "preset.toml")]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [*command, "--run-dir", str(folder / "run")],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import AuditConfig, LayoutConfig
 from spare_megatron.core.suspicion import LEAST_STEPS
 from spare_megatron.driver.run import start_run

@@ -22,7 +22,7 @@ import sys
 from spare_megatron.process import interrupts
 interrupts.exit_at_once()
 print("begun", flush=True)
-from spare_megatron.cli.entry import main
+from spare_megatron.__main__ import main
 sys.exit(main())
 """
 """The command as `spare` runs it, which says when the first line of it that can act on a signal has been executed."""

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.slurm.commands import job_fields

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord

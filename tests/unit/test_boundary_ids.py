@@ -16,7 +16,7 @@ import tiktoken
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.text.documents import TextFiles
 from spare_megatron.text.tokenization import tokenize
 from spare_megatron.text.tokenizer import TokenizerSource, build

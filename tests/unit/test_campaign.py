@@ -15,8 +15,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
 from spare_megatron.cli.running import RunDirectory
+from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver import process_watch

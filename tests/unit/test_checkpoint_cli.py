@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.hf_config import FAMILIES
 from spare_megatron.process.lock import locked
 from spare_megatron.state.checkpoint.verification import refuse

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each
-from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
+from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver import run
 from spare_megatron.journal.lines import Line, encode_line

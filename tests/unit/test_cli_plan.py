@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 
 EXAMPLE = ["--groups", "600", "--mtbf", "300s", "--restart", "60m", "--save", "60s"]
 
@@ -282,7 +282,7 @@ def test_planning_needs_no_torch(tmp_path: Path) -> None:
         "        if name.partition('.')[0] in ('torch', 'megatron'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Blocker())\n"
-        "from spare_megatron.cli.main import app\n"
+        "from spare_megatron.commands import app\n"
         f"app({['plan', *EXAMPLE, '--plot', str(tmp_path / 'a.png'), '--json']!r})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

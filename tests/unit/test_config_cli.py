@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.presets import FOLDER
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.presets import shipped_presets
 from spare_megatron.config.resolved import dump_run_config

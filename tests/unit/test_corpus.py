@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config import corpus as corpus_module
 from spare_megatron.config.corpus import (
     CorpusFacts,

@@ -18,8 +18,8 @@ from spare_megatron.cli import detached_view
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.detached_view import DetachedView
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
+from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.process.reports import Starting
 from spare_megatron.process.standard_streams import outlast

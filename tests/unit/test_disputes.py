@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.audit import way_back
-from spare_megatron.cli.main import app
 from spare_megatron.cli.replay import lines_of
+from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.core.audits import AuditPolicy, Boundary, word_of

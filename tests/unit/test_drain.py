@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.validate import problems

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config import schema
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.presets import shipped_presets

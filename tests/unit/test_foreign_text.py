@@ -22,10 +22,10 @@ from spare_megatron.cli import bench, doctor, plan_plot
 from spare_megatron.cli.campaign_table import print_campaign
 from spare_megatron.cli.config_table import print_config, print_presets
 from spare_megatron.cli.console import LiveView, RunConsole, Table
-from spare_megatron.cli.main import app
 from spare_megatron.cli.printing import message, say, shown
 from spare_megatron.cli.progress import RunProgress, print_summary
 from spare_megatron.cli.simulate_table import print_figures
+from spare_megatron.commands import app
 from spare_megatron.config.diagnosis import NodeFinding
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.node_facts import NodeMeasurements

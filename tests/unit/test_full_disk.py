@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress, print_summary
+from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.journal import files

@@ -8,8 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from spare_megatron.cli.command import SpareCommand
-from spare_megatron.cli.main import app
 from spare_megatron.cli.terms import TERMS
+from spare_megatron.commands import app
 
 LONGEST_SUMMARY = 64
 """What `spare --help` shows beside the longest name of a command without wrapping."""

@@ -28,8 +28,8 @@ NUM_MOMENTS = 200
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 RAISE_SIGINT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 """A module that is interrupted while it is imported."""
-BY_SCRIPT = ("-c", "import sys; from spare_megatron.cli.entry import main; sys.exit(main())")
-BY_MODULE = ("-m", "spare_megatron.cli.main")
+BY_SCRIPT = ("-c", "import sys; from spare_megatron.__main__ import main; sys.exit(main())")
+BY_MODULE = ("-m", "spare_megatron")
 
 
 def run_python(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:

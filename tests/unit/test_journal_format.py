@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.journal_index import JournalIndex

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from typer.testing import CliRunner, Result
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.text import documents as documents_module
 from spare_megatron.text.documents import Skipped, batches_of, documents_in, json_among
 

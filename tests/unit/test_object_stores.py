@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.journal.outcomes import EXIT_CODES, MEANINGS, Outcome, exit_code
 from spare_megatron.process.interrupts import INTERRUPTED
 

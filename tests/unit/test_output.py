@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import run

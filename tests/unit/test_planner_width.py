@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.planner.overhead import StepTimes, least_makespans
 from spare_megatron.planner.plan import optimize

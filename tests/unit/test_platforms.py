@@ -18,7 +18,7 @@ import pytest
 import typer.main
 import yaml
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, problems, warnings

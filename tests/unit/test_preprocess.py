@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from spare_megatron.cli.main import app
 from spare_megatron.cli.text_progress import TextProgress
+from spare_megatron.commands import app
 from spare_megatron.text.documents import find_files
 
 
@@ -53,7 +53,7 @@ def test_it_needs_no_torch(texts: Path, tmp_path: Path) -> None:
     """Whose import, and Megatron's, took longer than the rest of the command for a small corpus."""
     arguments = ["preprocess", "--input", str(texts), "--output-prefix", str(tmp_path / "corpus")]
     code = f"import sys; sys.modules |= dict.fromkeys(['torch', 'megatron']); sys.argv = ['spare', *{arguments!r}]\n"
-    code += "from spare_megatron.cli.entry import main; main()"
+    code += "from spare_megatron.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert documents_of(tmp_path / "corpus")
@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_explained(
 
 
 def test_the_version_can_be_asked_for() -> None:
-    from spare_megatron import __version__
+    from spare_megatron.version import __version__
 
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"spare_megatron {__version__}\n")

@@ -207,7 +207,7 @@ def test_the_package_alone_has_all_that_a_name_needs(tmp_path: Path) -> None:
     """A wheel holds this folder and nothing else of the checkout."""
     shutil.copytree(presets.FOLDER.parent, tmp_path / "spare_megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shown = subprocess.run(
-        [sys.executable, "-P", "-m", "spare_megatron.cli.main", "config", "show", "llama3_8b_h100", "--json"],
+        [sys.executable, "-P", "-m", "spare_megatron", "config", "show", "llama3_8b_h100", "--json"],
         env=os.environ | {"PYTHONPATH": with_checkout(tmp_path)},
         cwd=tmp_path,
         capture_output=True,

@@ -350,7 +350,7 @@ def test_a_step_shares_its_node_and_survives_others() -> None:
 def test_a_node_runs_in_the_container_that_is_asked_for(slurm: SlurmConfig, expected: str) -> None:
     command = " ".join(node_step(slurm, "node-3", "n4", ("supervise", "/run", "--node", "3")))
     options = " ".join(step_command("node-3", "n4", ()))[len("srun ") :]
-    module = "-P -m spare_megatron.cli.main"
+    module = "-P -m spare_megatron"
     for text, name in ((options, "OPTIONS"), (sys.executable, "PYTHON"), (module, "MODULE")):
         command = command.replace(text, name)
     assert command == expected

@@ -17,8 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
-from spare_megatron.config.own_code import code_digest
+from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.driver.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
@@ -29,6 +28,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process.node_connection import Listener, connect
+from spare_megatron.version import code_digest
 from tests.unit.journal_in_memory import JournalInMemory
 
 LOOPBACK = "127.0.0.1"
@@ -219,7 +219,7 @@ def test_in_a_job_the_machines_of_a_group_are_steps_of_it(job: Path) -> None:
     assert "--nodelist=n4 --job-name=replay-4" in second
     for call, node in ((first, 1), (second, 4)):
         assert call.startswith("--jobid=19 ")
-        assert call.endswith(f"spare_megatron.cli.main replay {job} --node {node} --wait-s {WAIT_S}")
+        assert call.endswith(f"spare_megatron replay {job} --node {node} --wait-s {WAIT_S}")
 
 
 def test_machines_of_a_group_that_are_not_in_a_job_are_named(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
 ) -> None:
     (tmp_path / "config.toml").write_text(dump_run_config(config_of(1, 2)))
     listener = Listener(folder_of_replay(tmp_path), 1, LOOPBACK)
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "replay", str(tmp_path), "--node", "1"]
+    command = [sys.executable, "-m", "spare_megatron", "replay", str(tmp_path), "--node", "1"]
     part = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert wait([listener.fileno()], WAIT_S)

@@ -13,7 +13,7 @@ import pytest
 from plotly.offline import get_plotlyjs_version
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.run_state import RunState

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli import progress as progress_module
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.cli.run_view import NewLines, step_line, view_of
+from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import StoreSpace, shortage
 from spare_megatron.journal.check import fold_journal

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
+from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.observe.server import PageContent, ReportServer, Updated
 from spare_megatron.simulator.engine import simulate

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
 from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
 from spare_megatron.cli.simulate_table import percent_with_bounds
+from spare_megatron.commands import app
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.simulator.sweep import Estimate, Figures
@@ -327,7 +327,7 @@ def test_figures_and_journal_are_there_though_the_plot_cannot_be_written(small: 
 def test_the_plot_is_there_though_the_figures_cannot_be_shown(small: str, tmp_path: Path, options: list[str]) -> None:
     picture = tmp_path / "simulated.png"
     words = ["--preset", small, "--seeds", "1", "--sweep-redundancy", "2", "--jobs", "1", "--plot", str(picture)]
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *words, *options]
+    command = [sys.executable, "-m", "spare_megatron", "simulate", *words, *options]
     reader, pipe = os.pipe()
     os.close(reader)
     with os.fdopen(pipe, "w") as unread:
@@ -348,7 +348,7 @@ def is_running(process: psutil.Process) -> bool:
 def stop_a_sweep(out: Path, number: signal.Signals) -> tuple[int, str, list[psutil.Process]]:
     """Exit code and stderr of a sweep that gets a signal when it has results, and the processes it had by then."""
     options = ["--preset", "paper_n200", "--steps", "20", "--seeds", "1000", "--jobs", "2", "--out", str(out)]
-    command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *options]
+    command = [sys.executable, "-m", "spare_megatron", "simulate", *options]
     # Not a pipe: a process that is left over would hold it open.
     with (out.parent / "stderr").open("w+") as stderr:
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)

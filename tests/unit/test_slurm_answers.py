@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.driver.slurm.commands import Unanswered, call, submit, wait_for
 from tests.unit.tiny_corpus import write_tiny_corpus
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli import status
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import encode_line
 from spare_megatron.journal.records import LossRecord

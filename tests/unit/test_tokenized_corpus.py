@@ -21,7 +21,7 @@ import zstandard
 from typer.testing import CliRunner, Result
 
 from spare_megatron.cli import text_progress
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.corpus import judge_corpus, read_corpus
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.text import documents as documents_module

@@ -46,7 +46,7 @@ def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str], job:
     """The srun command of a step `name` that runs a `spare` command on this node, in the container if there is one.
     `job`: the number of a job that this process may not belong to.
     """
-    command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron.cli.main", *words)
+    command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron", *words)
     srun, *rest = step_command(name, on, command)
     return (srun, *(() if job is None else (f"--jobid={job}",)), *slurm.step_options, *rest)
 

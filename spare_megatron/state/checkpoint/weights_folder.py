@@ -16,7 +16,6 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from spare_megatron import __version__
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
@@ -31,6 +30,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     StoredFile,
     publish,
 )
+from spare_megatron.version import __version__
 
 Dtype = Literal["fp32", "bf16"]
 

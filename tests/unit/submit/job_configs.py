@@ -4,7 +4,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from spare_megatron.cli.main import app
+from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 

@@ -21,10 +21,10 @@ cd /shared/here || exit 2
 export SPARE_REQUEUES=0
 home=/shared/runs/r
 job=$SLURM_JOB_ID
-/shared/venv/bin/python -P -m spare_megatron.cli.main doctor --config "$home/config.toml" --folder "$home/doctor" || exit 2
+/shared/venv/bin/python -P -m spare_megatron doctor --config "$home/config.toml" --folder "$home/doctor" || exit 2
 # Every time that the job comes out of the queue is a run of its own, which goes on from the newest checkpoint.
 attempt=$home/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
-/shared/venv/bin/python -P -m spare_megatron.cli.main train --config "$home/config.toml" --run-dir "$attempt" --resume
+/shared/venv/bin/python -P -m spare_megatron train --config "$home/config.toml" --run-dir "$attempt" --resume
 status=$?
 
 # 3 is a wipe-out, 5 a run that was asked to end with steps left. A job that was cancelled is not running any more.

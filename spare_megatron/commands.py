@@ -1,16 +1,10 @@
-"""The `spare` command line."""
-
-if __name__ == "__main__":  # before the imports below, which take time
-    from spare_megatron.cli.entry import main
-
-    main()
+"""The `spare` command line: registers the commands, those of the tools included."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
-from spare_megatron import __version__
 from spare_megatron.cli import (
     audit,
     bench,
@@ -37,6 +31,7 @@ from spare_megatron.cli import (
 from spare_megatron.cli.command import SpareCommand, SpareGroup
 from spare_megatron.cli.printing import say
 from spare_megatron.cli.terms import explained
+from spare_megatron.version import __version__
 
 app = typer.Typer(
     name="spare",

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import spare_megatron
-from spare_megatron.config import own_code
-from spare_megatron.config.own_code import UNKNOWN, code_digest, code_mismatch, commit, start_in_safe_path_mode
+from spare_megatron import version
 from spare_megatron.driver import node_facts
+from spare_megatron.version import UNKNOWN, code_digest, code_mismatch, commit, start_in_safe_path_mode
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -25,7 +25,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("", "core", "state/transfer"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "__init__.py").write_text(f"# {name}\n")
-    monkeypatch.setattr(own_code, "PACKAGE", folder)
+    monkeypatch.setattr(version, "PACKAGE", folder)
     code_digest.cache_clear()
     yield folder
     code_digest.cache_clear()
@@ -87,9 +87,9 @@ def test_a_digest_of_some_packages_does_not_see_the_others(package: Path) -> Non
 
 def test_a_node_reports_the_digest_of_the_whole_package() -> None:
     """It once reported that of the runtime alone, after its module had moved there."""
-    assert Path(spare_megatron.__file__).resolve().parent == own_code.PACKAGE
-    version = node_facts._own_versions()["spare_megatron"]
-    assert version == f"{spare_megatron.__version__} ({code_digest()[:12]})"
+    assert Path(spare_megatron.__file__).resolve().parent == version.PACKAGE
+    found = node_facts._own_versions()["spare_megatron"]
+    assert found == f"{spare_megatron.__version__} ({code_digest()[:12]})"
 
 
 @needs_git
@@ -122,5 +122,5 @@ def test_a_checkout_that_does_not_answer_is_unknown(package: Path, monkeypatch: 
     def hang(command: list[str], **_: object) -> None:
         raise subprocess.TimeoutExpired(command, 10.0)
 
-    monkeypatch.setattr("spare_megatron.config.own_code.subprocess.run", hang)
+    monkeypatch.setattr("spare_megatron.version.subprocess.run", hang)
     assert commit() == UNKNOWN

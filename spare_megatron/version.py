@@ -1,4 +1,4 @@
-"""Identifies the running code by a digest and, if it stands in a checkout of its own, a commit.
+"""The version, and which code runs: its digest and, if it stands in a checkout of its own, a commit.
 
 All processes of a run must have equal code. None imports from the working directory.
 """
@@ -9,9 +9,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from spare_megatron import __version__
-
-PACKAGE = Path(__file__).resolve().parents[1]
+__version__ = "0.1.0"
+PACKAGE = Path(__file__).resolve().parent
 UNKNOWN = "unknown"
 NUM_DIGITS = 12
 """Digits of a digest shown to users."""
@@ -23,6 +22,7 @@ def code_digest(*packages: str) -> str:
     """SHA-256 of the Python files of these packages of `spare_megatron`, or of all; cached as imported."""
     digest = hashlib.sha256(__version__.encode())
     for folder in [PACKAGE / name for name in packages] or [PACKAGE]:
+        assert folder.is_dir(), f"{folder} has moved: its changes would not change the digest"
         for file in sorted(folder.rglob("*.py")):
             digest.update(file.relative_to(PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

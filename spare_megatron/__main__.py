@@ -6,9 +6,13 @@ from spare_megatron.process import interrupts, standard_streams
 def main() -> None:
     standard_streams.open_closed()
     interrupts.exit_at_once()
-    from spare_megatron.cli.main import app
+    from spare_megatron.commands import app
 
     try:
         app()
     finally:
         interrupts.ignore()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import Fault, FaultPoint
 from spare_megatron.faults.injection import Injector
-from spare_megatron.faults.trace import Fault, resolve_trace
+from spare_megatron.faults.trace import resolve_trace
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer

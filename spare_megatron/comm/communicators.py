@@ -22,9 +22,12 @@ from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, 
 from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.mcore.versions import check_names
+from spare_megatron.process.shortages import shortage_in
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
+from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.voting.fencing import is_connection_error
 
 check_names("torch", dist, "ProcessGroupGloo._allgather_base")  # of all backends
 
@@ -454,3 +457,23 @@ class CrossGroupCommunicator:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def report_incomplete(communicator: CrossGroupCommunicator, agreement: GroupAgreement, head: int) -> str:
+    """Reports in the store that this rank posts no more before entry `head`, so that no other rank waits for it.
+
+    Returns which resource this rank lacks, if that is why; else an empty string. `communicator.evidence` names the
+    failure, of a rank that waited for others in vain the first one that any of them has reported.
+    """
+    lacking = _lacking(communicator.error)
+    if lacking:
+        communicator.evidence += f" ({lacking})"
+    first = agreement.report_broken(head, communicator.evidence)
+    if communicator.evidence != MOVED_ON:
+        return lacking
+    communicator.evidence = first
+    return _lacking(communicator.find_error())
+
+
+def _lacking(error: Exception | None) -> str:
+    return "" if error is None or is_connection_error(error) else shortage_in(error)

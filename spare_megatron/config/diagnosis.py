@@ -10,6 +10,7 @@ from typing import TypeVar
 from spare_megatron.config.audits import audit_policy
 from spare_megatron.config.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.node_facts import NodeFacts, NodeMeasurements
+from spare_megatron.config.rank_memory import ranks_per_machine
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import gib, shortage
@@ -65,12 +66,6 @@ def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, .
 
 def nodes_per_group(config: RunConfig) -> int:
     return -(-config.parallel.ranks_per_group // ranks_per_machine(config))
-
-
-def ranks_per_machine(config: RunConfig) -> int:
-    """Ranks on one machine: all of them if nodes are rehearsed on it."""
-    layout = config.parallel
-    return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node
 
 
 def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[NodeFinding]:

@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spare_megatron.config.store_space import StoreSpace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU as CUDA shows it to a process; `name` is its model, `free_bytes` its unused memory."""
-
-    name: str
-    memory_bytes: int
-    free_bytes: int
+from spare_megatron.process.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

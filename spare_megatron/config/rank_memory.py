@@ -106,3 +106,9 @@ def _activations_bytes(config: RunConfig) -> int:
     first = layers * in_flight * tokens * per_token
     last = layers * tokens * per_token + logits
     return round(max(first + (logits if stages == 1 else 0), last))
+
+
+def ranks_per_machine(config: RunConfig) -> int:
+    """Ranks on one machine: all of them if nodes are rehearsed on it."""
+    layout = config.parallel
+    return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node

@@ -13,7 +13,7 @@ from spare_megatron.config.limits import (
     ShareBelowOne,
 )
 from spare_megatron.config.schema_data import DataConfig, EvalConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.paces import Rounds
@@ -331,38 +331,6 @@ class SnapshotConfig:
     """Steps between snapshots of the state in host memory, at least 2; 0 takes none."""
     redundancy: NonNegativeInt = 1
     """Nodes whose loss leaves a snapshot whole; each rank's state is copied to one node more."""
-
-
-FaultKind = Literal[
-    "kill",
-    "raise",
-    "hang",
-    "stop",
-    "delay",
-    "slow",
-    "slow_data",
-    "slow_host",
-    "slow_link",
-    "disk_full",
-    "clock_jump",
-    "cut",
-    "stop_node",
-    "kill_supervisor",
-    "stop_store",
-    "kill_store",
-    "nan",
-    "bit_flip",
-    "param_flip",
-    "moment_flip",
-    "sum_flip",
-    "data_flip",
-    "drain",
-    "resize",
-    "activation_flip",
-    "stuck_bit",
-    "drift",
-]
-"""What a fault does; `docs/campaigns.md` describes the effect of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

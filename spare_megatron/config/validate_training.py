@@ -13,9 +13,8 @@ from spare_megatron.config.corpus import (
     named_set,
     validation_names,
 )
-from spare_megatron.config.diagnosis import ranks_per_machine
 from spare_megatron.config.parameter_rules import rule_problems
-from spare_megatron.config.rank_memory import rank_memory
+from spare_megatron.config.rank_memory import rank_memory, ranks_per_machine
 from spare_megatron.config.run_sizes import run_sizes
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.store_space import gib

@@ -10,12 +10,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from spare_megatron.core.audits import Dispute
-from spare_megatron.core.cadence import Cadence
 from spare_megatron.core.entries import Entry
 from spare_megatron.core.evaluation import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId, ShardId
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, PartitionCopy, Repair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """An interval between saves, and the figures it follows from.
+
+    Attributes:
+        group_interval_s: Mean seconds until a given group is lost.
+        absence_s: Mean seconds until a lost group takes part again; None if none does.
+        time_to_wipe_out_s: Mean seconds until a shard or a state partition without a host causes a restart, with the
+            present groups; 0 if a shard has none.
+        exposure_s: Seconds that groups have taken part so far, summed over groups.
+    """
+
+    interval_s: float
+    save_s: float
+    group_interval_s: float
+    absence_s: float | None
+    time_to_wipe_out_s: float
+    num_losses: int
+    exposure_s: float
+    num_members: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

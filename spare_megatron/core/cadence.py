@@ -1,32 +1,8 @@
 """The optimal interval between saves, for planning and for a run."""
 
-from dataclasses import dataclass
 from math import expm1, sqrt
 
 from scipy.optimize import brentq
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
-    """An interval between saves, and the figures it follows from.
-
-    Attributes:
-        group_interval_s: Mean seconds until a given group is lost.
-        absence_s: Mean seconds until a lost group takes part again; None if none does.
-        time_to_wipe_out_s: Mean seconds until a shard or a state partition without a host causes a restart, with the
-            present groups; 0 if a shard has none.
-        exposure_s: Seconds that groups have taken part so far, summed over groups.
-    """
-
-    interval_s: float
-    save_s: float
-    group_interval_s: float
-    absence_s: float | None
-    time_to_wipe_out_s: float
-    num_losses: int
-    exposure_s: float
-    num_members: int
-
 
 _FEW = 1e-6
 """T_s / T_f below which the series is used: exact there, while the equation would suffer cancellation."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import log2
 from statistics import fmean
 
-from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.cadence import Cadence, optimal_cadence_s
+from spare_megatron.core.actions import Cadence, RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member

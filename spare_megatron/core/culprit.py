@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 
-from spare_megatron.core.reforming import MachineId
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, MachineId
 
 LEAST_SHARE = 0.1
 """Share of a step that an excess must reach."""

@@ -2,15 +2,34 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from spare_megatron.core.actions import (
-    CheckpointCandidate,
-    Reading,
-)
+from spare_megatron.core.actions import CheckpointCandidate, Reading
 from spare_megatron.core.entries import Entry
-from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.core.votes import Vote
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+
+
+class Held(NamedTuple):
+    """A complete copy of a rank position (rank inside its group) in some node's memory.
+
+    `attempt`, of the commit whose state it is, names the snapshot uniquely.
+    """
+
+    attempt: int
+    position: int
+    sha256: str
+
+
+class HeldPartition(NamedTuple):
+    """Complete copies of a state partition, of one rank or of all ranks of a group.
+
+    `sha256` is that of the copy or, for several, over theirs in rank order.
+    """
+
+    attempt: int
+    partition: PartitionId
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spare_megatron.core.reforming import MachineId
+from spare_megatron.stacking.layout import MachineId
 
 NUM_HELPERS = 3
 """Machines that train and do the same, at most: with two of them that agree, the third cannot be at fault for both."""

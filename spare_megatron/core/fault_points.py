@@ -1,6 +1,10 @@
-"""The moments of a step at which a fault can be injected."""
+"""Faults that can be injected: their kinds, and the moments of a step at which they strike."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
+
+from spare_megatron.stacking.layout import GroupId
 
 
 class FaultPoint(StrEnum):
@@ -112,3 +116,63 @@ PHASES_WITH_SLICES = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, 
 
 PHASES_OF_A_BUCKET = frozenset({FaultPoint.STAGED, FaultPoint.SUMMED})
 """Reached once for each bucket of an attempt; a bit of the bucket can be flipped there."""
+
+
+FaultKind = Literal[
+    "kill",
+    "raise",
+    "hang",
+    "stop",
+    "delay",
+    "slow",
+    "slow_data",
+    "slow_host",
+    "slow_link",
+    "disk_full",
+    "clock_jump",
+    "cut",
+    "stop_node",
+    "kill_supervisor",
+    "stop_store",
+    "kill_store",
+    "nan",
+    "bit_flip",
+    "param_flip",
+    "moment_flip",
+    "sum_flip",
+    "data_flip",
+    "drain",
+    "resize",
+    "activation_flip",
+    "stuck_bit",
+    "drift",
+]
+"""What a fault does; `docs/campaigns.md` describes the effect of each kind."""
+
+
+PHASES_OF_A_MICROBATCH = frozenset({FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.RECEIVE, FaultPoint.BACKWARD})
+"""Phases that a rank reaches at least once per microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault, fully determined.
+
+    Attributes:
+        step: Step at which the rank is hit, from 0; for a repair or a phase between steps, the first one possible.
+        rank: Rank inside the group.
+        seconds: How long it lasts, or how far the clock jumps; None for good.
+        factor: How many times slower it makes what it slows; None for kinds that slow nothing.
+        ordinal: Which time in this step the rank reaches the phase, from 1.
+        bit: Bit to flip, from 0, the lowest; None for the second highest.
+    """
+
+    step: int
+    group: GroupId
+    rank: int
+    phase: FaultPoint
+    kind: FaultKind
+    ordinal: int = 1
+    seconds: float | None = None
+    factor: float | None = None
+    bit: int | None = None

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from spare_megatron.core.reforming import Machine, MachineId, PlaceId, reform
-from spare_megatron.stacking.layout import GroupId, Layout, Member, ShardId
+from spare_megatron.core.reforming import Machine, reform
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
 
 
 class Holding(NamedTuple):

@@ -9,15 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple, NewType, cast
+from typing import Literal, NamedTuple, cast
 
-from spare_megatron.stacking.layout import GroupId, Layout
-
-PlaceId = NewType("PlaceId", int)
-"""A node index of the layout, 0 to num_nodes - 1."""
-
-MachineId = NewType("MachineId", int)
-"""A machine, for as long as the run lasts: those of the start have the id of their first place, further ones follow."""
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 
 MachineState = Literal["placed", "idle"]
 

@@ -14,33 +14,12 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 from spare_megatron.core.actions import TakeSnapshot
+from spare_megatron.core.events import Held, HeldPartition
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Hosts, Ownership
 
 _NUM_REMEMBERED = 3
 """Snapshots that a restart may use: nodes have two, or three if one reaches the third before another."""
-
-
-class Held(NamedTuple):
-    """A complete copy of a rank position (rank inside its group) in some node's memory.
-
-    `attempt`, of the commit whose state it is, names the snapshot uniquely.
-    """
-
-    attempt: int
-    position: int
-    sha256: str
-
-
-class HeldPartition(NamedTuple):
-    """Complete copies of a state partition, of one rank or of all ranks of a group.
-
-    `sha256` is that of the copy or, for several, over theirs in rank order.
-    """
-
-    attempt: int
-    partition: PartitionId
-    sha256: str
 
 
 class WholeSnapshot(NamedTuple):

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from statistics import median
 
 from spare_megatron.core.culprit import Culprit, CulpritWatch, Window
-from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CulpritRecord
 from spare_megatron.process.reports import CulpritChanged, NodeMeasured
+from spare_megatron.stacking.layout import MachineId
 
 
 class Culprits:

@@ -16,12 +16,12 @@ from spare_megatron.config.store_space import shortage
 from spare_megatron.config.terms import step_of
 from spare_megatron.core.actions import StopHalted
 from spare_megatron.core.culprit import Culprit
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.driver.culprits import Culprits
 from spare_megatron.driver.ladder import Ladder
 from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.driver.storage_watch import DirectoryWatch
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.process import end_signal

@@ -22,13 +22,13 @@ from spare_megatron.core.ladder import (
     decide,
 )
 from spare_megatron.core.places import Places, Quarantine
-from spare_megatron.core.reforming import MachineId, PlaceId, can_reform
+from spare_megatron.core.reforming import can_reform
 from spare_megatron.driver.culprits import record_of
 from spare_megatron.journal.events import text_of_culprit
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LadderRecord
 from spare_megatron.process.requests import asked_to_leave, request
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store.interface import ControlStore, StoreLost

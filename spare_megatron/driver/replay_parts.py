@@ -13,7 +13,6 @@ from typing import Any
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.places import Assignment, Holding, Places
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.driver.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
 from spare_megatron.driver.replay_ranks import (
     ComputePart,
@@ -31,7 +30,7 @@ from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process.lock import locked
 from spare_megatron.process.processes import set_environment_of_ranks
 from spare_megatron.process.specs import device_of
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.store import tcp_store
 from spare_megatron.store.addresses import address_towards, hosts_of, refuse_loopback
 from spare_megatron.version import NUM_DIGITS, code_digest

@@ -20,13 +20,14 @@ from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus, step_of
 from spare_megatron.config.validate import Machine, beyond_limits, on_device
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.event_command import EventCommand
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.faults.rates import draw_faults
-from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
+from spare_megatron.faults.trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT, ORIGIN
 from spare_megatron.journal.output import named_errors

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
+from spare_megatron.core.fault_points import FaultKind
 
 LLAMA3_INTERRUPTIONS: Mapping[str, int] = MappingProxyType(
     {

@@ -9,20 +9,23 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import SHORT_STOP_S
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
+    PHASES_OF_A_MICROBATCH,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
+    Fault,
+    FaultKind,
     FaultPoint,
 )
 from spare_megatron.core.places import Places
-from spare_megatron.core.reforming import PlaceId, can_reform
+from spare_megatron.core.reforming import can_reform
 from spare_megatron.faults.mix import kind_weights
-from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault, least_passes
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.faults.trace import least_passes
+from spare_megatron.stacking.layout import GroupId, PlaceId
 from spare_megatron.stacking.placement import Placement, make_placement
 
 

@@ -1,21 +1,19 @@
 """Resolves the configured faults: draws every open field from the seed, the same for equal configurations."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
+from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.fault_points import (
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,
+    PHASES_OF_A_MICROBATCH,
+    Fault,
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement, make_placement
-
-PHASES_OF_A_MICROBATCH = frozenset({FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.RECEIVE, FaultPoint.BACKWARD})
-"""Phases that a rank reaches at least once per microbatch."""
 
 PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {
     FaultPoint.PATCH,
@@ -29,30 +27,6 @@ _WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
 """Phases whose open step is that of the preceding fault."""
 
 _SURELY_FOUND_INTERVALS = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One fault, fully determined.
-
-    Attributes:
-        step: Step at which the rank is hit, from 0; for a repair or a phase between steps, the first one possible.
-        rank: Rank inside the group.
-        seconds: How long it lasts, or how far the clock jumps; None for good.
-        factor: How many times slower it makes what it slows; None for kinds that slow nothing.
-        ordinal: Which time in this step the rank reaches the phase, from 1.
-        bit: Bit to flip, from 0, the lowest; None for the second highest.
-    """
-
-    step: int
-    group: GroupId
-    rank: int
-    phase: FaultPoint
-    kind: FaultKind
-    ordinal: int = 1
-    seconds: float | None = None
-    factor: float | None = None
-    bit: int | None = None
 
 
 def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spare_megatron.config.node_facts import Gpu
-
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96
 """NVML's own limit for names and UUIDs."""
@@ -26,6 +24,15 @@ _REASONS = {
 
 class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as CUDA shows it to a process; `name` is its model, `free_bytes` its unused memory."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

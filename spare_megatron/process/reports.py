@@ -9,9 +9,8 @@ from pathlib import Path
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.culprit import MachineSigns, RankTimes
 from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.core.places import QuarantineCause
-from spare_megatron.core.reforming import MachineId
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,
@@ -20,7 +19,7 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     StateOrigin,
 )
-from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.layout import GroupId, MachineId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
 """A group, and the index of a rank in it."""

@@ -10,8 +10,7 @@ from typing import Literal
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.places import Assignment, Holding, Places
-from spare_megatron.core.reforming import MachineId, PlaceId
-from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.stacking.placement import make_placement
 
 Request = Literal["drain", "grow"]

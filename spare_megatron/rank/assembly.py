@@ -222,7 +222,13 @@ class Assembly:
             staging=self._staging,
             progress=self._progress,
         )
-        return StackedState(gather=gather, repairs=repairs, saves=saves, digests=self.digests, progress=self._progress)
+        return StackedState(
+            gather=gather,
+            repairs=repairs,
+            resume_snapshot=saves.resume_postponed,
+            digests=self.digests,
+            progress=self._progress,
+        )
 
     def _build_saves(self) -> GroupSaves:
         return GroupSaves(

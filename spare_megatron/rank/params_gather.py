@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from spare_megatron.comm.bucket_sums import Staging
-from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.communicators import CrossGroupCommunicator, report_incomplete
 from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.core.failure_detector import Operation
@@ -18,7 +18,6 @@ from spare_megatron.mcore.digests import words_digest
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.rank_progress import RankProgress
-from spare_megatron.rank.reduction import report_incomplete
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import GatherShare, Round, gather_rounds
 from spare_megatron.store.interface import StoreLost

@@ -15,8 +15,8 @@ from spare_megatron.core.actions import Action, AwaitHosts, DrainGroups, FinishR
 from spare_megatron.core.checkpoint_policy import emergency_save
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.faults.injection import Injector, fill_disk
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.communicators import MOVED_ON, CrossGroupCommunicator
+from spare_megatron.comm.communicators import report_incomplete
 from spare_megatron.core.actions import AttemptReduce, BuildCommunicator
 from spare_megatron.core.audits import AuditWord
 from spare_megatron.core.events import Event, VotesRead
@@ -21,7 +21,6 @@ from spare_megatron.core.loss_sum import LossSum
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import CUT_OFF, RankProbe
-from spare_megatron.process.shortages import shortage_in
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
@@ -31,8 +30,7 @@ from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.store.interface import StoreLost
-from spare_megatron.voting.agreement import GroupAgreement, GroupOpinion
-from spare_megatron.voting.fencing import is_connection_error
+from spare_megatron.voting.agreement import GroupOpinion
 from spare_megatron.voting.voting import Voting
 
 _LONGEST_FAILURE = 150
@@ -290,26 +288,6 @@ class Reduction:
             kept=list(action.kept),
         )
         self._reports.write_if_leader(record)
-
-
-def report_incomplete(communicator: CrossGroupCommunicator, agreement: GroupAgreement, head: int) -> str:
-    """Reports in the store that this rank posts no more before entry `head`, so that no other rank waits for it.
-
-    Returns which resource this rank lacks, if that is why; else an empty string. `communicator.evidence` names the
-    failure, of a rank that waited for others in vain the first one that any of them has reported.
-    """
-    lacking = _lacking(communicator.error)
-    if lacking:
-        communicator.evidence += f" ({lacking})"
-    first = agreement.report_broken(head, communicator.evidence)
-    if communicator.evidence != MOVED_ON:
-        return lacking
-    communicator.evidence = first
-    return _lacking(communicator.find_error())
-
-
-def _lacking(error: Exception | None) -> str:
-    return "" if error is None or is_connection_error(error) else shortage_in(error)
 
 
 def _wrong_sums(opinion: GroupOpinion) -> str:

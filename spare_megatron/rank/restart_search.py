@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawCandidates
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.events import RestartState, WaitingRead
-from spare_megatron.core.snapshot_policy import Held, HeldPartition
+from spare_megatron.core.events import Held, HeldPartition, RestartState, WaitingRead
 from spare_megatron.journal.output import real_paths
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import GroupId, Member

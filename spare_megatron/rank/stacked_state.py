@@ -1,7 +1,8 @@
 """Stacked optimizer state (each partition on a few groups) on one rank: gathers all parameters, repairs partitions."""
 
+from collections.abc import Callable
+
 from spare_megatron.core.actions import GatherParams, StartRepairs
-from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.params_gather import ParamsGather
 from spare_megatron.rank.rank_progress import RankProgress
 from spare_megatron.state.transfer.partition_copier import GroupRepairs
@@ -16,13 +17,13 @@ class StackedState:
         *,
         gather: ParamsGather,
         repairs: GroupRepairs,
-        saves: GroupSaves,
+        resume_snapshot: Callable[[int], None],
         digests: StateDigests,
         progress: RankProgress,
     ) -> None:
         self._gather = gather
         self._repairs = repairs
-        self._saves = saves
+        self._resume_snapshot = resume_snapshot
         self._digests = digests
         self._progress = progress
 
@@ -39,7 +40,7 @@ class StackedState:
             if lacked and not progress.lacks_params:
                 progress.num_steps = action.step
                 self._digests.compare_if_due(action.step, progress.num_restarts)
-                self._saves.resume_postponed(action.step)
+                self._resume_snapshot(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Starts the copies that the group is to make; the digests follow the new hosts."""

@@ -4,9 +4,9 @@ import heapq
 from copy import deepcopy
 from math import inf
 
-from spare_megatron.core.reforming import Machine, MachineId, PlaceId, reform
+from spare_megatron.core.reforming import Machine, reform
 from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.stacking.placement import make_placement
 
 

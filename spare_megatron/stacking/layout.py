@@ -20,6 +20,12 @@ ShardId = NewType("ShardId", int)
 PartitionId = NewType("PartitionId", int)
 """Index of a state partition, a part of a rank position's flat parameter space. There are as many as home groups."""
 
+PlaceId = NewType("PlaceId", int)
+"""A node index of the layout, 0 to num_nodes - 1."""
+
+MachineId = NewType("MachineId", int)
+"""A machine, for as long as the run lasts: those of the start have the id of their first place, further ones follow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
 from spare_megatron.core.examination import Figures
-from spare_megatron.core.reforming import MachineId
-from spare_megatron.faults.trace import Fault
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
 from spare_megatron.process.specs import NodeSpec, devices_on
+from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store

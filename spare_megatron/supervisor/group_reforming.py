@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.places import Assignment, Holding, Places, Quarantine, decode_assignment, encode_assignment
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.records import PlacesRecord
-from spare_megatron.stacking.layout import GroupId, Layout, Member, ShardId
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.places import Places
-from spare_megatron.core.reforming import PlaceId
 from spare_megatron.core.rejoin import PartReadiness
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.readiness import note_ready
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore

@@ -1,15 +1,15 @@
 """Measures what the ranks of a node did in some steps, and what their machine showed meanwhile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from spare_megatron.core.culprit import MachineSigns, RankTimes
 from spare_megatron.core.failure_detector import OPERATIONS, Operation
-from spare_megatron.core.reforming import MachineId
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
 from spare_megatron.process.reports import NodeMeasured, RankKey
-from spare_megatron.supervisor.rank_processes import RankProcesses
+from spare_megatron.stacking.layout import MachineId
 
 _LEAST_STEPS = 4
 _LEAST_S = 2.0
@@ -43,6 +43,17 @@ class _Begin:
     answers: tuple[int, float]
 
 
+class MeasuredRanks(Protocol):
+    """The processes of the ranks on one node."""
+
+    @property
+    def pids(self) -> Mapping[RankKey, int]: ...
+
+    def page(self, key: RankKey) -> HeartbeatPage | None: ...
+
+    def device_index(self, key: RankKey) -> int | None: ...
+
+
 class Measurements:
     """The windows of one node. `answers` returns how often the control store has answered, and the seconds in all;
     `clocks` of each GPU why its clock is reduced.
@@ -50,7 +61,7 @@ class Measurements:
 
     def __init__(
         self,
-        ranks: RankProcesses,
+        ranks: MeasuredRanks,
         machine: MachineId,
         answers: Callable[[], tuple[int, float]],
         clocks: Callable[[], Sequence[str]],

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Collection
 
-from spare_megatron.faults.trace import Fault
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.processes import say
 from spare_megatron.process.processor_quota import ProcessorQuota

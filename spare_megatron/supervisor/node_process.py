@@ -14,7 +14,6 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import FinishRun, StopHalted
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
-from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.summary import UNKNOWN, Summary, conclude
@@ -34,7 +33,7 @@ from spare_megatron.process.processes import (
 from spare_megatron.process.reports import MachineExamined, NodeEnded
 from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials

@@ -13,8 +13,8 @@ from spare_megatron.core import examination
 from spare_megatron.core.examination import Figures, judge_examination
 from spare_megatron.core.failure_detector import ENDED
 from spare_megatron.core.places import Places, Quarantine
-from spare_megatron.core.reforming import MachineId
 from spare_megatron.journal.records import ExaminationRecord
+from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.supervisor.examination import ExaminationWanted

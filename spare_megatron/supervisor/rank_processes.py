@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
 from spare_megatron.core.failure_detector import Pulse
-from spare_megatron.faults.trace import Fault
+from spare_megatron.core.fault_points import Fault
 from spare_megatron.journal.files import faults_struck
 from spare_megatron.journal.output import real_paths
 from spare_megatron.journal.records import FaultRecord

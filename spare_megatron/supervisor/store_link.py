@@ -17,10 +17,9 @@ from spare_megatron.core.controller_setup import ControllerSetup
 from spare_megatron.core.entries import Fence, decode_entry
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.core.places import Holding, Quarantine
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost

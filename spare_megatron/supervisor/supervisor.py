@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, STOP_POLL_S
-from spare_megatron.core.reforming import MachineId, can_reform
+from spare_megatron.core.reforming import can_reform
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.files import JournalWriter
@@ -44,7 +44,7 @@ from spare_megatron.process.reports import (
 from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.process.timers import Timers
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.end_requests import EndRequests

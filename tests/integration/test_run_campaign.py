@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import FaultKind, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema import FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.core.fault_points import FaultKind
 from spare_megatron.journal.files import read_journal
 from tests.integration.whole_run import alert_config, entries_of, kill, tiny_config
 

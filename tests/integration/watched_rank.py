@@ -23,10 +23,9 @@ from spare_megatron.core.actions import AttemptReduce, UpdateModel
 from spare_megatron.core.entries import Commit, Entry, decode_entry
 from spare_megatron.core.events import Event
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import Fault, FaultPoint
 from spare_megatron.core.pieces import Piece
 from spare_megatron.faults.injection import Injector
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.spans import spans_file
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer

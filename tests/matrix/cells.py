@@ -6,12 +6,13 @@ from typing import Literal
 
 import numpy as np
 
-from spare_megatron.config.schema import FaultConfig, FaultKind
+from spare_megatron.config.schema import FaultConfig
 from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
+    FaultKind,
     FaultPoint,
 )
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS

@@ -12,14 +12,13 @@ from spare_megatron.config.schema import (
     AuditConfig,
     ClusterConfig,
     FaultConfig,
-    FaultKind,
     LayoutConfig,
     OptimizerConfig,
     RunConfig,
 )
 from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.config.validate import problems
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import FaultKind, FaultPoint
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
 from spare_megatron.supervisor.rank_exits import INJECTED

@@ -23,14 +23,13 @@ from spare_megatron.core.entries import Commit, Fence, decode_entry, encode_entr
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.ladder import Situation, decide
 from spare_megatron.core.places import Quarantine
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.core.rejoin import RestartBudget
 from spare_megatron.journal.check_places import check_places
 from spare_megatron.journal.check_quarantine import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import decision_log, keys
 from spare_megatron.supervisor import group_reforming, group_rendezvous, quarantine, restarts, store_link

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.places import Assignment, Places, Quarantine, encode_assignment
-from spare_megatron.core.reforming import MachineId, PlaceId
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.supervisor import group_reforming, quarantine, store_link

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.check_places import check_places
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import placement_of
@@ -17,7 +16,7 @@ from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe.history import history_of
 from spare_megatron.observe.page import _figures_of
 from spare_megatron.observe.trace import _moves
-from spare_megatron.stacking.layout import GroupId, Layout, ShardId
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
 from tests.unit.journal_in_memory import run_record
 
 RE_FORMED = PlacesRecord(index=0, num_places=8, holdings=[[2, 0, 1]], places=[[0, None], [1, 1], [2, 2], [3, None]])

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.core.culprit import Cause, Culprit, CulpritWatch, MachineSigns, RankTimes, Window, find_culprit
-from spare_megatron.core.reforming import MachineId
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, MachineId
 
 NUM_GROUPS, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 6, 2, 8, 10
 PASS_S, DATA_S, TRANSFER_S, UPDATE_S, SUM_S = 0.010, 0.0003, 0.001, 0.004, 0.006

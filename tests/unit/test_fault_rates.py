@@ -21,11 +21,12 @@ from spare_megatron.core.fault_points import (
     PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
+    Fault,
     FaultPoint,
 )
 from spare_megatron.faults.mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
 from spare_megatron.faults.rates import FIRST_STEP, draw_faults
-from spare_megatron.faults.trace import Fault, groups_hit
+from spare_megatron.faults.trace import groups_hit
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 

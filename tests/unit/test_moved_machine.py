@@ -14,13 +14,12 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig,
 from spare_megatron.core.entries import Halt, encode_entry
 from spare_megatron.core.examination import Figures
 from spare_megatron.core.places import Assignment, Holding, Quarantine
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.process.reports import EndAsked, NodeEnded
 from spare_megatron.process.requests import request
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process, supervisor

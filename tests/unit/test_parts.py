@@ -8,11 +8,10 @@ import pytest
 
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED
 from spare_megatron.core.places import Assignment, Holding, Places
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.core.rejoin import PartReadiness, RestartBudget
 from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.supervisor import group_rendezvous, restarts
 from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartFenced, PartsReady

@@ -21,16 +21,14 @@ from spare_megatron.core.examination import (
     judge_examination,
     wait_s,
 )
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import Fault, FaultPoint
 from spare_megatron.core.places import Quarantine
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.core.rejoin import RestartBudget
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.check_quarantine import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.process.timers import Timers
-from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import examination, machine_checks, quarantine

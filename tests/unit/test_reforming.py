@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from spare_megatron.core.reforming import Machine, MachineId, Move, PlaceId, places_per_group, reform
-from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.core.reforming import Machine, Move, places_per_group, reform
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 
 Places = dict[PlaceId, MachineId | None]
 Idle = dict[MachineId, int | None]

@@ -15,7 +15,6 @@ import pytest
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, encode_entry
 from spare_megatron.core.failure_detector import ENDED
-from spare_megatron.core.reforming import MachineId
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
 from spare_megatron.journal.files import read_journal
@@ -23,7 +22,7 @@ from spare_megatron.journal.records import EndRecord
 from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.process.reports import ExitCode, StoreAway
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member
 from spare_megatron.store import keys as keys_of_run
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process

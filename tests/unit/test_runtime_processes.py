@@ -13,14 +13,13 @@ import pytest
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.core.places import Holding
-from spare_megatron.core.reforming import MachineId, PlaceId
 from spare_megatron.driver import driver as driver_module
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.preflight import _why_ended
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.process.reports import ExitCode, GroupLost, NodeEnded, RanksReady, next_report
 from spare_megatron.process.specs import NodeSpec, RankSpec
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, HasLeft, NodeSilent, StoreLink

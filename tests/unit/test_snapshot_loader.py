@@ -13,9 +13,8 @@ from typing import cast
 import pytest
 import torch
 
-from spare_megatron.core.events import RestartState
+from spare_megatron.core.events import Held, RestartState
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshot_policy import Held
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import Address, NotOffered, TurnedAway

@@ -8,11 +8,9 @@ from random import Random
 import pytest
 
 from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
-from spare_megatron.core.events import RestartState, WaitingRead
+from spare_megatron.core.events import Held, HeldPartition, RestartState, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.snapshot_policy import (
-    Held,
-    HeldPartition,
     SnapshotPolicy,
     Snapshots,
     WholeSnapshot,

@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.fault_points import Fault, FaultPoint
 from spare_megatron.core.rejoin import NextStart, RestartBudget
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.process import timers

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from spare_megatron.core.events import RestartState
+from spare_megatron.core.events import Held, HeldPartition, RestartState
 from spare_megatron.core.pieces import Piece, pieces_of
-from spare_megatron.core.snapshot_policy import Held, HeldPartition, held_by_group, in_order_to_ask
+from spare_megatron.core.snapshot_policy import held_by_group, in_order_to_ask
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer

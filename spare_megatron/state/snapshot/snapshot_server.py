@@ -17,8 +17,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
+from spare_megatron.core.events import Held, HeldPartition
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshot_policy import Held, HeldPartition
 from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.process.piece_wire import NotOffered
 from spare_megatron.process.processes import Child, end_child, log_to_file, start_child

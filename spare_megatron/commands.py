@@ -27,6 +27,7 @@ from spare_megatron.cli import (
     timeline,
     tokenizer,
     train,
+    weights_commands,
 )
 from spare_megatron.cli.command import SpareCommand, SpareGroup
 from spare_megatron.cli.printing import say
@@ -92,3 +93,5 @@ app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)
+checkpoint.app.command("export", cls=SpareCommand)(weights_commands.export_weights)
+checkpoint.app.command("import", cls=SpareCommand)(weights_commands.import_weights)

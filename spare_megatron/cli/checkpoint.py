@@ -1,9 +1,9 @@
-"""`spare checkpoint`: what checkpoints there are, whether they are whole, what they hold, and weights in and out."""
+"""`spare checkpoint`: what checkpoints there are, whether they are whole and what they hold."""
 
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,14 +22,6 @@ app = typer.Typer(
 )
 
 _PATH = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints, or the directory of a run.")]
-_FORMAT = Annotated[
-    Literal["hf", "megatron"],
-    typer.Option(
-        "--format",
-        help="hf: Hugging Face's safetensors and config.json; megatron: Megatron-LM's iter_* folders of torch_dist.",
-    ),
-]
-_OUT = Annotated[Path, typer.Option("--out", help="The folder to write, which must not exist.")]
 _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or array.")]
 
 
@@ -123,71 +115,6 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
         say(f"  {'refused':24}  {refusal_of(newest)}")
     for name, value in _lines(manifest):
         say(f"  {name:24}  {value}")
-
-
-@app.command("export", cls=SpareCommand)
-def export_weights(
-    path: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint in it.")],
-    to: _FORMAT,
-    out: _OUT,
-    dtype: Annotated[
-        Literal["fp32", "bf16"] | None, typer.Option(help="Format of the numbers; model.precision if absent.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Tokenizer file, or folder with tokenizer files, to copy beside the weights.")
-    ] = None,
-    per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="megatron: name the tensors of each layer, instead of stacking them.")
-    ] = False,
-) -> None:
-    """Export the weights of a run's newest valid checkpoint.
-
-    Its layout does not matter. hf: Llama, Qwen2, Qwen3, Mixtral and GPT-2 models; megatron: what pretrain_gpt.py has
-    arguments for. Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies
-    of bf16 parameters.
-    """
-    with explained_errors("checkpoint export"):
-        from spare_megatron.state.checkpoint.loading import checkpoint_of_run
-
-        if per_layer and to != "megatron":
-            raise ValueError("--per-layer goes with --format megatron; Hugging Face's names always have the layer")
-        if to == "hf":
-            from spare_megatron.state.checkpoint.hf_folder import export_hf as export
-        else:
-            from spare_megatron.state.checkpoint.megatron_folder import export_megatron as export
-        from spare_megatron.state.checkpoint.weights_folder import ExportOptions, has_tokenizer
-
-        checkpoint, config = checkpoint_of_run(path)
-        export(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer, per_layer=per_layer))
-    say(f"{out}: the weights of {checkpoint.path}")
-    if to == "hf" and not has_tokenizer(out):
-        say("without a tokenizer: name its folder with --tokenizer to have its files copied")
-    if to == "megatron":
-        from spare_megatron.config.megatron_args import args_of, flags_of
-
-        flags = " ".join(["--use-checkpoint-args", "--finetune", *map(shlex.quote, flags_of(args_of(config)))])
-        say(f"pretrain_gpt.py takes them with: --load {shlex.quote(str(out))} {flags}")
-
-
-@app.command("import", cls=SpareCommand)
-def import_weights(
-    path: Annotated[Path, typer.Argument(help="A folder in the format; of megatron the one of all iterations or one.")],
-    from_: _FORMAT,
-    out: _OUT,
-) -> None:
-    """Import weights, which runs start from with load_weights.
-
-    Writes a checkpoint that has weights alone, config.toml with the model's settings, and the tokenizer's files into
-    `tokenizer`. Runs name the folder in checkpoint.load_weights.
-    """
-    with explained_errors("checkpoint import"):
-        if from_ == "hf":
-            from spare_megatron.state.checkpoint.hf_folder import import_hf as import_folder
-        else:
-            from spare_megatron.state.checkpoint.megatron_folder import import_megatron as import_folder
-
-        checkpoint = import_folder(path, out)
-    say(f"{checkpoint.path}: the weights of {path}")
 
 
 def _lines(manifest: "Manifest") -> list[tuple[str, str]]:

@@ -1,18 +1,23 @@
 """Examines this machine: a seeded matrix product, copies in memory, and an exchange with the control store.
 
-A process of its own does it and publishes what it has found. `core.examination` judges it.
+A process of its own, which alone imports torch, does it and publishes what it has found. `core.examination` judges it.
 """
 
+import hashlib
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from statistics import median
+from typing import TYPE_CHECKING
 
 from spare_megatron.core.examination import Figures
 from spare_megatron.core.fault_points import Fault
+from spare_megatron.process.machine_signs import starved_s, throttled_s
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
 from spare_megatron.process.specs import NodeSpec, devices_on
 from spare_megatron.stacking.layout import MachineId
@@ -21,9 +26,17 @@ from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
 _LASTING = ("drift", "stuck_bit", "slow")
 """Kinds of injected faults that an examination of the machine meets, too, for the seconds that they last."""
+_NUM_REPETITIONS = 5
+_SIZE, _NUM_PRODUCTS = {"cpu": 256, "cuda": 2048}, {"cpu": 24, "cuda": 64}
+_COPY_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
+"""By type of device. On a GPU that trains little memory is free."""
+_DRIFT = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +105,6 @@ def _examine(task: ExaminationTask, _: Connection) -> None:
     """Main function of the process."""
     if not task.wanted.is_own:
         os.nice(10)  # training goes first
-    from spare_megatron.supervisor.machine_checks import copy, multiply  # torch: not for who starts this process
-
     products = [multiply(task, device) for device in task.devices]
     copy_s = max(copy(task, device) for device in task.devices)
     store, wanted = open_store(task.store), task.wanted
@@ -122,3 +133,63 @@ def _exchange(store: ControlStore, key: str) -> tuple[float, float]:
     exchanged_s = time.perf_counter()
     store.delete([key])
     return (answered_s - began_s) / _NUM_ANSWERS, exchanged_s - answered_s
+
+
+def multiply(task: ExaminationTask, device: str) -> tuple[tuple[str, ...], float]:
+    """Digests of the same chain of products, again and again, and the median of their times."""
+    import torch
+
+    torch.set_num_threads(1)
+    kind, generator = device.partition(":")[0], torch.Generator().manual_seed(task.wanted.number)
+    first, other = (torch.randn(_SIZE[kind], _SIZE[kind], generator=generator).to(device) for _ in range(2))
+    digests, times_s = [], []
+    for _ in range(_NUM_REPETITIONS + 1):
+        with _timed(task, device) as spent_s:
+            product = first
+            for _ in range(_NUM_PRODUCTS[kind]):
+                product = torch.tanh(product @ other)
+        times_s.append(spent_s())
+        digests.append(_digest(product.mul_(1 + _DRIFT) if task.drifts else product))
+    return tuple(digests), median(times_s[1:])  # the first one loads code
+
+
+def _digest(values: "Tensor") -> str:
+    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def copy(task: ExaminationTask, device: str) -> float:
+    """Seconds of a copy in the memory of the device, the median."""
+    import torch
+
+    values = torch.zeros(_COPY_BYTES[device.partition(":")[0]], dtype=torch.uint8, device=device)
+    into, times_s = torch.empty_like(values), []
+    for _ in range(_NUM_REPETITIONS + 1):
+        with _timed(task, device) as spent_s:
+            into.copy_(values)
+        times_s.append(spent_s())
+    return median(times_s[1:])
+
+
+@contextmanager
+def _timed(task: ExaminationTask, device: str) -> Iterator[Callable[[], float]]:
+    """Yields what returns the seconds that the block has taken, but for waits for processors that others use: on a
+    machine that trains, and where machines are emulated on one computer, they take them from each other.
+    """
+    ends: list[float] = []
+
+    def now_s() -> float:
+        if device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+        leaves_waits_out = task.shares_processors or not task.wanted.is_own
+        waited_s = starved_s(os.getpid()) - throttled_s(os.getpid()) if leaves_waits_out else 0.0
+        return time.perf_counter() - waited_s
+
+    began_s = now_s()
+    yield lambda: ends[0]
+    taken_s = now_s() - began_s
+    if task.factor > 1.0:  # an injected fault slows the machine
+        time.sleep((task.factor - 1.0) * taken_s)
+    ends.append(task.factor * taken_s)

@@ -31,7 +31,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
-from spare_megatron.supervisor import examination, machine_checks, quarantine
+from spare_megatron.supervisor import examination, quarantine
 from spare_megatron.supervisor.examination import ExaminationWanted, Examiner
 from spare_megatron.supervisor.group_reforming import AssignmentList
 from spare_megatron.supervisor.quarantine import Examinations, Examined
@@ -244,22 +244,22 @@ def node_spec(config: RunConfig, run_dir: Path, node: int = 0) -> NodeSpec:
 
 
 def test_products_are_the_same_each_time_and_differ_where_the_machine_drifts() -> None:
-    digests, seconds = machine_checks.multiply(task_of(), "cpu")
-    again, _ = machine_checks.multiply(task_of(), "cpu")
+    digests, seconds = examination.multiply(task_of(), "cpu")
+    again, _ = examination.multiply(task_of(), "cpu")
     assert len(set(digests)) == 1
     assert again == digests
     assert seconds > 0.0
-    wrong, _ = machine_checks.multiply(task_of(drifts=True), "cpu")
+    wrong, _ = examination.multiply(task_of(drifts=True), "cpu")
     assert len(set(wrong)) == 1
     assert wrong[0] != digests[0]
 
 
 def test_a_slow_machine_takes_longer_by_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0])
-    monkeypatch.setattr(machine_checks, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
-    monkeypatch.setattr(machine_checks, "starved_s", lambda _: 0.0)
+    monkeypatch.setattr(examination, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
+    monkeypatch.setattr(examination, "starved_s", lambda _: 0.0)
     slept.clear()
-    with machine_checks._timed(task_of(factor=3.0), "cpu") as spent_s:
+    with examination._timed(task_of(factor=3.0), "cpu") as spent_s:
         pass
     assert spent_s() == 6.0
     assert slept == [4.0]

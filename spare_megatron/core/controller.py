@@ -515,7 +515,7 @@ class Controller:
         return plan
 
     def _plan_patch(self) -> StepPlan:
-        patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plan_digest
+        patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plans[-1].digest
         self._orphans = []
         self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self._is_evaluating))
         return self._plans[-1]
@@ -529,10 +529,6 @@ class Controller:
     def _idle(self) -> list[GroupId]:
         """The groups that are known to be slow and have computed nothing in this step."""
         return [group for group in self._paces.dealt if not any(plan.work.of(group) for plan in self._plans)]
-
-    @property
-    def _plan_digest(self) -> str:
-        return self._plans[-1].digest
 
     # --------------------------------------------------------------------------------------------------- actions
 
@@ -564,7 +560,7 @@ class Controller:
     def _attempt(self, kept: tuple[int, ...] = ()) -> AttemptReduce | AttemptEvaluation:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
-        step, attempt, plan_digest = self.step, self.attempt, self._plan_digest
+        step, attempt, plan_digest = self.step, self.attempt, self._plans[-1].digest
         if self._is_evaluating:
             return AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
         return AttemptReduce(
@@ -589,7 +585,9 @@ class Controller:
     def _attempt_finish(self) -> AttemptFinish:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
-        return AttemptFinish(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plan_digest)
+        return AttemptFinish(
+            step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plans[-1].digest
+        )
 
 
 def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce | None) -> list[Action]:
